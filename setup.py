@@ -1,0 +1,370 @@
+"""Builds the native libraries; everything else about the package stands in pyproject.toml.
+
+``fastpipe._runtime`` (csrc/core, csrc/torch and, with CUDA, csrc/cuda) is an extension module built against the torch
+that is installed. ``fastpipe._plan`` (csrc/plan) is a plain C library, opened by ctypes, that needs no torch.
+
+Both are optional: a library that cannot be built does not fail the install, unless FASTPIPE_BUILD_EXT=1. pip hides
+what a build prints, so what was built, or why not, is written into the package (``_build_info.json``), where
+``fastpipe.native_status()`` reads it.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+from setuptools.modified import newer_group
+
+RECORD = "_build_info.json"
+LOG_LINES = 40  # of a failed build, kept in the record
+
+COMMON_FLAGS = ["-O3", "-Wall", "-Wextra"]
+# No -std here: torch's own build step adds the one its headers need.
+RUNTIME_FLAGS = [*COMMON_FLAGS, "-fvisibility=hidden"]
+PLAN_FLAGS = [*COMMON_FLAGS, "-std=c++17"]
+
+
+class CannotBuild(Exception):
+    """Something a build needs is not there; the message says what."""
+
+
+def build_mode() -> str:
+    """What FASTPIPE_BUILD_EXT asks for: "auto" (try), "1" (insist) or "0" (leave it)."""
+    mode = os.environ.get("FASTPIPE_BUILD_EXT") or "auto"
+    if mode not in ("auto", "1", "0"):
+        raise SystemExit(f"FASTPIPE_BUILD_EXT is {mode!r}: set it to auto, 1 or 0")
+    return mode
+
+
+def files_in(folder: str, *patterns: str) -> list[str]:
+    """The files of a folder of csrc/, relative to this file, as setuptools wants them."""
+    return sorted(path.as_posix() for pattern in patterns for path in Path("csrc", folder).glob(pattern))
+
+
+# --- finding what a build needs ---------------------------------------------------------------------------------------
+
+
+def site_folders() -> Iterator[str]:
+    """Where the packages of this very interpreter lie, which pip's build isolation hides."""
+    yield sysconfig.get_path("platlib")
+    if sys.prefix != sys.base_prefix:
+        settings = Path(sys.prefix, "pyvenv.cfg").read_text().lower().replace(" ", "")
+        if "include-system-site-packages=true" not in settings:
+            return
+        yield sysconfig.get_path("platlib", vars={"platbase": sys.base_exec_prefix, "base": sys.base_prefix})
+    yield site.getusersitepackages()
+
+
+def import_torch() -> ModuleType:
+    """The torch that the package will run with, although an isolated build does not see it."""
+    for folder in site_folders():
+        if importlib.util.find_spec("torch") is not None:
+            break
+        if os.path.isdir(folder):
+            site.addsitedir(folder)  # appends, so what the isolated build brings goes first
+            importlib.invalidate_caches()
+    if importlib.util.find_spec("torch") is None:
+        raise CannotBuild("torch is not installed")
+    try:
+        import torch
+        import torch.utils.cpp_extension
+    except Exception as error:  # a broken torch raises what it likes: OSError for a missing library, for one
+        raise CannotBuild(f"torch cannot be imported ({type(error).__name__}: {error})") from error
+    return torch
+
+
+def torch_backend(torch: ModuleType) -> str:
+    """What torch was compiled for, in the words that fastpipe/runtime/native.py finds for the installed one."""
+    for name in ("cuda", "hip", "xpu"):
+        if version := getattr(torch.version, name, None):
+            return f"{name.upper()} {version}"
+    return "CPU"
+
+
+def find_compiler() -> str:
+    """The C++ compiler's command; also put into CXX, since torch and setuptools have different defaults."""
+    asked = os.environ.get("CXX")
+    for command in [asked] if asked else [sysconfig.get_config_var("CXX") or "c++", "c++", "g++", "clang++"]:
+        if shutil.which(shlex.split(command)[0]):
+            os.environ["CXX"] = command
+            return command
+    raise CannotBuild(f"no C++ compiler was found ({asked or 'c++, g++, clang++'}); install g++ or set CXX")
+
+
+def compiler_version(command: str) -> str:
+    """The compiler's own first line about itself."""
+    answer = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True)
+    lines = answer.stdout.splitlines()
+    if answer.returncode != 0 or not lines:
+        raise CannotBuild(f"the C++ compiler does not work ({command} --version exits with {answer.returncode})")
+    return lines[0]
+
+
+def check_python_headers() -> None:
+    """Name the missing package, since the compiler would only say that a file is missing."""
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise CannotBuild(f"the C headers of Python {platform.python_version()} are missing; install python3-dev")
+
+
+def put_ninja_on_path() -> None:
+    """Let torch find the ninja that pip installed beside an interpreter whose environment is not activated."""
+    with contextlib.suppress(ImportError, AttributeError):
+        import ninja
+
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])
+
+
+# --- what is built ----------------------------------------------------------------------------------------------------
+
+
+def declared_extensions() -> list[Extension]:
+    """Names and files, for the metadata and the source archive: torch is imported only when something is built."""
+    headers = files_in("plan", "*.h")
+    plan = Extension("fastpipe._plan", files_in("plan", "*.cpp"), depends=headers, language="c++")
+    sources = files_in("core", "*.cpp") + files_in("torch", "*.cpp")
+    headers = [*headers, *files_in("core", "*.h"), *files_in("torch", "*.h"), *files_in("cuda", "*.h", "*.cuh")]
+    return [plan, Extension("fastpipe._runtime", sources, depends=headers, language="c++")]
+
+
+def plan_extension(declared: Extension) -> Extension:
+    """csrc/plan: no torch, no pybind11, no Python header."""
+    return Extension(
+        declared.name,
+        declared.sources,
+        depends=declared.depends,
+        include_dirs=["csrc"],
+        extra_compile_args=PLAN_FLAGS,
+        language="c++",
+    )
+
+
+def runtime_extension(declared: Extension, torch: ModuleType) -> Extension:
+    """csrc/core and csrc/torch, with csrc/cuda if this torch has CUDA and there is a toolkit (a GPU is not needed)."""
+    tools = torch.utils.cpp_extension
+    cuda_sources = files_in("cuda", "*.cpp", "*.cu")
+    with_cuda = bool(cuda_sources and torch.version.cuda and tools.CUDA_HOME)
+    # Named as system folders, torch's headers keep their warnings to themselves.
+    system = [part for path in tools.include_paths() for part in ("-isystem", path)]
+    flags: Any = [*RUNTIME_FLAGS, *system]
+    if with_cuda:
+        flags = {"cxx": flags, "nvcc": ["-O3", *system]}
+    make = tools.CUDAExtension if with_cuda else tools.CppExtension
+    return make(
+        declared.name,
+        declared.sources + (cuda_sources if with_cuda else []),
+        depends=declared.depends,
+        include_dirs=[os.path.abspath("csrc")],
+        define_macros=[("FASTPIPE_WITH_CUDA", None)] if with_cuda else [],
+        extra_compile_args=flags,
+    )
+
+
+class PlanBuilder(build_ext):
+    """setuptools' own build, which compiles every file again, taught to leave those that have not changed."""
+
+    def build_extension(self, ext: Extension) -> None:
+        compile_one = self.compiler._compile
+
+        def compile_if_stale(obj: str, src: str, *rest: Any) -> None:
+            if self.force or newer_group([src, *ext.depends], obj):
+                compile_one(obj, src, *rest)
+
+        self.compiler._compile = compile_if_stale
+        super().build_extension(ext)
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def output_copied_to(lines: list[str]) -> Iterator[None]:
+    """Keep a copy of all that this process and the compilers it starts print: they do not say it in an exception."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read_end, write_end = os.pipe()
+    saved = {fd: os.dup(fd) for fd in (1, 2)}
+    for fd in saved:
+        os.dup2(write_end, fd)
+    os.close(write_end)
+
+    def copy() -> None:
+        with os.fdopen(read_end, errors="replace") as stream:
+            for line in stream:
+                os.write(saved[1], line.encode())
+                lines.append(line.rstrip())
+
+    reader = threading.Thread(target=copy, daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for fd, copy_of_fd in saved.items():
+            os.dup2(copy_of_fd, fd)
+        reader.join(timeout=5)  # a compiler cache's server may keep the pipe open for good
+
+
+@contextlib.contextmanager
+def only_one_build_in(folder: str) -> Iterator[None]:
+    """Two builds in one source tree would write the same object files."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def headline(log: list[str], error: Exception) -> str:
+    """The one line that says most about a failed build."""
+    return next((line for line in log if "error:" in line or "ERROR" in line), f"{type(error).__name__}: {error}")
+
+
+class BuildNative(build_ext):
+    """Builds each library by the command that knows how, and writes down how it went."""
+
+    def run(self) -> None:
+        mode = build_mode()
+        with only_one_build_in(self.get_finalized_command("build").build_base):
+            record = self._build_all(mode)
+            if self.inplace:
+                self._copy_to_source()
+        failed = {name: library["reason"] for name, library in record["libraries"].items() if not library["built"]}
+        for name, reason in failed.items():
+            self.announce(f"fastpipe.{name} was not built: {reason}", level=3)
+        if failed and mode == "1":
+            raise CompileError("; ".join(f"fastpipe.{name} was not built: {why}" for name, why in failed.items()))
+
+    def _build_all(self, mode: str) -> dict[str, Any]:
+        previous = self._read_record()
+        record: dict[str, Any] = {
+            "fastpipe": self.distribution.get_version(),
+            "python": platform.python_version(),
+            "suffix": sysconfig.get_config_var("EXT_SUFFIX"),
+            "mode": mode,
+            "libraries": {},
+        }
+        for declared in list(self.extensions):
+            name = declared.name.rpartition(".")[2]
+            before = previous.get("libraries", {}).get(name, {})
+            library = self._build_one(declared, mode, before.get("inputs"))
+            record["libraries"][name] = library
+            if not library["built"]:
+                self._forget(declared)
+        self._write_record(record)
+        return record
+
+    def _build_one(self, declared: Extension, mode: str, previous: Any) -> dict[str, Any]:
+        """Build one library; whatever goes wrong becomes its entry in the record."""
+        library: dict[str, Any] = {"built": False, "reason": "FASTPIPE_BUILD_EXT=0 switched the build off"}
+        if mode == "0":
+            return library
+        log: list[str] = []
+        try:
+            extension, builder, library["inputs"] = self._recipe(declared)
+            with output_copied_to(log):
+                self._delegate(builder, extension, library["inputs"], previous)
+        except CannotBuild as error:
+            return library | {"reason": str(error)}
+        except Exception as error:  # whatever a compiler, ninja or torch's build step raises
+            return library | {"reason": headline(log, error), "log": log[-LOG_LINES:]}
+        return library | {"built": True, "reason": ""}
+
+    def _recipe(self, declared: Extension) -> tuple[Extension, type[build_ext], dict[str, Any]]:
+        """The extension, the command that builds it, and all that makes an earlier result stale (times of files apart)."""
+        torch = None if declared.name.endswith("._plan") else import_torch()
+        compiler = compiler_version(find_compiler())
+        if torch is None:
+            extension, builder = plan_extension(declared), PlanBuilder
+        else:
+            check_python_headers()
+            put_ninja_on_path()
+            extension, builder = runtime_extension(declared, torch), torch.utils.cpp_extension.BuildExtension
+        inputs = {
+            "compiler": compiler,
+            "torch": torch and torch.__version__,
+            "backend": torch and torch_backend(torch),
+            "sources": extension.sources,
+            "flags": extension.extra_compile_args,
+        }
+        return extension, builder, inputs
+
+    def _delegate(self, builder: type[build_ext], extension: Extension, inputs: dict[str, Any], previous: Any) -> None:
+        """Run another build_ext for one extension, with this one's options."""
+        command = builder(self.distribution)
+        for option in ("build_lib", "compiler", "debug", "parallel"):
+            setattr(command, option, getattr(self, option))
+        # Objects compiled against one torch must never be linked for another, and ninja looks at files' times alone.
+        command.build_temp = os.path.join(self.build_temp, f"torch-{inputs['torch']}" if inputs["torch"] else "plan")
+        declared, self.distribution.ext_modules = self.distribution.ext_modules, [extension]
+        try:
+            command.ensure_finalized()
+            command.force = bool(self.force or previous != inputs)
+            command.run()
+        finally:
+            self.distribution.ext_modules = declared
+
+    # The record, and the libraries that are not there: neither may be older than the other.
+
+    def _package_folder(self, in_source: bool) -> str:
+        build_py = self.get_finalized_command("build_py")
+        return build_py.get_package_dir("fastpipe") if in_source else os.path.join(self.build_lib, "fastpipe")
+
+    def _read_record(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(Path(self._package_folder(in_source=False), RECORD).read_text())
+        return {}
+
+    def _write_record(self, record: dict[str, Any]) -> None:
+        path = Path(self._package_folder(in_source=False), RECORD)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n")
+
+    def _forget(self, declared: Extension) -> None:
+        """Drop a library that was not built: an older one must not be packed, nor loaded."""
+        self.extensions = [extension for extension in self.extensions if extension.name != declared.name]
+        in_source, packed = self._get_inplace_equivalent(self.get_finalized_command("build_py"), declared)
+        Path(packed).unlink(missing_ok=True)
+        if self.inplace:
+            Path(in_source).unlink(missing_ok=True)
+
+    def _copy_to_source(self) -> None:
+        self.copy_extensions_to_source()
+        record = Path(self._package_folder(in_source=True), RECORD)
+        record.unlink(missing_ok=True)
+        shutil.copyfile(Path(self._package_folder(in_source=False), RECORD), record)
+
+    def get_outputs(self) -> list[str]:
+        return sorted({*super().get_outputs(), os.path.join(self.build_lib, "fastpipe", RECORD)})
+
+    def get_output_mapping(self) -> dict[str, str]:
+        mapping = super().get_output_mapping()
+        if self.inplace:
+            packed = os.path.join(self._package_folder(in_source=False), RECORD)
+            mapping[packed] = os.path.join(self._package_folder(in_source=True), RECORD)
+        return mapping
+
+
+setup(
+    ext_modules=[extension for extension in declared_extensions() if extension.sources],
+    cmdclass={"build_ext": BuildNative},
+)
