@@ -6,6 +6,8 @@ that is installed. ``fastpipe._plan`` (csrc/plan) is a plain C library, opened b
 Both are optional: a library that cannot be built does not fail the install, unless FASTPIPE_BUILD_EXT=1. pip hides
 what a build prints, so what was built, or why not, is written into the package (``_build_info.json``), where
 ``fastpipe.native_status()`` reads it.
+
+Environment: FASTPIPE_BUILD_EXT=auto|1|0 (try, insist, leave it), FASTPIPE_CXXFLAGS, CXX, MAX_JOBS, CUDA_HOME.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import site
@@ -33,13 +36,19 @@ from setuptools.modified import newer_group
 RECORD = "_build_info.json"
 LOG_LINES = 40  # of a failed build, kept in the record
 
-COMMON_FLAGS = ["-O3", "-Wall", "-Wextra"]
+# Python's own flags bring -g, which makes a file a third slower to compile and twenty times as large. What is in
+# FASTPIPE_CXXFLAGS comes last and wins: "-O0 -g" for a debugger, "-Werror" in CI.
+COMMON_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra", *shlex.split(os.environ.get("FASTPIPE_CXXFLAGS", ""))]
 # No -std here: torch's own build step adds the one its headers need.
 RUNTIME_FLAGS = [*COMMON_FLAGS, "-fvisibility=hidden"]
 PLAN_FLAGS = [*COMMON_FLAGS, "-std=c++17"]
 
 
-class CannotBuild(Exception):
+# ninja prints a kilobyte a file; a failing command it prints again.
+NINJA_STEP = re.compile(r"^(\[\d+/\d+\]) .* -c \S*?(csrc/\S+) -o .*")
+
+
+class CannotBuildError(Exception):
     """Something a build needs is not there; the message says what."""
 
 
@@ -79,12 +88,12 @@ def import_torch() -> ModuleType:
             site.addsitedir(folder)  # appends, so what the isolated build brings goes first
             importlib.invalidate_caches()
     if importlib.util.find_spec("torch") is None:
-        raise CannotBuild("torch is not installed")
+        raise CannotBuildError("torch is not installed")
     try:
         import torch
         import torch.utils.cpp_extension
     except Exception as error:  # a broken torch raises what it likes: OSError for a missing library, for one
-        raise CannotBuild(f"torch cannot be imported ({type(error).__name__}: {error})") from error
+        raise CannotBuildError(f"torch cannot be imported ({type(error).__name__}: {error})") from error
     return torch
 
 
@@ -103,7 +112,7 @@ def find_compiler() -> str:
         if shutil.which(shlex.split(command)[0]):
             os.environ["CXX"] = command
             return command
-    raise CannotBuild(f"no C++ compiler was found ({asked or 'c++, g++, clang++'}); install g++ or set CXX")
+    raise CannotBuildError(f"no C++ compiler was found ({asked or 'c++, g++, clang++'}); install g++ or set CXX")
 
 
 def compiler_version(command: str) -> str:
@@ -111,14 +120,14 @@ def compiler_version(command: str) -> str:
     answer = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True)
     lines = answer.stdout.splitlines()
     if answer.returncode != 0 or not lines:
-        raise CannotBuild(f"the C++ compiler does not work ({command} --version exits with {answer.returncode})")
+        raise CannotBuildError(f"the C++ compiler does not work ({command} --version exits with {answer.returncode})")
     return lines[0]
 
 
 def check_python_headers() -> None:
     """Name the missing package, since the compiler would only say that a file is missing."""
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        raise CannotBuild(f"the C headers of Python {platform.python_version()} are missing; install python3-dev")
+        raise CannotBuildError(f"the C headers of Python {platform.python_version()} are missing; install python3-dev")
 
 
 def put_ninja_on_path() -> None:
@@ -178,6 +187,7 @@ class PlanBuilder(build_ext):
     """setuptools' own build, which compiles every file again, taught to leave those that have not changed."""
 
     def build_extension(self, ext: Extension) -> None:
+        """Build one library as setuptools does, but for the objects newer than their source and all headers."""
         compile_one = self.compiler._compile
 
         def compile_if_stale(obj: str, src: str, *rest: Any) -> None:
@@ -205,8 +215,8 @@ def output_copied_to(lines: list[str]) -> Iterator[None]:
     def copy() -> None:
         with os.fdopen(read_end, errors="replace") as stream:
             for line in stream:
-                os.write(saved[1], line.encode())
                 lines.append(line.rstrip())
+                os.write(saved[1], NINJA_STEP.sub(r"\1 \2", line).encode())
 
     reader = threading.Thread(target=copy, daemon=True)
     reader.start()
@@ -243,7 +253,11 @@ class BuildNative(build_ext):
     """Builds each library by the command that knows how, and writes down how it went."""
 
     def run(self) -> None:
+        """Build what can be built; raise only if FASTPIPE_BUILD_EXT=1 and something could not."""
         mode = build_mode()
+        if mode == "0" and self.inplace and Path(self._package_folder(in_source=True), RECORD).exists():
+            self.extensions = []  # what was built in this source tree stays, with its record
+            return
         with only_one_build_in(self.get_finalized_command("build").build_base):
             record = self._build_all(mode)
             if self.inplace:
@@ -283,14 +297,14 @@ class BuildNative(build_ext):
             extension, builder, library["inputs"] = self._recipe(declared)
             with output_copied_to(log):
                 self._delegate(builder, extension, library["inputs"], previous)
-        except CannotBuild as error:
+        except CannotBuildError as error:
             return library | {"reason": str(error)}
         except Exception as error:  # whatever a compiler, ninja or torch's build step raises
             return library | {"reason": headline(log, error), "log": log[-LOG_LINES:]}
         return library | {"built": True, "reason": ""}
 
     def _recipe(self, declared: Extension) -> tuple[Extension, type[build_ext], dict[str, Any]]:
-        """The extension, the command that builds it, and all that makes an earlier result stale (times of files apart)."""
+        """The extension, the command that builds it, and what makes an earlier result stale (beside files' times)."""
         torch = None if declared.name.endswith("._plan") else import_torch()
         compiler = compiler_version(find_compiler())
         if torch is None:
@@ -354,12 +368,16 @@ class BuildNative(build_ext):
         shutil.copyfile(Path(self._package_folder(in_source=False), RECORD), record)
 
     def get_outputs(self) -> list[str]:
-        return sorted({*super().get_outputs(), os.path.join(self.build_lib, "fastpipe", RECORD)})
+        """The built libraries and the record."""
+        if self.inplace:
+            return sorted(self.get_output_mapping())
+        return sorted([*super().get_outputs(), os.path.join(self.build_lib, "fastpipe", RECORD)])
 
     def get_output_mapping(self) -> dict[str, str]:
+        """For an editable install: where in the source tree each output lies."""
         mapping = super().get_output_mapping()
-        if self.inplace:
-            packed = os.path.join(self._package_folder(in_source=False), RECORD)
+        packed = os.path.join(self._package_folder(in_source=False), RECORD)
+        if self.inplace and os.path.exists(packed):
             mapping[packed] = os.path.join(self._package_folder(in_source=True), RECORD)
         return mapping
 

@@ -1,0 +1,95 @@
+# `make help` lists what there is. Everything happens in an environment of its own, $(VENV); nothing else is touched.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The torch that is developed and tested against. On a machine without a GPU
+#   make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+# saves several gigabytes of CUDA, unless pip is set up to find a CPU build by itself.
+TORCH ?= torch==2.13.0
+# A developer wants to see a build fail; `auto` goes on without the extension, as an install does.
+FASTPIPE_BUILD_EXT ?= 1
+RANKS ?= 4
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+SAY := @printf '\033[1m== %s\033[0m\n'
+BUILD_INPUTS := setup.py $(wildcard csrc csrc/* csrc/*/*)
+CPP = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+STAMPS := $(VENV)/stamps
+
+export FASTPIPE_BUILD_EXT
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test lint types format clean FORCE
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' RANKS=$(RANKS) ARGS='...' (for demo and test)"
+
+demo: build  ## train a small GPT over four pipeline ranks on this machine (ARGS='--schedule 1f1b')
+	$(SAY) "training over $(RANKS) pipeline ranks"
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+test: build  ## run the tests (ARGS='-k lower tests/unit')
+	$(SAY) "running the tests"
+	$(BIN)/python -m pytest $(ARGS)
+
+setup: $(STAMPS)/package  ## make the environment: torch, the tools, fastpipe itself (from this very folder)
+
+build: $(STAMPS)/build  ## compile what changed in csrc/
+
+lint: setup  ## check style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+types: setup  ## check types
+	$(BIN)/mypy
+
+format: setup  ## rewrite files in the house's format
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP)
+
+clean:  ## remove what was built, caches and the environment
+	rm -rf $(VENV) build dist *.egg-info fastpipe/*.so fastpipe/_build_info.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Set-up in four steps, each with a stamp, so that it costs nothing when nothing changed.
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "fastpipe needs Python 3.11 or newer, and $(PYTHON) is not: set PYTHON=python3.11, say"; exit 1; }
+	$(SAY) "making an environment in $(VENV) ($$($(PYTHON) --version))"
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "$(PYTHON) cannot make an environment (Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+# The stamp holds what was asked for, so that another TORCH replaces the one that is there.
+ifneq ($(shell cat $(STAMPS)/torch 2>/dev/null),$(TORCH))
+$(STAMPS)/torch: FORCE
+endif
+$(STAMPS)/torch: $(STAMPS)/venv
+	$(SAY) "installing $(TORCH) (the longest step)"
+	@$(PIP) $(TORCH) || { \
+	  echo "Could not install $(TORCH). Set another release or index, as in"; \
+	  echo "  make $(MAKECMDGOALS) TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'"; \
+	  echo "(fastpipe needs torch>=2.11)."; exit 1; }
+	@echo "$(TORCH)" > $@
+
+# No build isolation, since the tools are here already; the extension is left to `make build`, which is incremental.
+$(STAMPS)/package: $(STAMPS)/torch pyproject.toml
+	$(SAY) "installing the tools and fastpipe (editable)"
+	@$(PIP) 'setuptools>=77' ninja
+	@FASTPIPE_BUILD_EXT=0 $(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(STAMPS)/build: $(STAMPS)/package $(BUILD_INPUTS)
+	$(SAY) "building the native libraries (the first time takes a minute or more)"
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+FORCE:

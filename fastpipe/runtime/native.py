@@ -1,0 +1,148 @@
+"""Loads the compiled extension, or says in one sentence why it is not there.
+
+A library compiled against one torch and loaded beside another fails in ways that range from an undefined symbol to a
+wrong number, so the record that the build left in the package is compared with the installed torch *before* the library
+is loaded. Nothing here raises because of a missing or broken library, and torch is imported only to load a library that
+fits: without torch, ``native_status()`` still answers.
+"""
+
+import functools
+import importlib
+import importlib.util
+import json
+import re
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_RECORD = "_build_info.json"  # written by setup.py
+_LIBRARY = "_runtime"
+_FLOOR = "2.11"
+
+
+@dataclass(frozen=True)
+class _Torch:
+    """As much of a torch build as decides whether a library fits it."""
+
+    version: str  # major.minor.patch
+    backend: str  # "CPU", "CUDA 13.0", ...
+
+    def __str__(self) -> str:
+        return f"torch {self.version} ({self.backend})"
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    module: ModuleType | None
+    sentence: str
+
+
+def load() -> ModuleType | None:
+    """Return the native extension, or None if there is none that fits; ``native_status()`` then says why."""
+    return _outcome().module
+
+
+def native_status() -> str:
+    """Say in one sentence which native extension is loaded, or why none is and what to do about it."""
+    return _outcome().sentence
+
+
+@functools.cache
+def _outcome() -> _Outcome:
+    try:
+        record = _read_record(_PACKAGE)
+        if obstacle := _obstacle(record, _installed_torch(), _PACKAGE):
+            return _not_loaded(obstacle)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return _not_loaded(f"its build cannot be compared with the installed torch ({_one_line(error)}); {_rebuild()}")
+    return _import(record)
+
+
+def _import(record: dict[str, Any]) -> _Outcome:
+    try:
+        importlib.import_module("torch")  # its libraries must be in the process before ours asks for their symbols
+    except Exception as error:
+        return _not_loaded(f"torch cannot be imported ({_one_line(error)})")
+    try:
+        module = importlib.import_module(f"fastpipe.{_LIBRARY}")
+    except Exception as error:  # ImportError for a missing symbol, but a module's own initialisation may raise anything
+        return _not_loaded(f"loading it failed ({_one_line(error)}); {_rebuild()}")
+    built_for = _torch_of(record)
+    compiler = record["libraries"][_LIBRARY]["inputs"]["compiler"]
+    return _Outcome(module, f"native extension loaded: fastpipe.{_LIBRARY}, built for {built_for} by {compiler}")
+
+
+def _obstacle(record: dict[str, Any], installed: _Torch | None, package: Path) -> str | None:
+    """Why the library must not be loaded, or None."""
+    library = record.get("libraries", {}).get(_LIBRARY)
+    if installed is None:
+        wanted = f"torch=={_torch_of(record).version}" if library and library["built"] else f"'torch>={_FLOOR}'"
+        then = "" if library and library["built"] else f", then {_rebuild()}"
+        return f"torch is not installed (planning does without); pip install {wanted}{then}"
+    if library is None:
+        return f"it was never built here; {_rebuild()}"
+    if not library["built"]:
+        return f"its build did not succeed: {library['reason']}{_where_the_log_is(library, package)}; {_rebuild()}"
+    if record["suffix"] != sysconfig.get_config_var("EXT_SUFFIX"):
+        return f"it was built for Python {record['python']}, this is {sys.version.split()[0]}; {_rebuild()}"
+    if (built_for := _torch_of(record)) != installed:
+        return f"it was built for {built_for}, but {installed} is installed; {_rebuild()}"
+    if not (file := package / f"{_LIBRARY}{record['suffix']}").exists():
+        return f"{file} is gone; {_rebuild()}"
+    return None
+
+
+def _read_record(package: Path) -> dict[str, Any]:
+    path = package / _RECORD
+    if not path.exists():
+        return {}
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def _torch_of(record: dict[str, Any]) -> _Torch:
+    inputs = record["libraries"][_LIBRARY]["inputs"]
+    return _Torch(_release(inputs["torch"]), inputs["backend"])
+
+
+def _installed_torch() -> _Torch | None:
+    """What torch says about itself in version.py, read as text: importing torch takes seconds and may fail."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text()
+    values = dict(re.findall(r"^(\w+)[^=\n]*= *'([^'\n]*)'", text, flags=re.MULTILINE))
+    backends = (f"{name.upper()} {values[name]}" for name in ("cuda", "hip", "xpu") if name in values)
+    return _Torch(_release(values["__version__"]), next(backends, "CPU"))
+
+
+def _release(version: str) -> str:
+    """Major, minor and patch: "2.13.0" of "2.13.0+cpu" and of "2.13.0a0+git1234"."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    if match is None:
+        raise ValueError(f"torch calls its version {version!r}")
+    return match.group()
+
+
+def _not_loaded(why: str) -> _Outcome:
+    return _Outcome(None, f"native extension not loaded: {why}")
+
+
+def _where_the_log_is(library: dict[str, Any], package: Path) -> str:
+    return f" (the end of the build's output is in {package / _RECORD})" if library.get("log") else ""
+
+
+def _rebuild() -> str:
+    source = _PACKAGE.parent
+    if (source / "setup.py").exists():
+        return f"run `make build` in {source}"
+    # pip keeps the wheels it built, and would install again the one built for another torch.
+    return "install fastpipe again with `pip install --force-reinstall --no-deps --no-cache-dir`"
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
