@@ -264,7 +264,7 @@ class BuildNative(build_ext):
                 self._copy_to_source()
         failed = {name: library["reason"] for name, library in record["libraries"].items() if not library["built"]}
         for name, reason in failed.items():
-            self.announce(f"fastpipe.{name} was not built: {reason}", level=3)
+            self.warn(f"fastpipe.{name} was not built: {reason}")
         if failed and mode == "1":
             raise CompileError("; ".join(f"fastpipe.{name} was not built: {why}" for name, why in failed.items()))
 

@@ -1,0 +1,101 @@
+"""The extension built against the torch that is installed: found, rebuilt when it must be, loaded when it fits."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fastpipe.runtime import native
+from tests.native_tree import NativeTree
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("setuptools", minversion="77", reason="builds need setuptools>=77")
+
+
+def built_tree(root: Path) -> NativeTree:
+    tree = NativeTree(root, torch=True)
+    tree.build(FASTPIPE_BUILD_EXT="1")
+    return tree
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(time.time_ns() + 10**9,) * 2)
+
+
+def test_built_recorded_and_loaded(tmp_path: Path) -> None:
+    tree = built_tree(tmp_path)
+    inputs = tree.record["_runtime"]["inputs"]
+    assert inputs["torch"] == torch.__version__
+    assert not any(flag.startswith("-std") for flag in inputs["flags"])
+    release = torch.__version__.partition("+")[0]
+    assert tree.status().startswith(f"native extension loaded: fastpipe._runtime, built for torch {release} (")
+    result = tree.python("-c", "from fastpipe.runtime.native import load; print(load().__doc__, load() is load())")
+    assert result.stdout.split() == ["stand-in", "True"]
+
+
+def test_only_what_depends_on_a_change_is_compiled(tmp_path: Path) -> None:
+    tree = built_tree(tmp_path)
+    first = tree.object_times()
+    assert {"core", "bindings", "alone"} <= set(first)
+
+    tree.build()
+    assert tree.object_times() == first
+
+    touch(tree.root / "csrc/core/core.h")
+    tree.build()
+    second = tree.object_times()
+    changed = {name for name in first if second[name] != first[name]}
+    assert changed == {"core", "bindings"}
+
+
+def test_another_torch_means_a_new_build(tmp_path: Path) -> None:
+    tree = built_tree(tmp_path)
+    library = tree.root / tree.library("_runtime").relative_to(tree.root)
+    before = library.stat().st_mtime_ns
+    for record in tree.root.glob("**/_build_info.json"):
+        content = json.loads(record.read_text())
+        content["libraries"]["_runtime"]["inputs"]["torch"] = "2.11.0"
+        record.write_text(json.dumps(content))
+    assert "it was built for torch 2.11.0 (" in tree.status()
+
+    tree.build()
+    assert library.stat().st_mtime_ns != before
+    assert tree.status().startswith("native extension loaded")
+
+
+def test_code_that_does_not_compile_leaves_the_planning_library(tmp_path: Path) -> None:
+    tree = built_tree(tmp_path)
+    touch(tree.write("csrc/core/core.cpp", "int broken() { return nothing; }\n"))
+    tree.build()
+    assert tree.record["_plan"]["built"]
+    assert "csrc/core/core.cpp:1:" in tree.record["_runtime"]["reason"]
+    assert not tree.library("_runtime").exists()
+    assert "its build did not succeed: " in tree.status() and "run `make build`" in tree.status()
+
+
+def test_a_missing_symbol_is_reported_when_it_is_loaded(tmp_path: Path) -> None:
+    tree = NativeTree(tmp_path, torch=True)
+    tree.write("csrc/core/core.cpp", "")  # a shared library may link although core() is nowhere
+    tree.build()
+    assert "loading it failed (ImportError: " in tree.status() and "undefined symbol" in tree.status()
+
+
+def test_an_isolated_build_finds_the_installed_torch(tmp_path: Path) -> None:
+    """`pip install .` as users type it: pip hides torch from the build, which must neither miss nor download it."""
+    tree = NativeTree(tmp_path, torch=True)
+    result = tree.python("-m", "pip", "wheel", "--no-deps", "--wheel-dir", "dist", ".", FASTPIPE_BUILD_EXT="1")
+    if "No matching distribution found for setuptools" in result.stdout and not os.environ.get("CI"):
+        pytest.skip("no package index can be reached, and an isolated build begins with setuptools")
+    assert result.returncode == 0, result.stdout
+    assert len(list(tmp_path.glob("dist/fastpipe-*.whl"))) == 1
+
+
+def test_this_installation() -> None:
+    """The status of the package under test is one of the two sentences, and load() agrees with it."""
+    status = native.native_status()
+    assert status.startswith("native extension ")
+    assert (native.load() is not None) == status.startswith("native extension loaded: ")
+    if os.environ.get("FASTPIPE_BUILD_EXT") == "1":
+        assert native.load() is not None, status
