@@ -1,0 +1,74 @@
+"""fastpipe: pipeline-parallel training for PyTorch in which a schedule is data, proved before it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastpipe._version import __version__
+from fastpipe.action import Action, ActionKind
+from fastpipe.api import lower, simulate
+from fastpipe.cost import CostModel
+from fastpipe.errors import FastpipeError, ProgramError, ScheduleError, StepError
+from fastpipe.partition import partition
+from fastpipe.placement import Placement
+from fastpipe.program import Channel, ChannelKind, Instruction, Op, Program
+from fastpipe.schedule import Schedule
+from fastpipe.schedules import list_schedules, make_schedule
+from fastpipe.timeline import Span, Timeline
+from fastpipe.validate import validate_schedule
+from fastpipe.validate_program import validate_program
+
+if TYPE_CHECKING:
+    from fastpipe.runtime.native import native_status
+    from fastpipe.runtime.pipeline import Pipeline, StepResult
+
+_LAZY = {
+    "Pipeline": "fastpipe.runtime.pipeline",
+    "StepResult": "fastpipe.runtime.pipeline",
+    "native_status": "fastpipe.runtime.native",
+}
+"""Names that need torch, or look for it: imported when they are first asked for."""
+
+__all__ = [
+    "Action",
+    "ActionKind",
+    "Channel",
+    "ChannelKind",
+    "CostModel",
+    "FastpipeError",
+    "Instruction",
+    "Op",
+    "Pipeline",
+    "Placement",
+    "Program",
+    "ProgramError",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "StepError",
+    "StepResult",
+    "Timeline",
+    "__version__",
+    "list_schedules",
+    "lower",
+    "make_schedule",
+    "native_status",
+    "partition",
+    "simulate",
+    "validate_program",
+    "validate_schedule",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fastpipe' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

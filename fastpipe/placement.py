@@ -1,0 +1,102 @@
+"""Placement: which rank holds which stage, and the routes that microbatches take through them.
+
+A route is the rank of every stage as one microbatch meets them. Most schedules have one. The bidirectional ones
+(DualPipe, Chimera) have two: microbatches of the first half take route 0, those of the second half route 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The rank of every stage, for every route.
+
+    Attributes:
+        num_ranks: how many ranks there are.
+        routes: ``routes[k][stage]`` is the rank that computes ``stage`` for the microbatches of route ``k``.
+        name: how it is called in print.
+    """
+
+    num_ranks: int
+    routes: tuple[tuple[int, ...], ...]
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"num_ranks = {self.num_ranks}: a placement needs at least one rank")
+        if not 1 <= len(self.routes) <= 2:
+            raise ValueError(f"routes: a placement has one route or two, found {len(self.routes)}")
+        for route in self.routes:
+            if not route or len(route) != len(self.routes[0]):
+                raise ValueError("routes: every route names a rank for each of the same stages, at least one")
+            for stage, rank in enumerate(route):
+                if not 0 <= rank < self.num_ranks:
+                    raise ValueError(f"stage {stage} is placed on rank {rank}; ranks are 0 to {self.num_ranks - 1}")
+        idle = sorted(set(range(self.num_ranks)) - {rank for route in self.routes for rank in route})
+        if idle:
+            raise ValueError(f"no stage is placed on rank {idle[0]}: give every one of {self.num_ranks} ranks a stage")
+
+    @classmethod
+    def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
+        """Stage s on rank s mod p."""
+        ranks = tuple(s % num_ranks for s in range(num_ranks * stages_per_rank))
+        return cls(num_ranks, (ranks,), "loop")
+
+    @classmethod
+    def wave(cls, num_ranks: int, stages_per_rank: int) -> Placement:
+        """Zig-zag: down the ranks, up again, and so on; ``stages_per_rank = 2`` is the V."""
+        down = list(range(num_ranks))
+        ranks = [r for segment in range(stages_per_rank) for r in (down if segment % 2 == 0 else down[::-1])]
+        return cls(num_ranks, (tuple(ranks),), "V" if stages_per_rank == 2 else "wave")
+
+    @classmethod
+    def v(cls, num_ranks: int) -> Placement:
+        """Stages r and 2p-1-r on rank r."""
+        return cls.wave(num_ranks, 2)
+
+    @classmethod
+    def bidirectional(cls, num_ranks: int) -> Placement:
+        """Route 0 runs stage s on rank s, route 1 on rank p-1-s: every rank holds two stages."""
+        forward = tuple(range(num_ranks))
+        return cls(num_ranks, (forward, forward[::-1]), "bidirectional")
+
+    @classmethod
+    def custom(cls, stage_to_rank: Sequence[int], num_ranks: int | None = None) -> Placement:
+        """One route, given as the rank of every stage."""
+        ranks = tuple(int(rank) for rank in stage_to_rank)
+        if not ranks:
+            raise ValueError("stage_to_rank is empty: give the rank of every stage")
+        return cls(max(ranks) + 1 if num_ranks is None else num_ranks, (ranks,), "custom")
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model has."""
+        return len(self.routes[0])
+
+    @property
+    def num_routes(self) -> int:
+        """One, or two for a bidirectional placement."""
+        return len(self.routes)
+
+    def route_of(self, microbatch: int, num_microbatches: int) -> int:
+        """The route that a microbatch takes: with two, the first half takes route 0."""
+        return int(self.num_routes == 2 and microbatch >= num_microbatches // 2)
+
+    def rank_of(self, stage: int, route: int = 0) -> int:
+        """The rank that computes ``stage`` on ``route``."""
+        return self.routes[route][stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, ascending, those of every route."""
+        return tuple(s for s in range(self.num_stages) if any(route[s] == rank for route in self.routes))
+
+    def stages_by_rank(self) -> list[tuple[int, ...]]:
+        """``stages_of`` for every rank at once."""
+        found: list[set[int]] = [set() for _ in range(self.num_ranks)]
+        for route in self.routes:
+            for stage, rank in enumerate(route):
+                found[rank].add(stage)
+        return [tuple(sorted(stages)) for stages in found]

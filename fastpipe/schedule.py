@@ -1,0 +1,285 @@
+"""Schedule: for every rank, in order, which stage does what for which microbatch. Data, and nothing else.
+
+A schedule is columns (one int32 array a field and rank); ``Action`` objects are made when asked for. It is immutable.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastpipe.action import COMPUTE_KINDS, NONE, Action, ActionKind
+from fastpipe.dependencies import play
+from fastpipe.errors import ScheduleError
+from fastpipe.placement import Placement
+
+Columns = npt.NDArray[np.int32]
+"""Five rows (kind, stage, microbatch, pair_stage, pair_microbatch), one column an action."""
+
+FIELDS = Action._fields
+_KINDS = tuple(ActionKind)
+_BACKWARD_KINDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.OVERLAP_F_B)
+
+
+class RankSchedule(Sequence[Action]):
+    """What one rank does, in order: a read-only sequence of `Action` over the columns."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return int(self.columns.shape[1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(_actions(self.columns[:, index]))
+        return next(_actions(self.columns[:, [index]]))
+
+    def __iter__(self) -> Iterator[Action]:
+        return _actions(self.columns)
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+
+def _actions(columns: Columns) -> Iterator[Action]:
+    for kind, stage, microbatch, pair_stage, pair_microbatch in zip(*columns.tolist(), strict=True):
+        yield Action(_KINDS[kind], stage, microbatch, pair_stage, pair_microbatch)
+
+
+class Schedule:
+    """An order of actions for every rank.
+
+    Args:
+        name: how it is called.
+        placement: the stages' ranks.
+        num_microbatches: how many microbatches one step has.
+        columns: one array of shape ``(5, number of actions)`` and dtype int32 a rank, rows as in `Action`.
+        options: the options it was generated with, kept for print.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        placement: Placement,
+        num_microbatches: int,
+        columns: Sequence[Columns],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if len(columns) != placement.num_ranks:
+            raise ScheduleError(f"columns: {placement.num_ranks} ranks need as many arrays; found {len(columns)}")
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches = {num_microbatches}: give at least 1")
+        self.name = name
+        self.placement = placement
+        self.num_microbatches = num_microbatches
+        self.options = dict(options or {})
+        self.columns = tuple(np.array(c, dtype=np.int32, order="C").reshape(len(FIELDS), -1) for c in columns)
+        for array in self.columns:
+            array.setflags(write=False)
+
+    @classmethod
+    def from_actions(
+        cls,
+        name: str,
+        placement: Placement,
+        num_microbatches: int,
+        orders: Sequence[Iterable[Action | str]],
+        options: Mapping[str, Any] | None = None,
+    ) -> Schedule:
+        """Build from actions or their texts: ``Schedule.from_actions("mine", Placement.loop(1), 1, [["0F0", "0B0"]])``."""
+        columns = []
+        for order in orders:
+            rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
+            columns.append(np.array(rows, dtype=np.int32).reshape(-1, len(FIELDS)).T)
+        return cls(name, placement, num_microbatches, columns, options)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks take part."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return self.placement.num_stages
+
+    @property
+    def num_actions(self) -> int:
+        """How many actions there are on all ranks together."""
+        return sum(int(columns.shape[1]) for columns in self.columns)
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether no rank has a backward of any kind."""
+        return not any(np.isin(columns[0], _BACKWARD_KINDS).any() for columns in self.columns)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into I and W."""
+        return any((columns[0] == ActionKind.I).any() for columns in self.columns)
+
+    def __getitem__(self, rank: int) -> RankSchedule:
+        return RankSchedule(self.columns[rank])
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+    def __iter__(self) -> Iterator[RankSchedule]:
+        return (RankSchedule(columns) for columns in self.columns)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (
+            self.placement.routes == other.placement.routes
+            and self.num_microbatches == other.num_microbatches
+            and all(np.array_equal(a, b) for a, b in zip(self.columns, other.columns, strict=True))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.placement.routes, self.num_microbatches, tuple(c.tobytes() for c in self.columns)))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
+            f"{self.num_microbatches} microbatches, {self.num_actions} actions>"
+        )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{_grid(self.time_steps())}"
+
+    def validate(self) -> Schedule:
+        """Prove that it is complete and can run; see `fastpipe.validate_schedule`. Returns itself."""
+        from fastpipe.validate import validate_schedule
+
+        return validate_schedule(self)
+
+    def time_steps(self) -> list[list[Action | None]]:
+        """Every rank's row of unit time steps, None where it idles; the bare orders if they cannot run."""
+        orders = [list(rank) for rank in self]
+        if any(action.kind not in COMPUTE_KINDS for order in orders for action in order):
+            return [list(order) for order in orders]
+        played = play(orders, self.placement, self.num_microbatches)
+        if played.stuck:
+            return [list(order) for order in orders]
+        rows: list[list[Action | None]] = []
+        for order, starts in zip(orders, played.starts, strict=True):
+            row: list[Action | None] = [None] * (int(starts[-1]) + 1 if starts else 0)
+            for action, start in zip(order, starts, strict=True):
+                row[int(start)] = action
+            rows.append(row)
+        return rows
+
+    def chunk_order(self, rank: int) -> list[int]:
+        """The order list that ``torch.cuda.make_graphed_callables`` takes: +(chunk+1) a forward, -(chunk+1) a backward.
+
+        A chunk is the position of a stage among those of the rank; W is not listed.
+        """
+        chunk = {stage: number + 1 for number, stage in enumerate(self.placement.stages_of(rank))}
+        signs = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
+        return [
+            signs[part.kind] * chunk[part.stage] for action in self[rank] for part in action.parts if part.kind in signs
+        ]
+
+    def to_csv(self, path: str | Path | None = None, *, aligned: bool = False) -> str:
+        """Write one row a rank, in the format of ``torch.distributed.pipelining``.
+
+        Args:
+            path: a file to write; nothing is written without it.
+            aligned: put an empty cell where a rank idles, so that every column is a time step.
+
+        Returns:
+            The text.
+        """
+        rows: Sequence[Sequence[Action | None]] = self.time_steps() if aligned else [list(rank) for rank in self]
+        width = max(map(len, rows)) if aligned else 0
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        for row in rows:
+            cells = ["" if action is None else str(action) for action in row]
+            writer.writerow(cells + [""] * (width - len(cells)))
+        if path is not None:
+            Path(path).write_text(out.getvalue())
+        return out.getvalue()
+
+    @classmethod
+    def from_csv(cls, path: str | Path, *, name: str | None = None) -> Schedule:
+        """Read a schedule from a file, or from the text itself when it has a line break.
+
+        The placement and the number of microbatches are taken from the actions. Empty cells are idle steps.
+
+        Raises:
+            ScheduleError: naming row and column of a cell that is no action.
+        """
+        text = str(path)
+        if "\n" not in text:
+            name = name or Path(path).stem
+            text = Path(path).read_text()
+        orders = [_read_row(number, row) for number, row in enumerate(csv.reader(io.StringIO(text)))]
+        while orders and not orders[-1]:
+            orders.pop()
+        if not orders:
+            raise ScheduleError("the CSV has no actions: write one row a rank")
+        return infer(name or "csv", orders)
+
+
+def _read_row(number: int, row: list[str]) -> list[Action]:
+    actions = []
+    for column, cell in enumerate(row):
+        if not cell:
+            continue
+        try:
+            action = Action.parse(cell)
+        except ValueError as error:
+            raise ScheduleError(f"row {number + 1}, column {column + 1}: {error}") from None
+        actions.append(action)
+    return actions
+
+
+def infer(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
+    """A schedule from bare orders: the placement and the number of microbatches are read off the forwards.
+
+    Raises:
+        ScheduleError: when the forwards name no consistent placement.
+    """
+    ranks: dict[tuple[int, int], int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            for part in action.parts:
+                if part.kind is ActionKind.F:
+                    ranks.setdefault((part.stage, part.microbatch), rank)
+    if not ranks:
+        raise ScheduleError("no rank has a forward, so no stage has a place")
+    num_stages = max(stage for stage, _ in ranks) + 1
+    num_microbatches = max(microbatch for _, microbatch in ranks) + 1
+    routes = []
+    for microbatch in (0, num_microbatches - 1):
+        route = tuple(ranks.get((stage, microbatch), NONE) for stage in range(num_stages))
+        if NONE in route:
+            raise ScheduleError(f"microbatch {microbatch} has no forward of stage {route.index(NONE)} on any rank")
+        routes.append(route)
+    distinct = tuple(dict.fromkeys(routes))
+    return Schedule.from_actions(name, Placement(len(orders), distinct, "loaded"), num_microbatches, orders)
+
+
+def _grid(rows: Sequence[Sequence[Action | None]]) -> str:
+    """Ranks as rows, time steps as columns."""
+    texts = [["." if action is None else _short(action) for action in row] for row in rows]
+    steps = max(map(len, texts), default=0)
+    widths = [max((len(row[step]) for row in texts if step < len(row)), default=1) for step in range(steps)]
+    lines = []
+    for rank, row in enumerate(texts):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append(f"rank {rank:<3}" + " ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _short(action: Action) -> str:
+    return "&".join(map(str, action.parts))

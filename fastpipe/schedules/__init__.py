@@ -1,0 +1,50 @@
+"""The schedules that the field knows: one file a family, and the registry of them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastpipe.schedule import Schedule
+from fastpipe.schedules import dualpipev, gpipe, interleaved, one_f_one_b
+from fastpipe.schedules.family import Family, check_counts
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (gpipe.GPIPE, one_f_one_b.ONE_F_ONE_B, interleaved.INTERLEAVED_1F1B, dualpipev.DUALPIPEV)
+}
+
+
+def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
+    """Generate a schedule.
+
+    Args:
+        name: one of `list_schedules`.
+        num_ranks: the number of pipeline ranks, at least 1.
+        num_microbatches: the number of microbatches of a step, at least 1.
+        options: those of the schedule, by keyword, for example ``stages_per_rank=2``.
+
+    Raises:
+        ValueError: for an unknown name or option, or numbers outside the schedule's limits; it says which are.
+    """
+    family = find(name)
+    check_counts(num_ranks, num_microbatches)
+    return family.make(num_ranks, num_microbatches, options)
+
+
+def find(name: str) -> Family:
+    """The family called ``name``.
+
+    Raises:
+        ValueError: naming those there are.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"schedule name: expected a str, found {type(name).__name__}")
+    family = FAMILIES.get(name.lower())
+    if family is None:
+        raise ValueError(f"name = {name!r}: there is no such schedule; use one of {', '.join(FAMILIES)}")
+    return family
+
+
+def list_schedules() -> list[Family]:
+    """Every schedule: its name, what it is in a line, its limits and its options. Print one to read it."""
+    return list(FAMILIES.values())

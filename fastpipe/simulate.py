@@ -1,0 +1,35 @@
+"""Simulation: a program and costs in, a timeline out."""
+
+from __future__ import annotations
+
+from fastpipe.cost import CostModel
+from fastpipe.errors import ProgramError
+from fastpipe.machine import Lanes, Machine
+from fastpipe.program import Program
+from fastpipe.timeline import Timeline
+
+
+def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: Lanes = "directed") -> Timeline:
+    """When every instruction starts and ends under the given costs.
+
+    Args:
+        program: what to run.
+        cost: seconds per stage action and transfer; one second for F, I and W each unless given.
+        lanes: which channels share an in-order lane; see `fastpipe.machine.lane_numbers`.
+
+    Raises:
+        ProgramError: when the program does not come to its end.
+    """
+    cost = cost or CostModel()
+    cost.check(program.num_stages)
+    channels = program.channels
+    machine = Machine(
+        program,
+        lanes,
+        cost.compute_seconds,
+        lambda channel, stage, _: cost.transfer_seconds(channels[channel], stage),
+    )
+    outcome = machine.run()
+    if outcome.blocked:
+        raise ProgramError(f"{program.name} does not come to its end; validate_program names the cycle")
+    return Timeline(program, outcome.starts, outcome.ends)

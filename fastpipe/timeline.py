@@ -1,0 +1,229 @@
+"""Timeline: when every instruction of a program started and ended, simulated or measured.
+
+A timeline is columns too: two float64 arrays a rank, one entry an instruction of the program.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fastpipe.program import COMPUTE_OPS, Instruction, Op, Program
+
+Seconds = npt.NDArray[np.float64]
+_COMPUTE = np.array(sorted(COMPUTE_OPS), dtype=np.int32)
+_TABLE_STEPS = 200
+
+
+class Span(NamedTuple):
+    """One instruction and when it ran.
+
+    Attributes:
+        rank: where.
+        lane: ``"compute"``, or the text of the channel.
+        instruction: what.
+        start: seconds.
+        end: seconds.
+    """
+
+    rank: int
+    lane: str
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When every instruction ran.
+
+    Attributes:
+        program: what ran.
+        starts: per rank, the start of every instruction in seconds; NaN for a rank that was not recorded.
+        ends: the same for the ends. A SEND lasts as long as its transfer.
+        measured: whether it was measured rather than simulated.
+    """
+
+    program: Program
+    starts: Sequence[Seconds]
+    ends: Sequence[Seconds]
+    measured: bool = False
+
+    @cached_property
+    def _compute(self) -> list[npt.NDArray[np.intp]]:
+        """Per rank, the positions of the compute instructions that were recorded."""
+        return [
+            np.flatnonzero(np.isin(columns[0], _COMPUTE) & ~np.isnan(starts))
+            for columns, starts in zip(self.program.columns, self.starts, strict=True)
+        ]
+
+    @cached_property
+    def _bounds(self) -> list[tuple[float, float]]:
+        """First start and last end of compute, of every rank that computed."""
+        return [
+            (float(starts[rows].min()), float(ends[rows].max()))
+            for rows, starts, ends in zip(self._compute, self.starts, self.ends, strict=True)
+            if len(rows)
+        ]
+
+    @property
+    def start(self) -> float:
+        """The first start of compute on any rank."""
+        return min((first for first, _ in self._bounds), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Last end minus first start of compute over all ranks, in seconds."""
+        return max((last for _, last in self._bounds), default=0.0) - self.start
+
+    @property
+    def span(self) -> float:
+        """The longest time from a rank's own first start to its own last end, in seconds."""
+        return max((last - first for first, last in self._bounds), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds of compute, one number a rank."""
+        return tuple(
+            float((ends[rows] - starts[rows]).sum())
+            for rows, starts, ends in zip(self._compute, self.starts, self.ends, strict=True)
+        )
+
+    @property
+    def bubble_fraction(self) -> float:
+        """1 - busy / (ranks * makespan)."""
+        return self._bubble(self.makespan)
+
+    @property
+    def span_bubble_fraction(self) -> float:
+        """1 - busy / (ranks * span)."""
+        return self._bubble(self.span)
+
+    def _bubble(self, measure: float) -> float:
+        return 1.0 - sum(self.busy) / (len(self._bounds) * measure) if measure > 0 else 0.0
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Live stage activations at most, one number a rank; released at the end of W or B."""
+        return tuple(_peak(columns, Op.W) for columns in self.program.columns)
+
+    @cached_property
+    def peak_activations_released_at_input(self) -> tuple[int, ...]:
+        """The same when the end of I releases them."""
+        return tuple(_peak(columns, Op.I) for columns in self.program.columns)
+
+    def __iter__(self) -> Iterator[Span]:
+        for rank, rank_program in enumerate(self.program):
+            starts, ends = self.starts[rank].tolist(), self.ends[rank].tolist()
+            for instruction, start, end in zip(rank_program, starts, ends, strict=True):
+                if start == start:
+                    yield Span(rank, self._lane(instruction), instruction, start, end)
+
+    def _lane(self, instruction: Instruction) -> str:
+        return "compute" if instruction.channel < 0 else str(self.program.channels[instruction.channel])
+
+    def compute_spans(self, rank: int) -> list[Span]:
+        """The compute of one rank, in order."""
+        return [span for span in self._rank_spans(rank)]
+
+    def _rank_spans(self, rank: int) -> Iterator[Span]:
+        program, starts, ends = self.program[rank], self.starts[rank], self.ends[rank]
+        for position in self._compute[rank].tolist():
+            yield Span(rank, "compute", program[position], float(starts[position]), float(ends[position]))
+
+    def median_seconds(self) -> dict[tuple[Op, int], float]:
+        """Median duration of compute by (op, stage); the stage of the forward for a fused pair."""
+        found: dict[tuple[int, int], list[Seconds]] = defaultdict(list)
+        for columns, rows, starts, ends in zip(
+            self.program.columns, self._compute, self.starts, self.ends, strict=True
+        ):
+            keys = columns[0, rows].astype(np.int64) * self.program.num_stages + columns[1, rows]
+            seconds = ends[rows] - starts[rows]
+            for key in np.unique(keys).tolist():
+                found[divmod(key, self.program.num_stages)].append(seconds[keys == key])
+        return {(Op(op), stage): float(np.median(np.concatenate(parts))) for (op, stage), parts in found.items()}
+
+    def difference(self, other: Timeline) -> list[Seconds]:
+        """Per rank, how much later each instruction ended here than in ``other``, both counted from their start.
+
+        Raises:
+            ValueError: when the two are of different programs.
+        """
+        if [c.shape for c in self.program.columns] != [c.shape for c in other.program.columns]:
+            raise ValueError("other: the timelines are of different programs; compare two of the same one")
+        return [
+            (mine - self.start) - (theirs - other.start) for mine, theirs in zip(self.ends, other.ends, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        kind = "measured" if self.measured else "simulated"
+        return (
+            f"<Timeline {self.program.name}, {kind}: makespan {self.makespan:.6g}, bubble {self.bubble_fraction:.1%}>"
+        )
+
+    def __str__(self) -> str:
+        """A table time x rank: at most 200 rows, each a cell of what the rank was computing at that time."""
+        return f"{self!r}\n{_table(self)}"
+
+    def plot(self, path: str | Path, **options: Any) -> Path:
+        """Draw it into a PNG, SVG or PDF file; see `fastpipe.plot`."""
+        from fastpipe.visualize import plot
+
+        return plot(self, path, **options)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write it as one self-contained interactive page."""
+        from fastpipe.visualize import to_html
+
+        return to_html(self, path)
+
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Write it as JSON for chrome://tracing and Perfetto."""
+        from fastpipe.visualize import to_chrome_trace
+
+        return to_chrome_trace(self, path)
+
+
+def _peak(columns: npt.NDArray[np.int32], released_by: Op) -> int:
+    """Highest level of a counter: a forward adds one, the end of ``released_by`` or of a full backward takes one."""
+    ops = columns[0]
+    steps = np.zeros((2, len(ops)), dtype=np.int64)
+    steps[0, (ops == Op.F) | (ops == Op.OVERLAP_F_B)] = 1
+    steps[1, (ops == released_by) | (ops == Op.B) | (ops == Op.OVERLAP_F_B)] = -1
+    return int(np.cumsum(steps.T.ravel()).max(initial=0))
+
+
+def _table(timeline: Timeline) -> str:
+    """Time goes down, ranks go right; a step is the shortest action, or longer so that 200 rows are enough."""
+    spans = [timeline.compute_spans(rank) for rank in range(timeline.program.num_ranks)]
+    lengths = [s.end - s.start for row in spans for s in row if s.end > s.start]
+    if not lengths:
+        return "(empty)"
+    step = max(min(lengths), timeline.makespan / _TABLE_STEPS)
+    count = int(np.ceil(timeline.makespan / step - 1e-9))
+    cells = [["."] * len(spans) for _ in range(count)]
+    for rank, row in enumerate(spans):
+        for span in row:
+            first = int((span.start - timeline.start) / step + 1e-6)
+            last = max(first + 1, int(np.ceil((span.end - timeline.start) / step - 1e-6)))
+            for line in range(first, min(last, count)):
+                cells[line][rank] = _cell(span.instruction) if line == first else "|"
+    headers = [f"rank {rank}" for rank in range(len(spans))]
+    widths = [max(len(header), *(len(line[r]) for line in cells)) for r, header in enumerate(headers)]
+    lines = ["      time  " + "  ".join(h.ljust(w) for h, w in zip(headers, widths, strict=True))]
+    for number, line in enumerate(cells):
+        row_text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        lines.append(f"{number * step:>10.4g}  {row_text}".rstrip())
+    return "\n".join(lines)
+
+
+def _cell(instruction: Instruction) -> str:
+    action = instruction.action
+    return "&".join(map(str, action.parts)) if action is not None else instruction.op.name

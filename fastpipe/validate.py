@@ -1,0 +1,146 @@
+"""The proofs: a schedule that is complete and can run; a program that cannot hang, mismatch or misuse a buffer."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fastpipe.action import COMPUTE_KINDS, STAGE_ONLY_KINDS, Action, ActionKind
+from fastpipe.dependencies import Event, Play, play, produces
+from fastpipe.errors import ScheduleError
+from fastpipe.schedule import Schedule
+
+Done = dict[tuple[ActionKind, int, int], tuple[int, int]]
+"""(kind, stage, microbatch) to (rank, position)."""
+
+
+def validate_schedule(schedule: Schedule) -> Schedule:
+    """Prove that a schedule is complete and can run.
+
+    Every microbatch goes through every stage exactly once, forward and backward (B, or I and W; or no backward at all
+    in the whole schedule), on the ranks of its route, in an order that can run. Warns when a stage's W come in
+    another order than its I, which sums the weight gradients in another order.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ScheduleError: naming rank, position and action; for an order that cannot run, the cycle.
+    """
+    done = _collect(schedule)
+    _check_complete(schedule, done)
+    orders = [[a for a in rank if a.kind in COMPUTE_KINDS] for rank in schedule]
+    played = play(orders, schedule.placement, schedule.num_microbatches)
+    if played.stuck:
+        raise ScheduleError(_describe_cycle(orders, played))
+    _warn_about_weight_order(schedule)
+    return schedule
+
+
+def _collect(schedule: Schedule) -> Done:
+    done: Done = {}
+    for rank, order in enumerate(schedule):
+        for position, action in enumerate(order):
+            where = f"rank {rank}, position {position}, {action}"
+            _check_kind(schedule, rank, action, where)
+            for part in action.parts if action.kind in COMPUTE_KINDS else ():
+                _check_indices(schedule, rank, part, where)
+                key = (part.kind, part.stage, part.microbatch)
+                if key in done:
+                    first = "rank {}, position {}".format(*done[key])
+                    raise ScheduleError(f"{where}: {part} was already done at {first}")
+                done[key] = (rank, position)
+    return done
+
+
+def _check_kind(schedule: Schedule, rank: int, action: Action, where: str) -> None:
+    if action.kind in STAGE_ONLY_KINDS:
+        if action.stage not in schedule.placement.stages_of(rank):
+            raise ScheduleError(f"{where}: rank {rank} does not hold stage {action.stage}")
+    elif action.kind not in COMPUTE_KINDS:
+        raise ScheduleError(f"{where}: a schedule is compute only; sends and receives come from lower()")
+
+
+def _check_indices(schedule: Schedule, rank: int, part: Action, where: str) -> None:
+    if not 0 <= part.stage < schedule.num_stages:
+        raise ScheduleError(f"{where}: stage {part.stage} is not one of 0 to {schedule.num_stages - 1}")
+    if not 0 <= part.microbatch < schedule.num_microbatches:
+        raise ScheduleError(f"{where}: microbatch {part.microbatch} is not one of 0 to {schedule.num_microbatches - 1}")
+    placement = schedule.placement
+    owner = placement.rank_of(part.stage, placement.route_of(part.microbatch, schedule.num_microbatches))
+    if owner != rank:
+        raise ScheduleError(f"{where}: stage {part.stage} of microbatch {part.microbatch} belongs to rank {owner}")
+
+
+def _check_complete(schedule: Schedule, done: Done) -> None:
+    forward_only = schedule.forward_only
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            _check_pair(schedule, done, stage, microbatch, forward_only)
+
+
+def _check_pair(schedule: Schedule, done: Done, stage: int, microbatch: int, forward_only: bool) -> None:
+    have = {
+        kind for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W) if (kind, stage, microbatch) in done
+    }
+    names = {kind.name for kind in have}
+    if names in ({"F"} if forward_only else {"F", "B"}, {"F", "I", "W"}):
+        return
+    placement = schedule.placement
+    rank = placement.rank_of(stage, placement.route_of(microbatch, schedule.num_microbatches))
+    whose = f"rank {rank}: stage {stage}, microbatch {microbatch}"
+    if "B" in names and names & {"I", "W"}:
+        kinds = " and ".join(sorted(names & {"I", "W"}))
+        at = [done[kind, stage, microbatch][1] for kind in have if kind is not ActionKind.F]
+        raise ScheduleError(f"{whose} mixes B with {kinds} (positions {sorted(at)}): use B, or I and W")
+    if "F" not in names:
+        missing = Action(ActionKind.F, stage, microbatch)
+    elif "I" in names or "W" in names:
+        missing = Action(ActionKind.W if "I" in names else ActionKind.I, stage, microbatch)
+    else:
+        missing = Action(ActionKind.B, stage, microbatch)
+    raise ScheduleError(f"{whose} has no {missing.kind.name}: add {missing} to the order of rank {rank}")
+
+
+def _describe_cycle(orders: Sequence[Sequence[Action]], played: Play) -> str:
+    """Follow who waits for whom from any stuck rank until one comes again."""
+    producers: dict[tuple[Event, int, int], tuple[int, int]] = {}
+    for rank, order in enumerate(orders):
+        for position, action in enumerate(order):
+            for part in action.parts:
+                for event in produces(part.kind):
+                    producers[event, part.stage, part.microbatch] = (rank, position)
+    path: list[int] = []
+    rank = next(iter(played.stuck))
+    while rank not in path:
+        path.append(rank)
+        _, event, stage, microbatch = played.stuck[rank]
+        rank = producers[event, stage, microbatch][0]
+    lines = []
+    for waiting in path[path.index(rank) :]:
+        position, event, stage, microbatch = played.stuck[waiting]
+        owner, at = producers[event, stage, microbatch]
+        lines.append(
+            f"rank {waiting} at position {position} ({orders[waiting][position]}) waits for "
+            f"{orders[owner][at]} at position {at} of rank {owner}"
+        )
+    return "the order cannot run, it waits in a cycle: " + "; ".join(lines)
+
+
+def _warn_about_weight_order(schedule: Schedule) -> None:
+    for rank, order in enumerate(schedule):
+        inputs: dict[int, list[int]] = defaultdict(list)
+        weights: dict[int, list[int]] = defaultdict(list)
+        for action in order:
+            if action.kind is ActionKind.I:
+                inputs[action.stage].append(action.microbatch)
+            elif action.kind is ActionKind.W:
+                weights[action.stage].append(action.microbatch)
+        for stage, sequence in inputs.items():
+            if weights[stage] != sequence:
+                warnings.warn(
+                    f"rank {rank}, stage {stage}: its W come in another order than its I, so its weight gradients are "
+                    "summed in another order than the reference's",
+                    stacklevel=3,
+                )

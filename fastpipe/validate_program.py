@@ -1,0 +1,310 @@
+"""The proof that a program cannot hang, mismatch a transfer or misuse a buffer.
+
+Structure first (every rank by itself, then every channel), then one run of the abstract machine under rendezvous:
+the machine is monotone, so a run that comes to its end shows that every run does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from fastpipe.action import NONE
+from fastpipe.dependencies import Event, feeds, needs, produces
+from fastpipe.errors import ProgramError
+from fastpipe.machine import Lanes, Machine, Outcome, Transfer, lane_numbers
+from fastpipe.program import COMPUTE_OPS, ChannelKind, Instruction, Op, Program
+
+Key = tuple[ChannelKind, int, int]
+"""(kind, consumer stage, microbatch): which message."""
+
+
+def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
+    """Prove that every rank comes to its end, whatever the timing.
+
+    On every channel the order of sends is the order of receives, every slot and send is used rightly, and the whole
+    is free of cycles even when a send completes only at its receive.
+
+    Args:
+        program: lowered, or loaded from elsewhere.
+        lanes: which channels a transport executes in one order; see `fastpipe.machine.lane_numbers`.
+
+    Returns:
+        The program.
+
+    Raises:
+        ProgramError: naming rank, position and instruction; for a program that can hang, the cycle of who waits for
+            whom.
+    """
+    lane_numbers(lanes, program.channels)
+    checks = [_RankCheck(program, rank) for rank in range(program.num_ranks)]
+    for check in checks:
+        check.run()
+    _check_channels(program, checks)
+    outcome = Machine(program, lanes).run()
+    if outcome.blocked:
+        raise ProgramError(_describe_cycle(program, outcome, lane_numbers(lanes, program.channels)))
+    return program
+
+
+def _message_text(key: Key) -> str:
+    kind, stage, microbatch = key
+    return f"the {kind.name.lower()} for stage {stage} of microbatch {microbatch}"
+
+
+@dataclass
+class _Slot:
+    """A receive slot in use."""
+
+    key: Key
+    full: bool
+
+
+@dataclass
+class _RankCheck:
+    """Runs one rank's instructions over the states of its slots, sends and stages."""
+
+    program: Program
+    rank: int
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    sends: dict[int, Key] = field(default_factory=dict)
+    arrived: dict[Key, int] = field(default_factory=dict)
+    happened: set[tuple[Event, int, int]] = field(default_factory=set)
+    unsent: dict[Key, int] = field(default_factory=dict)
+    sent: dict[int, list[tuple[Key, int]]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[int, list[tuple[Key, int]]] = field(default_factory=lambda: defaultdict(list))
+    position: int = 0
+    instruction: Instruction = Instruction(Op.F)
+
+    def run(self) -> None:
+        """Check every instruction, then that nothing is left."""
+        handlers = {
+            Op.POST_RECV: self._post,
+            Op.WAIT_RECV: self._wait,
+            Op.SEND: self._send,
+            Op.WAIT_SEND: self._wait_send,
+            Op.HAND_OVER: self._hand_over,
+            Op.FREE: self._free,
+        }
+        for self.position, self.instruction in enumerate(self.program[self.rank]):
+            self._check_channel()
+            handler = handlers.get(self.instruction.op)
+            if handler is not None:
+                handler()
+            elif self.instruction.op in COMPUTE_OPS:
+                self._compute()
+            elif self.instruction.stage not in self.program.placement.stages_of(self.rank):
+                raise self._error(f"rank {self.rank} does not hold stage {self.instruction.stage}")
+        self._check_end()
+
+    def _error(self, what: str) -> ProgramError:
+        text = self.program[self.rank].text(self.instruction)
+        return ProgramError(f"rank {self.rank}, position {self.position}, {text}: {what}")
+
+    def _check_channel(self) -> None:
+        instruction = self.instruction
+        moves = instruction.op >= Op.POST_RECV
+        if not moves:
+            return
+        if not 0 <= instruction.channel < len(self.program.channels):
+            count = len(self.program.channels)
+            raise ProgramError(
+                f"rank {self.rank}, position {self.position}, {instruction.op.name}: channel {instruction.channel} "
+                f"is not one of 0 to {count - 1}"
+            )
+        channel = self.program.channels[instruction.channel]
+        sends = instruction.op in (Op.SEND, Op.WAIT_SEND)
+        if (channel.source if sends else channel.destination) != self.rank:
+            raise self._error(f"rank {self.rank} is not the {'source' if sends else 'destination'} of {channel}")
+        if (channel.source == channel.destination) != (instruction.op == Op.HAND_OVER) and instruction.op != Op.FREE:
+            raise self._error("a hand-over stays on its rank, and a transfer goes to another one")
+        if instruction.slot < 0:
+            raise self._error(f"slot {instruction.slot} is no slot")
+
+    def _key(self) -> Key:
+        """The message an instruction is about, by its consumer."""
+        instruction = self.instruction
+        kind = self.program.channels[instruction.channel].kind
+        stage = instruction.stage
+        if instruction.op in (Op.SEND, Op.WAIT_SEND):
+            stage += 1 if kind == ChannelKind.ACTIVATION else -1
+        return kind, stage, instruction.microbatch
+
+    def _occupy(self, full: bool) -> None:
+        slot, key = self.instruction.slot, self._key()
+        if slot in self.slots:
+            raise self._error(f"slot {slot} still holds {_message_text(self.slots[slot].key)}")
+        self.slots[slot] = _Slot(key, full)
+        if full:
+            self.arrived[key] = slot
+
+    def _post(self) -> None:
+        self._occupy(full=False)
+        self.received[self.instruction.channel].append((self._key(), self.position))
+
+    def _wait(self) -> None:
+        slot, key = self.slots.get(self.instruction.slot), self._key()
+        if slot is None or slot.key != key:
+            raise self._error(f"no receive of {_message_text(key)} is posted to slot {self.instruction.slot}")
+        if slot.full:
+            raise self._error("it was already waited for")
+        slot.full = True
+        self.arrived[key] = self.instruction.slot
+
+    def _take_product(self) -> Key:
+        key = self._key()
+        if key not in self.unsent:
+            raise self._error(f"{_message_text(key)} is not there to hand on: it was not computed, or went already")
+        del self.unsent[key]
+        return key
+
+    def _send(self) -> None:
+        if self.instruction.slot in self.sends:
+            raise self._error(f"send {self.instruction.slot} is still under way; wait for it first")
+        key = self._take_product()
+        self.sends[self.instruction.slot] = key
+        self.sent[self.instruction.channel].append((key, self.position))
+
+    def _wait_send(self) -> None:
+        if self.sends.get(self.instruction.slot) != self._key():
+            raise self._error(f"send {self.instruction.slot} is not under way with it")
+        del self.sends[self.instruction.slot]
+
+    def _hand_over(self) -> None:
+        self._take_product()
+        self._occupy(full=True)
+
+    def _free(self) -> None:
+        slot, key = self.slots.get(self.instruction.slot), self._key()
+        if slot is None or slot.key != key:
+            raise self._error(f"slot {self.instruction.slot} does not hold {_message_text(key)}")
+        if not slot.full:
+            raise self._error("its message was not waited for")
+        _, stage, microbatch = key
+        last = Event.FORWARD if self.program.forward_only else Event.WEIGHT
+        if (last, stage, microbatch) not in self.happened:
+            raise self._error(
+                f"stage {stage} still reads it: free it after the last compute of microbatch {microbatch}"
+            )
+        del self.slots[self.instruction.slot]
+        del self.arrived[key]
+
+    def _compute(self) -> None:
+        action = self.instruction.action
+        assert action is not None
+        placement, num_stages = self.program.placement, self.program.num_stages
+        for part in action.parts:
+            if not (0 <= part.stage < num_stages and 0 <= part.microbatch < self.program.num_microbatches):
+                raise self._error(f"{part} names no stage or microbatch of the program")
+            route = placement.route_of(part.microbatch, self.program.num_microbatches)
+            if placement.rank_of(part.stage, route) != self.rank:
+                raise self._error(f"{part} does not belong to rank {self.rank}")
+            for event, stage in needs(part.kind, part.stage, num_stages):
+                self._check_need(event, stage, part.stage, part.microbatch)
+        for part in action.parts:
+            for event in produces(part.kind):
+                if (event, part.stage, part.microbatch) in self.happened:
+                    raise self._error(f"{part} was already done")
+                self.happened.add((event, part.stage, part.microbatch))
+            target = feeds(part.kind, part.stage, num_stages)
+            if target != NONE:
+                kind = ChannelKind.ACTIVATION if Event.FORWARD in produces(part.kind) else ChannelKind.GRADIENT
+                self.unsent[kind, target, part.microbatch] = self.position
+
+    def _check_need(self, event: Event, stage: int, own: int, microbatch: int) -> None:
+        if stage == own:
+            if (event, stage, microbatch) not in self.happened:
+                raise self._error(
+                    f"it needs the {event.name.lower()} of stage {stage}, microbatch {microbatch} before it"
+                )
+            return
+        kind = ChannelKind.ACTIVATION if event is Event.FORWARD else ChannelKind.GRADIENT
+        key = (kind, own, microbatch)
+        if key not in self.arrived:
+            raise self._error(f"{_message_text(key)} has not arrived: wait for it, or hand it over, first")
+
+    def _check_end(self) -> None:
+        where = f"rank {self.rank}, end of the program"
+        for slot, held in self.slots.items():
+            raise ProgramError(f"{where}: slot {slot} still holds {_message_text(held.key)}; free it")
+        for number, key in self.sends.items():
+            raise ProgramError(f"{where}: send {number} of {_message_text(key)} is never waited for")
+        for key, position in self.unsent.items():
+            raise ProgramError(
+                f"rank {self.rank}, position {position}: {_message_text(key)} is computed here and never sent or handed over"
+            )
+        self._check_computed(where)
+
+    def _check_computed(self, where: str) -> None:
+        placement, count = self.program.placement, self.program.num_microbatches
+        wanted = [Event.FORWARD] if self.program.forward_only else list(Event)
+        for stage in placement.stages_of(self.rank):
+            for microbatch in range(count):
+                if placement.rank_of(stage, placement.route_of(microbatch, count)) != self.rank:
+                    continue
+                for event in wanted:
+                    if (event, stage, microbatch) not in self.happened:
+                        what = {Event.FORWARD: "F", Event.BACKWARD: "B or I", Event.WEIGHT: "B or W"}[event]
+                        raise ProgramError(f"{where}: stage {stage}, microbatch {microbatch} had no {what}")
+
+
+def _check_channels(program: Program, checks: list[_RankCheck]) -> None:
+    """On every channel the messages are received in the order in which they are sent."""
+    for number, channel in enumerate(program.channels):
+        sent = checks[channel.source].sent[number]
+        received = checks[channel.destination].received[number]
+        for index in range(max(len(sent), len(received))):
+            name = f"channel {number} ({channel}), message {index}"
+            if index >= len(received):
+                key, position = sent[index]
+                raise ProgramError(
+                    f"{name}: rank {channel.source} sends {_message_text(key)} at position {position}, and rank "
+                    f"{channel.destination} never receives it"
+                )
+            if index >= len(sent):
+                key, position = received[index]
+                raise ProgramError(
+                    f"{name}: rank {channel.destination} receives {_message_text(key)} at position {position}, and "
+                    f"rank {channel.source} never sends it"
+                )
+            (out, at), (into, to) = sent[index], received[index]
+            if out != into:
+                raise ProgramError(
+                    f"{name}: rank {channel.source} sends {_message_text(out)} at position {at}, while rank "
+                    f"{channel.destination} receives {_message_text(into)} at position {to}: no message has a name, so "
+                    "it would be taken for the other"
+                )
+
+
+def _describe_cycle(program: Program, outcome: Outcome, lanes: list[int]) -> str:
+    """Follow who waits for whom from any blocked rank until one comes again."""
+    seen: list[int] = []
+    lines: dict[int, str] = {}
+    rank = next(iter(outcome.blocked))
+    waiting = outcome.blocked[rank]
+    while rank not in seen:
+        seen.append(rank)
+        head = outcome.queues[lanes[waiting.channel], rank][0]
+        channel = program.channels[head.channel]
+        peer = channel.destination if head.sends else channel.source
+        lines[rank] = _wait_text(program, outcome, rank, waiting, head, peer)
+        rank = peer
+        waiting = _what_holds_up(outcome, head, peer, lanes)
+    cycle = seen[seen.index(rank) :]
+    return "the program can hang, ranks wait in a cycle: " + "; ".join(lines[r] for r in cycle)
+
+
+def _what_holds_up(outcome: Outcome, head: Transfer, peer: int, lanes: list[int]) -> Transfer:
+    """Why a peer does not answer a head: another transfer is at its own head, or it has not come that far."""
+    queue = outcome.queues.get((lanes[head.channel], peer))
+    if queue:
+        return queue[0]
+    return outcome.blocked[peer]
+
+
+def _wait_text(program: Program, outcome: Outcome, rank: int, waiting: Transfer, head: Transfer, peer: int) -> str:
+    at = outcome.blocked.get(rank)
+    where = "" if at is None else f" (blocked in its wait for position {at.position})"
+    text = program[rank].text(program[rank][head.position])
+    behind = "" if head is waiting else f", ahead of position {waiting.position} in the same lane,"
+    return f"rank {rank}{where}: position {head.position}, {text}{behind} waits for rank {peer}"
