@@ -28,6 +28,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # without build isolation, nobody has looked at pyproject.toml
+    raise SystemExit(
+        f"fastpipe is built by setuptools>=77, here is {setuptools.__version__}: pip install -U setuptools"
+    )
+
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError

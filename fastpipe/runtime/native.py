@@ -6,8 +6,10 @@ is loaded. Nothing here raises because of a missing or broken library, and torch
 fits: without torch, ``native_status()`` still answers.
 """
 
+import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -86,7 +88,7 @@ def _obstacle(record: dict[str, Any], installed: _Torch | None, package: Path) -
     if library is None:
         return f"it was never built here; {_rebuild()}"
     if not library["built"]:
-        return f"its build did not succeed: {library['reason']}{_where_the_log_is(library, package)}; {_rebuild()}"
+        return f"it was not built: {library['reason']}{_where_the_log_is(library, package)}; {_rebuild()}"
     if record["suffix"] != sysconfig.get_config_var("EXT_SUFFIX"):
         return f"it was built for Python {record['python']}, this is {sys.version.split()[0]}; {_rebuild()}"
     if (built_for := _torch_of(record)) != installed:
@@ -140,8 +142,16 @@ def _rebuild() -> str:
     source = _PACKAGE.parent
     if (source / "setup.py").exists():
         return f"run `make build` in {source}"
-    # pip keeps the wheels it built, and would install again the one built for another torch.
-    return "install fastpipe again with `pip install --force-reinstall --no-deps --no-cache-dir`"
+    # Without --no-cache-dir pip may take a wheel that it built and kept when another torch was there.
+    return f"run `pip install --force-reinstall --no-deps --no-cache-dir {_installed_from()}`"
+
+
+def _installed_from() -> str:
+    """The folder or archive pip was given, if it was given one."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, KeyError):
+        origin = json.loads(importlib.metadata.distribution("fastpipe").read_text("direct_url.json") or "{}")
+        return str(origin["url"]).removeprefix("file://")
+    return "fastpipe"
 
 
 def _one_line(error: Exception) -> str:

@@ -77,7 +77,7 @@ def installation(tmp_path: Path) -> Installation:
 def test_no_torch_and_never_built(installation: Installation) -> None:
     sentence, _ = installation.ask()
     assert "torch is not installed" in sentence
-    assert "pip install 'torch>=2.11', then install fastpipe again" in sentence
+    assert "pip install 'torch>=2.11', then run `pip install --force-reinstall" in sentence
 
 
 def test_torch_removed_after_the_build(installation: Installation) -> None:
@@ -94,8 +94,19 @@ def test_a_folder_that_happens_to_be_called_torch(installation: Installation) ->
 def test_never_built(installation: Installation) -> None:
     installation.add_torch("2.13.0+cpu")
     sentence, imported = installation.ask()
-    assert "it was never built here; install fastpipe again" in sentence
+    assert sentence.endswith(
+        "it was never built here; run `pip install --force-reinstall --no-deps --no-cache-dir fastpipe`"
+    )
     assert not imported
+
+
+def test_the_advice_names_what_pip_was_given(installation: Installation) -> None:
+    installation.add_torch("2.13.0+cpu")
+    installation.write("fastpipe-0.1.0.dist-info/METADATA", "Name: fastpipe\nVersion: 0.1.0\n")
+    installation.write(
+        "fastpipe-0.1.0.dist-info/direct_url.json", '{"url": "file:///home/me/fastpipe", "dir_info": {}}'
+    )
+    assert "--no-cache-dir /home/me/fastpipe`" in installation.ask()[0]
 
 
 def test_in_a_source_tree_the_advice_is_make(installation: Installation) -> None:
@@ -109,7 +120,7 @@ def test_a_build_that_failed(installation: Installation, log: list[str]) -> None
     installation.add_torch("2.13.0+cpu")
     installation.add_record(record_of({"built": False, "reason": "a.cpp:1:2: error: no", "log": log}))
     sentence, imported = installation.ask()
-    assert "its build did not succeed: a.cpp:1:2: error: no" in sentence
+    assert "it was not built: a.cpp:1:2: error: no" in sentence
     assert ("_build_info.json" in sentence) == bool(log)
     assert not imported
 
@@ -130,7 +141,9 @@ def test_another_torch_is_noticed_before_anything_is_loaded(
     installation.add_record(BUILT)
     installation.add_library("loading this would fail")
     sentence, imported = installation.ask()
-    assert f"it was built for torch 2.13.0 (CPU), but {named} is installed; install fastpipe again" in sentence
+    assert (
+        f"it was built for torch 2.13.0 (CPU), but {named} is installed; run `pip install --force-reinstall" in sentence
+    )
     assert not imported
 
 
