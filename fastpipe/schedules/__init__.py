@@ -5,12 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import dualpipev, gpipe, interleaved, one_f_one_b
+from fastpipe.schedules import dualpipe, gpipe, interleaved, one_f_one_b, zbv, zero_bubble
 from fastpipe.schedules.family import Family, check_counts
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (gpipe.GPIPE, one_f_one_b.ONE_F_ONE_B, interleaved.INTERLEAVED_1F1B, dualpipev.DUALPIPEV)
+    for family in (
+        gpipe.GPIPE,
+        one_f_one_b.ONE_F_ONE_B,
+        interleaved.INTERLEAVED_1F1B,
+        gpipe.LOOPED_BFS,
+        one_f_one_b.ONE_F_ONE_B_OVERLAP,
+        interleaved.INTERLEAVED_OVERLAP,
+        zero_bubble.ZB_H1,
+        zero_bubble.ZB_H2,
+        interleaved.INTERLEAVED_ZB,
+        zbv.ZBV,
+        dualpipe.DUALPIPE,
+        dualpipe.DUALPIPEV,
+    )
 }
 
 

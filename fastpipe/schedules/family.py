@@ -75,3 +75,8 @@ def check_counts(num_ranks: Any, num_microbatches: Any) -> None:
 def is_count(value: Any) -> bool:
     """Whether it is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_bool(value: Any) -> bool:
+    """Whether it is True or False."""
+    return isinstance(value, bool)
