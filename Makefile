@@ -14,8 +14,10 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SAY := @printf '\033[1m== %s\033[0m\n'
-BUILD_INPUTS := setup.py $(wildcard csrc csrc/* csrc/*/*)
-CPP = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+RECORD := fastpipe/_build_info.json
+TORCH_VERSION := $(VENV)/lib/python3*/site-packages/torch/version.py
+BUILD_INPUTS := setup.py $(wildcard csrc csrc/* csrc/*/* $(RECORD) $(TORCH_VERSION))
+CPP = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/*/*.h tests/*/*.cpp)
 STAMPS := $(VENV)/stamps
 
 export FASTPIPE_BUILD_EXT
@@ -54,7 +56,7 @@ format: setup  ## rewrite files in the house's format
 	$(BIN)/clang-format -i $(CPP)
 
 clean:  ## remove what was built, caches and the environment
-	rm -rf $(VENV) build dist *.egg-info fastpipe/*.so fastpipe/_build_info.json
+	rm -rf $(VENV) build dist *.egg-info fastpipe/*.so $(RECORD)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -87,6 +89,11 @@ $(STAMPS)/package: $(STAMPS)/torch pyproject.toml
 	@FASTPIPE_BUILD_EXT=0 $(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
+# Also when something else was built into this tree (the record is newer), or torch was replaced by hand; and as long as
+# a library is missing.
+ifneq ($(shell grep -c '"built": false' $(RECORD) 2>/dev/null),0)
+$(STAMPS)/build: FORCE
+endif
 $(STAMPS)/build: $(STAMPS)/package $(BUILD_INPUTS)
 	$(SAY) "building the native libraries (the first time takes a minute or more)"
 	@$(BIN)/python setup.py --quiet build_ext --inplace
