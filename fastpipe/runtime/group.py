@@ -1,0 +1,85 @@
+"""Which rank of which group this process is; makes the outer process group where there is none."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("fastpipe")
+_pipelines = count()
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This process's place among the processes of a pipeline.
+
+    Attributes:
+        rank: its rank.
+        size: how many processes there are.
+        group: the process group; None when the process is alone.
+        ranks: the members' global ranks.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    ranks: tuple[int, ...] = (0,)
+
+    def store(self) -> dist.Store:
+        """A part of the group's store for one pipeline. Every member makes its pipelines in the same order."""
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        members = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
+        return dist.PrefixStore(f"fastpipe/{members}/{next(_pipelines)}", _get_default_store())
+
+
+def membership(group: Any, device: torch.device) -> Membership:
+    """Find this process's place.
+
+    Args:
+        group: a process group, a DeviceMesh of one dimension, or None for all processes.
+        device: what the pipeline computes on; decides the backend when a group has to be made.
+
+    Raises:
+        ValueError: for a mesh of several dimensions, or a group that this process is not in.
+    """
+    if group is None and not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return Membership()
+        _make_group(device)
+    group = _from_mesh(group)
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
+    return Membership(dist.get_rank(group), len(ranks), group, ranks)
+
+
+def _from_mesh(group: Any) -> Any:
+    if group is None or not hasattr(group, "mesh_dim_names"):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"group: the DeviceMesh has {group.ndim} dimensions; give the pipeline's, for example mesh['pp']"
+        )
+    return group.get_group()
+
+
+def _make_group(device: torch.device) -> None:
+    """The default process group, ended at exit."""
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    dist.init_process_group(backend)
+    logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""From the arguments of a step to the work of every local stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
+from fastpipe.runtime.stage import Stage, StageWork, chosen
+from fastpipe.runtime.tensors import boundary_tensors
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked of one step.
+
+    Attributes:
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+        target: the loss function's second argument.
+        output_grad: gradients of the outputs, instead of a loss.
+        num_microbatches: how many microbatches.
+        training: whether there is a backward.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    output_grad: Any
+    num_microbatches: int
+    training: bool
+
+
+@dataclass
+class Inputs:
+    """The microbatches that this process needs.
+
+    Attributes:
+        args: for the first stage, positional arguments by microbatch.
+        kwargs: every keyword argument that a local stage takes, by name and microbatch.
+        targets: by microbatch, on a process with the last stage.
+        output_grads: the same.
+        rows: the rows of every microbatch, where they can be counted.
+    """
+
+    args: list[tuple[Any, ...]] | None = None
+    kwargs: dict[str, list[Any]] = field(default_factory=dict)
+    targets: list[Any] | None = None
+    output_grads: list[tuple[torch.Tensor, ...]] | None = None
+    rows: list[int] | None = None
+
+    def signature(self) -> tuple[Any, ...]:
+        """What the shapes between stages may depend on."""
+        return tuple(_looks(leaf) for leaf in pytree.tree_leaves([self.args, self.kwargs, self.targets]))
+
+
+def _looks(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
+    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
+
+
+def take_inputs(request: Request, rules: Rules, stages: Sequence[Stage], loss_fn: Callable[..., Any] | None) -> Inputs:
+    """Split what the local stages need; nothing else is touched, so iterators stay where they are on other ranks.
+
+    Raises:
+        ValueError: naming the argument, what was found, and what to give.
+    """
+    inputs = Inputs()
+    count = request.num_microbatches
+    if any(stage.is_first for stage in stages):
+        inputs.args, inputs.rows = _split_args(request, rules)
+    for name, value in request.kwargs.items():
+        if any(stage.accepts is None or name in stage.accepts for stage in stages):
+            inputs.kwargs[name] = split(value, count, rule_for(rules, name), name)
+    if any(stage.is_last for stage in stages):
+        _take_for_last(inputs, request, rules, loss_fn)
+    return inputs
+
+
+def _split_args(request: Request, rules: Rules) -> tuple[list[tuple[Any, ...]], list[int] | None]:
+    count = request.num_microbatches
+    if not request.args:
+        return [() for _ in range(count)], None
+    columns = [
+        split(value, count, rule_for(rules, i), "the input" if len(request.args) == 1 else f"input {i}")
+        for i, value in enumerate(request.args)
+    ]
+    rows = rows_of(columns[0], rule_for(rules, 0))
+    # a list or an iterator of tuples: each tuple is one microbatch's arguments
+    if len(columns) == 1 and all(isinstance(item, tuple) for item in columns[0]):
+        return list(columns[0]), rows
+    return list(zip(*columns, strict=True)), rows
+
+
+def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Callable[..., Any] | None) -> None:
+    count = request.num_microbatches
+    if request.output_grad is not None:
+        parts = split(request.output_grad, count, rule_for(rules, "output_grad"), "output_grad")
+        inputs.output_grads = [boundary_tensors(part, "output_grad") for part in parts]
+        return
+    if request.target is None:
+        if loss_fn is not None and request.training:
+            raise ValueError("target = None: loss_fn needs a target on the rank of the last stage; pass target=")
+        return
+    if loss_fn is None:
+        raise ValueError("target: there is no loss_fn to give it to; pass loss_fn= to Pipeline, or leave target out")
+    rule = rule_for(rules, "target")
+    inputs.targets = split(request.target, count, rule, "target")
+    inputs.rows = rows_of(inputs.targets, rule) or inputs.rows
+
+
+def stage_works(
+    inputs: Inputs,
+    stages: Sequence[Stage],
+    request: Request,
+    reduction: str | Callable[[Any], float],
+    rows: Sequence[int] | None,
+    keep_outputs: bool,
+) -> list[StageWork]:
+    """What every stage gets.
+
+    Args:
+        inputs: of this process.
+        stages: the local ones.
+        request: of the user.
+        reduction: how the microbatches' losses become one.
+        rows: the rows of every microbatch, as the processes agreed.
+        keep_outputs: whether the last stage's outputs are wanted.
+    """
+    works = []
+    for stage in stages:
+        names = chosen(inputs.kwargs, stage.accepts)
+        work = StageWork(keep_outputs=keep_outputs)
+        if stage.is_first:
+            work.args = inputs.args
+        if names:
+            count = request.num_microbatches
+            work.kwargs = [{name: values[i] for name, values in names.items()} for i in range(count)]
+        if stage.is_last:
+            work.targets, work.output_grads = inputs.targets, inputs.output_grads
+            if work.output_grads is None:
+                work.divisors = loss_divisors(reduction, rows, work.targets, request.num_microbatches)
+        works.append(work)
+    return works

@@ -1,0 +1,153 @@
+"""Microbatches: splitting a step's inputs, merging its outputs, weighing its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+Rule = int | str | None | Callable[..., Any]
+"""A dimension, ``"replicate"`` (or None), or a function."""
+
+Rules = Rule | Mapping[str | int, Rule]
+"""One rule for all, or one for each argument by name, position or ``"target"``; the others take dimension 0."""
+
+REPLICATE = "replicate"
+
+
+def rule_for(rules: Rules, key: str | int, default: Rule = 0) -> Rule:
+    """The rule of one argument or output."""
+    if isinstance(rules, Mapping):
+        return rules.get(key, default)
+    return default if rules is None else rules
+
+
+def split(value: Any, num_microbatches: int, rule: Rule, name: str) -> list[Any]:
+    """The microbatches of one argument.
+
+    Args:
+        value: a tensor or a tree of tensors (split along a dimension; the first microbatches are the longer ones), a
+            list (one entry a microbatch), or an iterator (one item a microbatch, taken as many as needed).
+        num_microbatches: how many.
+        rule: the dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
+        name: what it is called in errors.
+
+    Raises:
+        ValueError: for a list of another length, an iterator that ends early, or fewer rows than microbatches.
+    """
+    if callable(rule):
+        return _checked_list(list(rule(value, num_microbatches)), num_microbatches, f"split[{name!r}]")
+    if isinstance(value, list):
+        return _checked_list(value, num_microbatches, name)
+    if isinstance(value, Iterator):
+        return _checked_list(list(islice(value, num_microbatches)), num_microbatches, f"{name} (an iterator)")
+    if rule is None or rule == REPLICATE:
+        return [value] * num_microbatches
+    if not isinstance(rule, int) or isinstance(rule, bool):
+        raise ValueError(f"split[{name!r}] = {rule!r}: give a dimension, 'replicate' or a function")
+    leaves, structure = pytree.tree_flatten(value)
+    parts = [_split_leaf(leaf, num_microbatches, rule, name) for leaf in leaves]
+    return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(num_microbatches)]
+
+
+def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[Any]:
+    if len(values) != num_microbatches:
+        raise ValueError(
+            f"{name} has {len(values)} microbatches and num_microbatches = {num_microbatches}: give as many, or pass "
+            f"num_microbatches={len(values)} to step"
+        )
+    return values
+
+
+def _split_leaf(leaf: Any, num_microbatches: int, dim: int, name: str) -> Sequence[Any]:
+    if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, str | bytes | int | float | bool) or leaf is None:
+            return [leaf] * num_microbatches
+        raise ValueError(
+            f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
+            f"or say how to split it with split={{{name!r}: function}}"
+        )
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise ValueError(
+            f"{name} of shape {tuple(leaf.shape)} has no dimension {dim} to split along: give another with "
+            f"split={{{name!r}: dimension}}, or 'replicate'"
+        )
+    if leaf.shape[dim] < num_microbatches:
+        raise ValueError(
+            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) and num_microbatches = "
+            f"{num_microbatches}: give at least one row a microbatch"
+        )
+    return leaf.tensor_split(num_microbatches, dim)
+
+
+def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
+    """How many rows each microbatch has: the length of its first tensor along the split dimension; None if unknown."""
+    dim = rule if isinstance(rule, int) and not isinstance(rule, bool) else 0
+    rows = []
+    for microbatch in microbatches:
+        leaves = [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, torch.Tensor)]
+        if not leaves or not -leaves[0].dim() <= dim < leaves[0].dim():
+            return None
+        rows.append(leaves[0].shape[dim])
+    return rows
+
+
+def loss_divisors(
+    reduction: str | Callable[[Any], float], rows: Sequence[int] | None, targets: Sequence[Any] | None, count: int
+) -> list[float] | None:
+    """What each microbatch's loss is divided by, so that the sum is the loss of the whole batch.
+
+    ``"mean"``: all rows over its rows, so that even microbatches are divided by exactly their number. ``"sum"``: not
+    divided. A function gives the weight of a target (say its tokens): the sum of weights over its weight.
+    """
+    if reduction == "sum":
+        return None
+    if callable(reduction):
+        if targets is None:
+            raise ValueError("loss_reduction is a function of the target, and no target was given: pass target=")
+        weights = [float(reduction(target)) for target in targets]
+    else:
+        weights = [1.0] * count if rows is None else [float(r) for r in rows]
+    total = sum(weights)
+    if not total > 0:
+        raise ValueError(f"loss_reduction: the weights of the microbatches sum to {total}; one must be above 0")
+    return [total / weight if weight else float("inf") for weight in weights]
+
+
+def check_reduction(reduction: Any) -> None:
+    """Refuse a ``loss_reduction`` that is none."""
+    if not callable(reduction) and reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction = {reduction!r}: use 'mean', 'sum' or a function of the target")
+
+
+def merge(outputs: Sequence[Any], rules: Rules) -> Any:
+    """The outputs of all microbatches as one.
+
+    Tensors are concatenated along the dimension of their rule (0 unless given); tensors without dimensions are
+    stacked; ``"replicate"`` takes the first; a function gets the list. A dict's entries go by their names, a tuple's
+    by their positions.
+    """
+    first = outputs[0]
+    if isinstance(first, Mapping):
+        return {key: _merge_one([out[key] for out in outputs], rule_for(rules, key)) for key in first}
+    if isinstance(first, tuple | list):
+        parts = [_merge_one([out[i] for out in outputs], rule_for(rules, i)) for i in range(len(first))]
+        return type(first)(parts) if type(first) in (tuple, list) else tuple(parts)
+    return _merge_one(list(outputs), rule_for(rules, 0))
+
+
+def _merge_one(values: list[Any], rule: Rule) -> Any:
+    if callable(rule):
+        return rule(values)
+    if rule is None or rule == REPLICATE:
+        return values[0]
+    if not isinstance(rule, int):
+        raise ValueError(f"merge = {rule!r}: give a dimension, 'replicate' or a function")
+    if not isinstance(values[0], torch.Tensor):
+        return values
+    if values[0].dim() == 0:
+        return torch.stack(values)
+    return torch.cat(values, rule)

@@ -1,0 +1,120 @@
+"""From what the user gives as ``stages`` to the modules of the local stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpipe.partition import partition as partition_layers
+from fastpipe.runtime.stage import Chain
+
+Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
+
+
+def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partition: Any) -> dict[int, nn.Module]:
+    """The module of every local stage.
+
+    Args:
+        stages: the model's layers, a function of the stage's index, or a dict of the local stages.
+        num_stages: how many stages the model is cut into.
+        local: the stages of this process.
+        partition: ``"layers"``, or the number of layers of every stage.
+
+    Raises:
+        TypeError, ValueError: naming ``stages`` or ``partition`` and what to give.
+    """
+    if isinstance(stages, Mapping):
+        return _from_mapping(stages, num_stages, local)
+    if isinstance(stages, Sequence | nn.Sequential | nn.ModuleList):
+        layers = list(stages)
+        ranges = layer_ranges(layers, num_stages, partition)
+        return {stage: Chain({i: layers[i] for i in ranges[stage]}) for stage in local}
+    if isinstance(stages, nn.Module) or not callable(stages):
+        raise TypeError(
+            f"stages is a {type(stages).__name__}: give the list of the model's layers (or an nn.Sequential), a "
+            "function stage_index -> nn.Module, or a dict {stage_index: nn.Module}"
+        )
+    made = {stage: stages(stage) for stage in local}
+    for stage, module in made.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"stages({stage}) returned a {type(module).__name__}: return an nn.Module")
+    return made
+
+
+def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Sequence[int]) -> dict[int, nn.Module]:
+    for stage, module in stages.items():
+        if not isinstance(stage, int) or not 0 <= stage < num_stages:
+            raise ValueError(f"stages has the key {stage!r}: stages are 0 to {num_stages - 1}")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"stages[{stage}] is a {type(module).__name__}: give an nn.Module")
+    missing = [stage for stage in local if stage not in stages]
+    if missing:
+        raise ValueError(f"stages lacks stage {missing[0]}, which this process computes: it needs {list(local)}")
+    return {stage: stages[stage] for stage in local}
+
+
+def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -> list[range]:
+    """Which layers every stage has."""
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"stages[{index}] is a {type(layer).__name__}: the layers are nn.Modules")
+    if partition == "layers":
+        if len(layers) < num_stages:
+            raise ValueError(
+                f"stages has {len(layers)} layers and the schedule has {num_stages} stages: give at least one layer a "
+                "stage, or use fewer ranks or stages_per_rank"
+            )
+        return partition_layers(len(layers), num_stages)
+    if isinstance(partition, str) or not isinstance(partition, Sequence):
+        raise ValueError(f"partition = {partition!r}: use 'layers', or the number of layers of every stage")
+    return _explicit(list(partition), len(layers), num_stages)
+
+
+def _explicit(counts: list[Any], num_layers: int, num_stages: int) -> list[range]:
+    counts = [len(count) if isinstance(count, range) else count for count in counts]
+    if len(counts) != num_stages or any(not isinstance(c, int) or c < 1 for c in counts) or sum(counts) != num_layers:
+        raise ValueError(
+            f"partition = {counts}: give {num_stages} numbers of at least 1, one a stage, that sum to {num_layers} layers"
+        )
+    ends = [sum(counts[: i + 1]) for i in range(num_stages)]
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:
+    """Refuse a stage that is not where the pipeline computes."""
+    for stage, module in modules.items():
+        for name, tensor in tensors_of(module):
+            if tensor.device.type != device.type or (device.index not in (None, tensor.device.index)):
+                raise ValueError(
+                    f"stages: {name} of stage {stage} is on {tensor.device} and device = {device}; move the stage with "
+                    f"module.to({str(device)!r}), or pass device={str(tensor.device)!r}"
+                )
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def find_device(modules: Any, device: str | torch.device | None) -> torch.device:
+    """The device that the user names, else that of the first parameter there is, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    candidates: Any = ()
+    if isinstance(modules, Mapping):
+        candidates = modules.values()
+    elif isinstance(modules, Sequence | nn.Sequential | nn.ModuleList):
+        candidates = modules
+    for module in candidates:
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def state_prefix(module: nn.Module, stage: int) -> str:
+    """What goes before a module's own keys: a chain of layers has the whole model's keys already."""
+    return "" if isinstance(module, Chain) else f"{stage}."

@@ -1,0 +1,208 @@
+"""The process-group transport: any c10d backend, four groups, tag 0.
+
+One group for each class and direction (activation | gradient, to a higher | to a lower rank), so that every channel
+is an in-order stream of its own on backends that ignore tags. A step that announces sends a header before each
+message; in the others the receiver knows what comes and posts its receives ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastpipe.program import Channel, Program
+from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
+from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError, peer_of
+
+HEADER = 512
+"""Numbers in a header."""
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_POISON, _GOOD = 0, 1
+
+
+def write_header(specs: Specs | None) -> torch.Tensor:
+    """A header: good or poison, the number of tensors, then dtype, gradient flag, sizes and strides of each."""
+    numbers = [_POISON, 0] if specs is None else [_GOOD, len(specs)]
+    for spec in specs or ():
+        if spec.dtype not in _DTYPES:
+            raise ValueError(f"a stage hands on a tensor of {spec.dtype}, which cannot be sent; convert it")
+        numbers += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.size), *spec.size, *spec.stride]
+    if len(numbers) > HEADER:
+        raise ValueError(
+            f"a stage hands on {len(specs or ())} tensors, more than a header describes; join some of them"
+        )
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
+
+
+def read_header(header: torch.Tensor) -> Specs | None:
+    """The specs in a header; None when the sender has failed."""
+    numbers = header.tolist()
+    if numbers[0] == _POISON:
+        return None
+    specs, at = [], 2
+    for _ in range(numbers[1]):
+        dtype, requires_grad, dims = numbers[at : at + 3]
+        size = tuple(numbers[at + 3 : at + 3 + dims])
+        stride = tuple(numbers[at + 3 + dims : at + 3 + 2 * dims])
+        specs.append(TensorSpec(_DTYPES[dtype], size, stride, bool(requires_grad)))
+        at += 3 + 2 * dims
+    return tuple(specs)
+
+
+class _Receive:
+    """A receive on its way: queued (announcing) or posted."""
+
+    def __init__(self, message: Message, slot: int) -> None:
+        self.message = message
+        self.slot = slot
+        self.tensors: Tensors | None = None
+        self.works: list[Any] = []
+
+
+class _ProcessGroupEndpoint(Endpoint):
+    def __init__(self, groups: Sequence[Any], channels: Sequence[Channel], rank: int, timeout: float) -> None:
+        self.groups = groups
+        self.channels = channels
+        self.rank = rank
+        self.timeout = timedelta(seconds=timeout)
+        self.book = SpecBook()
+        self.queued: dict[int, deque[_Receive]] = {}
+        self.receives: dict[int, _Receive] = {}
+        self.sends: dict[int, tuple[int, list[Any]]] = {}
+        self.broken: set[int] = set()
+
+    def begin(self, signature: Hashable, announce: bool) -> None:
+        self.book.begin(signature, announce)
+
+    def post_recv(self, message: Message, channel: int, slot: int) -> None:
+        receive = self.receives[slot] = _Receive(message, slot)
+        if self.book.announcing:
+            self.queued.setdefault(channel, deque()).append(receive)
+        elif self._peer(channel) not in self.broken:
+            self._post(receive, channel, self.book[message])
+
+    def wait_recv(self, channel: int, slot: int) -> Tensors | None:
+        receive = self.receives.pop(slot)
+        if self._peer(channel) in self.broken:
+            return None
+        queue = self.queued.get(channel)
+        while queue and receive in queue:
+            self._receive_announced(queue.popleft(), channel)
+        self._wait(receive.works, channel)
+        return receive.tensors
+
+    def _receive_announced(self, receive: _Receive, channel: int) -> None:
+        header = torch.empty(HEADER, dtype=torch.int64)
+        self._wait([self._start("recv", header, channel)], channel)
+        specs = read_header(header)
+        if specs is not None:
+            self.book.write(receive.message, specs)
+            self._post(receive, channel, specs)
+
+    def _post(self, receive: _Receive, channel: int, specs: Specs) -> None:
+        buffers = [spec.empty() for spec in specs]
+        receive.works = [self._start("recv", flat(buffer), channel) for buffer in buffers]
+        pairs = zip(buffers, specs, strict=True)
+        receive.tensors = tuple(buffer.requires_grad_(spec.requires_grad) for buffer, spec in pairs)
+
+    def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
+        ready = None if tensors is None else self.book.prepare(message, tensors)
+        if self._peer(channel) in self.broken:
+            self.sends[number] = (channel, [])
+            return
+        parts: list[torch.Tensor] = []
+        if self.book.announcing:
+            parts.append(write_header(None if ready is None else specs_of(ready)))
+        elif ready is None:
+            ready = tuple(spec.empty().zero_() for spec in self.book[message])
+        parts += [flat(tensor) for tensor in ready or ()]
+        # the parts are kept beside their works: nothing else need keep them alive until they are sent
+        self.sends[number] = (channel, [(self._start("send", part, channel), part) for part in parts])
+
+    def wait_send(self, number: int) -> None:
+        channel, works = self.sends.pop(number)
+        if self._peer(channel) not in self.broken:
+            self._wait([work for work, _ in works], channel)
+
+    def end(self) -> None:
+        self.queued.clear()
+        self.receives.clear()
+        self.sends.clear()
+
+    def _peer(self, channel: int) -> int:
+        return peer_of(self.channels[channel], self.rank)
+
+    def _start(self, verb: str, tensor: torch.Tensor, channel: int) -> Any:
+        group = self.groups[group_index(self.channels[channel])]
+        try:
+            return getattr(group, verb)([tensor], self._peer(channel), 0)
+        except RuntimeError as error:
+            raise self._lost(channel, error) from error
+
+    def _wait(self, works: Sequence[Any], channel: int) -> None:
+        try:
+            for work in works:
+                work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self._lost(channel, error) from error
+
+    def _lost(self, channel: int, error: RuntimeError) -> TransportError:
+        peer = self._peer(channel)
+        self.broken.add(peer)
+        return TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
+
+
+def group_index(channel: Channel) -> int:
+    """Which of the four groups carries a channel."""
+    return int(channel.kind) * 2 + int(channel.destination < channel.source)
+
+
+class ProcessGroups(Transport):
+    """The ranks are processes, one each, of a c10d process group.
+
+    Args:
+        group: the group whose members are the ranks, in order; the default group unless given.
+    """
+
+    kind = "process_group"
+    lanes = "directed"
+
+    def __init__(self, group: Any = None) -> None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        backend = dist.get_backend(group)
+        self.backend = str(backend)
+        self.groups = [
+            dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=f"fastpipe {name}")
+            for name in ("activation up", "activation down", "gradient up", "gradient down")
+        ]
+
+    def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
+        """One rank's side."""
+        return _ProcessGroupEndpoint(self.groups, program.channels, rank, timeout)
+
+    def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
+        """One rank's side in C++."""
+        channels = [tuple(map(int, channel)) for channel in program.channels]
+        return runtime.ProcessGroupTransport(self.groups, channels, rank)
+
+    def describe(self) -> str:
+        """One line for `Pipeline.describe`."""
+        return f"{super().describe()}, four {self.backend} groups"

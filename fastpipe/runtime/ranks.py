@@ -1,0 +1,181 @@
+"""The ranks of this process: one executor each, threads when there are several, and what becomes of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from fastpipe.program import Program
+from fastpipe.runtime.control import Failure, cause_text
+from fastpipe.runtime.executor import Drained, Executor, Seconds
+from fastpipe.runtime.result import Spans
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.transport import Transport, TransportError
+
+
+@dataclass
+class Outcome:
+    """What the local ranks brought back from a step.
+
+    Attributes:
+        spans: per rank, the times of its instructions.
+        failure: the first failure on a local rank.
+        error: the exception behind it.
+    """
+
+    spans: Spans = field(default_factory=dict)
+    failure: Failure | None = None
+    error: BaseException | None = None
+
+
+class ThreadState:
+    """What is thread-local in torch and must be the same on every rank: grad mode and autocast."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.autocast = torch.is_autocast_enabled("cpu")
+        self.dtype = torch.get_autocast_dtype("cpu")
+        self.cache = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The state, in another thread."""
+        with (
+            torch.set_grad_enabled(self.grad),
+            torch.autocast("cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache),
+        ):
+            yield
+
+
+class LocalRanks:
+    """Runs the program on the ranks of this process.
+
+    Args:
+        stages: per local rank, its stages by index.
+        executor: the class to run them with.
+        transport: how ranks exchange tensors.
+        timeout: seconds to wait for a peer.
+        publish: called at once with a failure of a local rank.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Mapping[int, Stage]],
+        executor: type[Executor],
+        transport: Transport,
+        timeout: float,
+        publish: Callable[[Failure], None],
+    ) -> None:
+        self.stages = stages
+        self.executor = executor
+        self.transport = transport
+        self.timeout = timeout
+        self.publish = publish
+        self.num_threads = torch.get_num_threads()
+        self._executors: dict[int, list[Executor]] = {}
+        self._programs: list[Program] = []
+        self._current: Sequence[Executor] = ()
+        self._outcome = Outcome()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
+
+    def prepare(self, program: Program) -> None:
+        """Make the executors of a program, once."""
+        if id(program) in self._executors:
+            return
+        # kept, so that the id stays its own
+        self._programs.append(program)
+        self._executors[id(program)] = [
+            self.executor(
+                program,
+                rank,
+                stages,
+                self.transport,
+                on_failure=lambda position, error, rank=rank, program=program: self._failed(
+                    program, rank, position, error
+                ),
+                timeout=self.timeout,
+                num_threads=self.num_threads,
+            )
+            for rank, stages in self.stages.items()
+        ]
+
+    def run(self, program: Program, signature: int, announce: bool) -> Outcome:
+        """One step on every local rank."""
+        with self._lock:
+            self._outcome = Outcome()
+            self._current = self._executors[id(program)]
+        try:
+            if self._pool is None:
+                self._run_one(self._current[0], signature, announce)
+            else:
+                self._run_all(self._pool, signature, announce)
+        finally:
+            with self._lock:
+                self._current = ()
+        return self._outcome
+
+    def fail(self) -> None:
+        """The step failed elsewhere; may be called from any thread."""
+        with self._lock:
+            executors = list(self._current)
+        for executor in executors:
+            executor.fail()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+    def _run_all(self, pool: ThreadPoolExecutor, signature: int, announce: bool) -> None:
+        state = ThreadState()
+        futures = [pool.submit(self._in_thread, state, executor, signature, announce) for executor in self._current]
+        for future in futures:
+            future.result()
+
+    def _in_thread(self, state: ThreadState, executor: Executor, signature: int, announce: bool) -> None:
+        # OpenMP keeps the number of threads for each thread: bits depend on it
+        torch.set_num_threads(self.num_threads)
+        with state.applied():
+            self._run_one(executor, signature, announce)
+
+    def _run_one(self, executor: Executor, signature: int, announce: bool) -> None:
+        try:
+            spans: tuple[Seconds, Seconds] = executor.run(signature, announce)
+        except Drained:
+            return
+        except BaseException as error:
+            self._note(Failure(executor.rank, cause_text(error)), error)
+            return
+        with self._lock:
+            self._outcome.spans[executor.rank] = spans
+
+    def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
+        """Called by an executor at once, while it goes on draining."""
+        failure = failure_at(program, rank, position, error)
+        self._note(failure, error)
+        self.publish(failure)
+        with self._lock:
+            others = [executor for executor in self._current if executor.rank != rank]
+        for executor in others:
+            executor.fail()
+
+    def _note(self, failure: Failure, error: BaseException) -> None:
+        with self._lock:
+            if self._outcome.failure is None:
+                self._outcome.failure, self._outcome.error = failure, error
+
+
+def failure_at(program: Program, rank: int, position: int, error: BaseException) -> Failure:
+    """The failure behind an exception: a peer that does not answer has failed itself."""
+    if isinstance(error, TransportError) and error.peer is not None:
+        return Failure(error.peer, str(error), dead=True)
+    instruction = program[rank][position]
+    action = instruction.action
+    text = str(action) if action is not None else instruction.op.name
+    return Failure(rank, cause_text(error), instruction.stage, text, instruction.microbatch)

@@ -1,0 +1,116 @@
+"""StepResult: what a step gives back."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastpipe.program import Program
+from fastpipe.runtime.microbatch import Rules, merge
+from fastpipe.timeline import Timeline
+
+Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
+"""Per rank, the start and end of every instruction."""
+
+
+class StepResult:
+    """The outcome of a step.
+
+    Attributes:
+        losses: the loss of every microbatch as the loss function returned it; None when there was no loss.
+        timeline: the measured times of the ranks of this process; of all ranks for a step with ``trace=True``.
+    """
+
+    def __init__(
+        self,
+        losses: list[torch.Tensor] | None,
+        scaled: list[torch.Tensor] | None,
+        outputs: list[Any] | None,
+        merge_rules: Rules,
+        program: Program,
+        spans: Spans,
+    ) -> None:
+        self.losses = losses
+        self._scaled = scaled
+        self._outputs = outputs
+        self._merge_rules = merge_rules
+        self._program = program
+        self._spans = spans
+
+    @cached_property
+    def loss(self) -> torch.Tensor | None:
+        """The loss of the batch, the same on every rank: the microbatches' shares, summed in ascending order."""
+        if not self._scaled:
+            return None
+        return total_loss(self._scaled)
+
+    @cached_property
+    def outputs(self) -> Any:
+        """The last stage's outputs, merged; None on a rank without the last stage."""
+        return merge(self._outputs, self._merge_rules) if self._outputs else None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When every instruction ran; ranks of other processes are there after a step with ``trace=True``."""
+        starts, ends = [], []
+        for rank, columns in enumerate(self._program.columns):
+            nothing = np.full(columns.shape[1], np.nan)
+            start, end = self._spans.get(rank, (nothing, nothing))
+            starts.append(start)
+            ends.append(end)
+        return Timeline(self._program, starts, ends, measured=True)
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepResult loss={None if self.loss is None else float(self.loss):.6g}>"
+            if self._scaled
+            else "<StepResult>"
+        )
+
+
+def total_loss(scaled: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the microbatches' shares, in ascending order: the only copy of that rule."""
+    total = scaled[0]
+    for share in scaled[1:]:
+        total = total + share
+    return total
+
+
+def pack_tensors(tensors: Mapping[int, torch.Tensor]) -> dict[str, list[Any]]:
+    """Scalars by microbatch as JSON, to the last bit."""
+    packed = {}
+    for microbatch, tensor in tensors.items():
+        data = tensor.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
+        packed[str(microbatch)] = [str(tensor.dtype).removeprefix("torch."), base64.b64encode(data).decode()]
+    return packed
+
+
+def unpack_tensors(packed: Mapping[str, list[Any]]) -> dict[int, torch.Tensor]:
+    """The way back."""
+    tensors = {}
+    for microbatch, (dtype, data) in packed.items():
+        raw = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+        tensors[int(microbatch)] = raw.view(getattr(torch, dtype)).reshape(())
+    return tensors
+
+
+def pack_spans(spans: Spans) -> dict[str, list[str]]:
+    """Spans as JSON."""
+    return {
+        str(rank): [base64.b64encode(np.ascontiguousarray(column).tobytes()).decode() for column in pair]
+        for rank, pair in spans.items()
+    }
+
+
+def unpack_spans(packed: Mapping[str, list[str]]) -> Spans:
+    """The way back."""
+    spans: Spans = {}
+    for rank, (start, end) in packed.items():
+        spans[int(rank)] = (np.frombuffer(base64.b64decode(start)), np.frombuffer(base64.b64decode(end)))
+    return spans

@@ -1,0 +1,294 @@
+"""Stage: one slice of the model on one rank; forward and backward of one microbatch.
+
+``run`` is the module call and, on the last stage, the loss: the only Python that either executor needs. The rest is
+autograd, which the native executor does in C++ and the Python executor through the methods here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpipe.runtime.tensors import Tensors, boundary_tensors
+
+LossFunction = Callable[..., Any]
+
+
+class NoLoss(Exception):
+    """The last stage returned no loss, and neither a loss function nor an output gradient was given."""
+
+
+@dataclass
+class StageWork:
+    """What one step gives to a stage and takes from it, by microbatch.
+
+    Attributes:
+        args: positional arguments of the module; None for a stage that is fed by another.
+        kwargs: keyword arguments of the module.
+        targets: the loss function's second argument.
+        divisors: what each microbatch's loss is divided by before its backward; None for no scaling.
+        output_grads: gradients of the outputs, given by the caller instead of a loss.
+        keep_outputs: whether the last stage's outputs are kept.
+        losses: out: the loss of each microbatch as the loss function returned it, detached.
+        scaled: out: the same after the division.
+        outputs: out: the last stage's outputs, detached.
+    """
+
+    args: Sequence[tuple[Any, ...]] | None = None
+    kwargs: Sequence[Mapping[str, Any]] | None = None
+    targets: Sequence[Any] | None = None
+    divisors: Sequence[float] | None = None
+    output_grads: Sequence[Tensors] | None = None
+    keep_outputs: bool = True
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    scaled: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+class Chain(nn.Module):
+    """Layers one after the other, under their indices in the whole model, so that the keys of the state are its own.
+
+    A layer that returns a tuple feeds the next one several arguments; a keyword argument goes to every layer whose
+    ``forward`` names it.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for index, layer in layers.items():
+            self.add_module(str(index), layer)
+        self._names = [accepted_names(layer) for layer in layers.values()]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layers."""
+        value: Any = args
+        for layer, names in zip(self.children(), self._names, strict=True):
+            inputs = value if isinstance(value, tuple) else (value,)
+            if kwargs:
+                value = layer(*inputs, **chosen(kwargs, names))
+            else:
+                value = layer(*inputs)
+        return value
+
+
+def accepted_names(module: nn.Module) -> frozenset[str] | None:
+    """The keyword arguments that a module's forward takes; None for any."""
+    if isinstance(module, Chain):
+        names = [accepted_names(layer) for layer in module.children()]
+        return None if None in names else frozenset().union(*(n for n in names if n is not None))
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in keywords)
+
+
+def chosen(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
+    """Those of ``kwargs`` that are among ``names``; all when ``names`` is None."""
+    return {name: value for name, value in kwargs.items() if names is None or name in names}
+
+
+class _Entry(torch.autograd.Function):
+    """Where a received tensor enters a stage's graph: catches the gradient as autograd made it.
+
+    The gradient of a leaf would be laid out like the leaf, and with it what the previous stage computes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, caught: dict[int, torch.Tensor], index: int) -> torch.Tensor:
+        ctx.caught, ctx.index = caught, index
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        ctx.caught[ctx.index] = grads[0]
+        return None, None, None
+
+
+@dataclass
+class _Record:
+    """What a forward leaves for its backward."""
+
+    inputs: Tensors
+    outputs: Tensors
+    caught: dict[int, torch.Tensor]
+
+
+class Stage:
+    """One slice of the model.
+
+    Args:
+        index: its place in the model.
+        module: the slice.
+        num_stages: how many slices there are.
+        loss_fn: ``loss_fn(output, target)`` on the last stage.
+    """
+
+    def __init__(self, index: int, module: nn.Module, num_stages: int, loss_fn: LossFunction | None = None) -> None:
+        self.index = index
+        self.module = module
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        self.loss_fn = loss_fn
+        self.accepts = accepted_names(module)
+        self.work = StageWork()
+        self._records: dict[int, _Record] = {}
+
+    def begin(self, work: StageWork) -> None:
+        """Take the work of a new step."""
+        self.work = work
+        self._records.clear()
+
+    @property
+    def has_output_grads(self) -> bool:
+        """Whether the caller gave the gradients of the outputs instead of a loss."""
+        return self.work.output_grads is not None
+
+    def output_grads(self, microbatch: int) -> Tensors | None:
+        """The caller's gradients of one microbatch's outputs."""
+        grads = self.work.output_grads
+        return None if grads is None else grads[microbatch]
+
+    def run(self, microbatch: int, inputs: Tensors) -> Tensors:
+        """Call the module; on the last stage also the loss.
+
+        Args:
+            microbatch: which one.
+            inputs: what the previous stage handed on; not looked at by the first stage.
+
+        Returns:
+            The tensors for the next stage; on the last stage the loss, scaled, or the outputs when their gradients
+            are given or nothing is to be differentiated.
+        """
+        work = self.work
+        args = inputs if work.args is None else work.args[microbatch]
+        try:
+            output = self.module(*args) if work.kwargs is None else self.module(*args, **work.kwargs[microbatch])
+        except RuntimeError as error:
+            raise self._explained(error, args) from error
+        if not self.is_last:
+            return boundary_tensors(output, f"stage {self.index}")
+        return self._finish(microbatch, output)
+
+    def _explained(self, error: RuntimeError, args: Sequence[Any]) -> Exception:
+        """A ValueError when the reason is a dtype that does not fit the stage; the error itself otherwise."""
+        if torch.is_autocast_enabled("cpu"):
+            return error
+        own = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        found = {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
+        if not own or not found or found & own:
+            return error
+        names = " and ".join(str(dtype) for dtype in sorted(found, key=str))
+        owns = " and ".join(str(dtype) for dtype in sorted(own, key=str))
+        return ValueError(
+            f"stages: stage {self.index} has parameters of {owns} and was given {names}; convert the stage "
+            f"(module.to({names})) or what comes before it"
+        )
+
+    def _finish(self, microbatch: int, output: Any) -> Tensors:
+        work = self.work
+        if work.keep_outputs:
+            work.outputs[microbatch] = _detached(output)
+        if self.loss_fn is None and not isinstance(_returned_loss(output), torch.Tensor):
+            if torch.is_grad_enabled() and work.output_grads is None:
+                raise NoLoss
+            return boundary_tensors(output, "the last stage") if work.output_grads is not None else ()
+        if work.output_grads is not None:
+            return boundary_tensors(output, "the last stage")
+        if self.loss_fn is not None and work.targets is None:
+            return ()
+        return (self._loss(microbatch, output),)
+
+    def _loss(self, microbatch: int, output: Any) -> torch.Tensor:
+        work = self.work
+        if self.loss_fn is None:
+            loss = _returned_loss(output)
+        else:
+            assert work.targets is not None
+            loss = self.loss_fn(output, work.targets[microbatch])
+        loss = checked_loss(loss)
+        scaled = scale_loss(loss, None if work.divisors is None else work.divisors[microbatch])
+        work.losses[microbatch] = loss.detach()
+        work.scaled[microbatch] = scaled.detach()
+        return scaled
+
+    def forward(self, microbatch: int, inputs: Tensors) -> Tensors:
+        """Run one microbatch, and keep what its backward needs unless gradients are off."""
+        if not torch.is_grad_enabled():
+            return self.run(microbatch, inputs)
+        caught: dict[int, torch.Tensor] = {}
+        entered = tuple(_Entry.apply(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
+        outputs = self.run(microbatch, entered)
+        self._records[microbatch] = _Record(inputs, outputs, caught)
+        return outputs
+
+    def backward(self, microbatch: int, grads: Tensors) -> Tensors:
+        """Full backward of one microbatch: adds to the parameters' ``.grad``.
+
+        Args:
+            microbatch: which one.
+            grads: the gradients of the outputs that require one; not looked at by the last stage.
+
+        Returns:
+            The gradients of the inputs that require one.
+        """
+        record = self._records.pop(microbatch)
+        roots = [output for output in record.outputs if output.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, self._root_grads(microbatch, record.outputs, grads))
+        needing = [(i, t) for i, t in enumerate(record.inputs) if t.requires_grad]
+        return tuple(record.caught[i] if i in record.caught else torch.zeros_like(t) for i, t in needing)
+
+    def _root_grads(self, microbatch: int, outputs: Tensors, grads: Tensors) -> Sequence[torch.Tensor] | None:
+        if not self.is_last:
+            return grads
+        given = self.output_grads(microbatch)
+        if given is None:
+            return None
+        return [grad for grad, output in zip(given, outputs, strict=True) if output.requires_grad]
+
+    def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
+        """Backward for the inputs. Until weight gradients are deferred it is the whole backward."""
+        return self.backward(microbatch, grads)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Backward for the weights: nothing is left to do, `backward_input` did it."""
+
+    def end(self) -> None:
+        """Let go of all that a failed step left behind."""
+        self._records.clear()
+
+
+def _returned_loss(output: Any) -> Any:
+    """The loss that a last stage returned, alone or in a dict; None if there is none."""
+    value = output.get("loss") if isinstance(output, Mapping) else output
+    is_loss = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+    return value if is_loss else None
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """The loss, if it is one.
+
+    Raises:
+        ValueError: when it is no tensor of one element.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(
+            f"loss_fn returned a {type(loss).__name__}: return one tensor with one element, the loss of the microbatch"
+        )
+    if loss.numel() != 1:
+        raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: reduce it to one element")
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
+    """A microbatch's share in the loss of the batch: the only copy of that rule."""
+    return loss if divisor is None else loss / divisor
+
+
+def _detached(value: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)

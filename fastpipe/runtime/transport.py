@@ -1,0 +1,152 @@
+"""Transport: moves tensors between ranks, in the order of each channel. The interface, and the choice.
+
+A `Transport` is chosen once for a pipeline and shared by the ranks of this process; an `Endpoint` is one rank's side
+of it, for one program. The Python executor uses the endpoint; the native executor makes its own from the same choice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from fastpipe.machine import Lanes
+from fastpipe.program import Channel, ChannelKind, Program
+from fastpipe.runtime.tensors import Specs, Tensors, dense_all, specs_of, specs_text
+
+
+class Message(NamedTuple):
+    """Which tensors: those of one boundary and microbatch.
+
+    Attributes:
+        kind: activations or gradients.
+        stage: the stage that consumes them.
+        microbatch: the microbatch.
+    """
+
+    kind: ChannelKind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        what = "output" if self.kind is ChannelKind.ACTIVATION else "gradient"
+        producer = self.stage - 1 if self.kind is ChannelKind.ACTIVATION else self.stage + 1
+        return f"the {what} of stage {producer}, microbatch {self.microbatch}"
+
+
+class TransportError(RuntimeError):
+    """A peer is dead or silent.
+
+    Attributes:
+        peer: its rank, or None when it is not known which one.
+    """
+
+    def __init__(self, message: str, peer: int | None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class SpecBook:
+    """What the tensors of every message look like, by the signature of a step.
+
+    In a step that announces, whatever is sent is written down; in the others, it must look as written.
+    """
+
+    def __init__(self) -> None:
+        self._books: dict[Hashable, dict[Message, Specs]] = {}
+        self._open: dict[Message, Specs] = {}
+        self.announcing = True
+
+    def begin(self, signature: Hashable, announce: bool) -> None:
+        """Open the page of a step; a page that announces starts empty."""
+        if announce:
+            self._books[signature] = {}
+        self._open = self._books.setdefault(signature, {})
+        self.announcing = announce
+
+    def __getitem__(self, message: Message) -> Specs:
+        return self._open[message]
+
+    def __contains__(self, message: Message) -> bool:
+        return message in self._open
+
+    def write(self, message: Message, specs: Specs) -> None:
+        """Note what a message looks like."""
+        self._open[message] = specs
+
+    def prepare(self, message: Message, tensors: Tensors) -> Tensors:
+        """What is to be sent, dense, and as announced.
+
+        Raises:
+            ValueError: when it looks otherwise than when it was announced.
+        """
+        ready = dense_all(tensors)
+        found = specs_of(ready)
+        if self.announcing:
+            self.write(message, found)
+        elif self._open[message] != found:
+            raise ValueError(
+                f"{message} changed without a change in the inputs: expected {specs_text(self._open[message])}, found "
+                f"{specs_text(found)}; the next step will announce it anew"
+            )
+        return ready
+
+
+class Endpoint(ABC):
+    """One rank's side of a transport, for one program."""
+
+    @abstractmethod
+    def begin(self, signature: Hashable, announce: bool) -> None:
+        """Start a step; ``announce`` when the shapes of this signature are not known yet."""
+
+    @abstractmethod
+    def post_recv(self, message: Message, channel: int, slot: int) -> None:
+        """Say where the channel's next message goes."""
+
+    @abstractmethod
+    def wait_recv(self, channel: int, slot: int) -> Tensors | None:
+        """The tensors of a posted receive; None when the sender has failed."""
+
+    @abstractmethod
+    def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
+        """Send, without waiting; None stands in for what a failed rank has not computed.
+
+        Raises:
+            ValueError: when the tensors look otherwise than announced; nothing is sent then.
+        """
+
+    @abstractmethod
+    def wait_send(self, number: int) -> None:
+        """Wait until nothing reads the tensors of a send any more."""
+
+    def end(self) -> None:  # noqa: B027 - most have nothing to do
+        """Let go of what a step left."""
+
+
+class Transport(ABC):
+    """How the ranks of a pipeline exchange tensors.
+
+    Attributes:
+        kind: its name.
+        lanes: which channels it executes in one order.
+    """
+
+    kind: str
+    lanes: Lanes
+
+    @abstractmethod
+    def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
+        """One rank's side, for the Python executor."""
+
+    @abstractmethod
+    def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
+        """One rank's side as an object of the extension ``runtime``."""
+
+    def describe(self) -> str:
+        """One line for `Pipeline.describe`."""
+        return f"{self.kind}, lanes {self.lanes}"
+
+
+def peer_of(channel: Channel, rank: int) -> int:
+    """The other end of a channel."""
+    return channel.destination if channel.source == rank else channel.source

@@ -1,0 +1,111 @@
+"""For tests: the unsplit model's step, faults on purpose, and the transport that delays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpipe.action import ActionKind
+from fastpipe.runtime.loopback import Loopback
+from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
+from fastpipe.runtime.result import total_loss
+from fastpipe.runtime.stage import Chain, checked_loss, scale_loss
+from fastpipe.schedule import Schedule
+
+__all__ = ["Fault", "Loopback", "Reference", "reference_step"]
+
+
+@dataclass
+class Reference:
+    """What the unsplit model gave.
+
+    Attributes:
+        loss: of the batch.
+        losses: of every microbatch, as the loss function returned them.
+        outputs: of every microbatch, detached.
+    """
+
+    loss: torch.Tensor
+    losses: list[torch.Tensor]
+    outputs: list[Any]
+
+
+def reference_step(
+    model: nn.Module | Sequence[nn.Module],
+    batch: tuple[Any, Any],
+    schedule: Schedule,
+    *,
+    loss_fn: Callable[..., Any],
+    loss_reduction: str | Callable[[Any], float] = "mean",
+    split_rules: Rules = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Reference:
+    """One step of the unsplit model: what every pipelined step must equal, bit for bit, on a CPU.
+
+    The microbatches go one after the other, in the order in which the schedule's B, or W, come; every loss is scaled
+    before its backward; ``.grad`` is added to.
+
+    Args:
+        model: the whole model, or the list of its layers.
+        batch: ``(input, target)``; the input may be a tuple of arguments.
+        schedule: whose number and order of microbatches is followed.
+        loss_fn: ``loss_fn(output, target)``.
+        loss_reduction: as for `fastpipe.Pipeline`.
+        split_rules: as ``split`` of `fastpipe.Pipeline`.
+        kwargs: keyword arguments of the model.
+    """
+    model = model if isinstance(model, nn.Module) else Chain(dict(enumerate(model)))
+    inputs, target = batch
+    count = schedule.num_microbatches
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    columns = [split(value, count, rule_for(split_rules, i), f"input {i}") for i, value in enumerate(args)]
+    named = {k: split(v, count, rule_for(split_rules, k), k) for k, v in (kwargs or {}).items()}
+    targets = split(target, count, rule_for(split_rules, "target"), "target")
+    divisors = loss_divisors(loss_reduction, rows_of(targets, rule_for(split_rules, "target")), targets, count)
+    losses: dict[int, torch.Tensor] = {}
+    scaled: dict[int, torch.Tensor] = {}
+    outputs: dict[int, Any] = {}
+    for i in backward_order(schedule):
+        outputs[i] = model(*(c[i] for c in columns), **{k: v[i] for k, v in named.items()})
+        losses[i] = checked_loss(loss_fn(outputs[i], targets[i]))
+        scaled[i] = scale_loss(losses[i], None if divisors is None else divisors[i])
+        scaled[i].backward()
+    ordered = [scaled[i].detach() for i in range(count)]
+    return Reference(
+        total_loss(ordered), [losses[i].detach() for i in range(count)], [outputs[i] for i in range(count)]
+    )
+
+
+def backward_order(schedule: Schedule) -> list[int]:
+    """The microbatches in the order in which weight gradients of stage 0 are summed."""
+    kinds = (ActionKind.B, ActionKind.W)
+    parts = [part for rank in schedule for action in rank for part in action.parts]
+    return [part.microbatch for part in parts if part.stage == 0 and part.kind in kinds]
+
+
+class Fault(nn.Module):
+    """A module that raises at one of its calls.
+
+    Args:
+        module: what it does otherwise.
+        at_call: which call of its forward raises, counted from 0.
+        error: what it raises.
+    """
+
+    def __init__(self, module: nn.Module, at_call: int, error: BaseException) -> None:
+        super().__init__()
+        self.module = module
+        self.at_call = at_call
+        self.error = error
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, or the fault."""
+        self.calls += 1
+        if self.calls - 1 == self.at_call:
+            raise self.error
+        return self.module(*args, **kwargs)
