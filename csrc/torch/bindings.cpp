@@ -1,5 +1,86 @@
 // The Python face of the native runtime: every binding stands here, and nothing but bindings.
 // (torch/csrc/utils/pybind.h instead of torch/extension.h: it brings torch's own pybind11 at a third of the time.)
+#include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
-PYBIND11_MODULE(_runtime, m) { m.doc() = "fastpipe's native runtime"; }
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/errors.h"
+#include "core/loopback_hub.h"
+#include "core/program.h"
+#include "process_group.h"
+#include "python_errors.h"
+#include "runner.h"
+
+namespace fastpipe {
+
+namespace {
+
+using Columns = py::array_t<std::int32_t, py::array::c_style | py::array::forcecast>;
+using ChannelTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
+using StageTuple = std::tuple<std::int32_t, bool, bool>;
+
+std::vector<Channel> to_channels(const std::vector<ChannelTuple>& tuples) {
+  std::vector<Channel> channels;
+  for (const auto& [source, destination, kind] : tuples) {
+    channels.push_back({source, destination, static_cast<ChannelKind>(kind)});
+  }
+  return channels;
+}
+
+std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
+                                    const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
+                                    TransportSource& transport, double timeout, const at::Device& device) {
+  if (columns.ndim() != 2 || columns.shape(0) != static_cast<py::ssize_t>(kNumColumns)) {
+    throw ArgumentError("columns must be an int32 array of shape (7, number of instructions)");
+  }
+  std::vector<StagePlace> places;
+  for (const auto& [index, is_first, is_last] : stages) places.push_back({index, is_first, is_last});
+  const RankProgram program(rank, columns.data(), static_cast<std::size_t>(columns.shape(1)), to_channels(channels));
+  return std::make_unique<Runner>(program, places, transport, timeout, device);
+}
+
+void translate(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const ArgumentError& wrong) {
+    py::set_error(PyExc_ValueError, wrong.what());
+  } catch (const Error& wrong) {
+    py::set_error(PyExc_RuntimeError, wrong.what());
+  }
+}
+
+}  // namespace
+
+}  // namespace fastpipe
+
+PYBIND11_MODULE(_runtime, m) {
+  using namespace fastpipe;
+  m.doc() = "fastpipe's native runtime";
+  py::register_local_exception_translator(translate);
+
+  // What a transport of Python's gives to an Executor, which makes its own end of it.
+  py::class_<TransportSource, std::shared_ptr<TransportSource>>(m, "TransportSource");
+  py::class_<LoopbackHub, TransportSource, std::shared_ptr<LoopbackHub>>(m, "LoopbackHub")
+      .def(py::init([](std::int32_t, const std::vector<ChannelTuple>& channels, std::vector<std::int32_t> lanes,
+                       double delay) {
+             return std::make_shared<LoopbackHub>(to_channels(channels), std::move(lanes), delay);
+           }),
+           py::arg("num_ranks"), py::arg("channels"), py::arg("lanes"), py::arg("delay") = 0.0)
+      .def("endpoint", [](const std::shared_ptr<LoopbackHub>& hub, std::int32_t) { return hub; }, py::arg("rank"));
+  py::class_<ProcessGroups, TransportSource, std::shared_ptr<ProcessGroups>>(m, "ProcessGroupTransport")
+      .def(
+          py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t,
+                      const at::Device& device) { return std::make_shared<ProcessGroups>(std::move(groups), device); }),
+          py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
+  py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
+  py::class_<Runner>(m, "Executor")
+      .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),
+           py::arg("transport"), py::arg("timeout"), py::arg("device") = at::Device(at::kCPU))
+      .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
+           py::arg("state") = py::none(), py::arg("num_threads") = 0)
+      .def("fail", &Runner::fail)
+      .def_property_readonly("broken", &Runner::broken);
+}

@@ -1,0 +1,70 @@
+// The loop: one rank's program, instruction by instruction.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "observer.h"
+#include "payload.h"
+#include "program.h"
+#include "stage.h"
+#include "steps.h"
+#include "transport.h"
+
+namespace fastpipe {
+
+using PayloadFactory = std::function<std::unique_ptr<Payload>()>;
+
+enum class Outcome {
+  kDone,
+  kFailed,   // here: error() says by what
+  kDrained,  // elsewhere: nothing was raised on this rank
+};
+
+class Executor {
+ public:
+  Executor(RankProgram program, Stages stages, std::unique_ptr<Transport> transport, const PayloadFactory& make);
+
+  // One step. `start` and `end` receive program().size() times each, in seconds of the steady clock. Only what is
+  // wrong before the first instruction is thrown; what fails later is told to `observer`, and the step is drained:
+  // every transfer still takes place, so that all channels are empty and in step afterwards.
+  Outcome run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end);
+  // From any thread: the step has failed elsewhere. Without effect when no step runs.
+  void fail() { failed_.store(true, std::memory_order_relaxed); }
+  const std::exception_ptr& error() const { return error_; }
+  const RankProgram& program() const { return program_; }
+
+ private:
+  void execute(const Step& step, std::size_t position);
+  void perform(const Step& step);
+  void compute(const Step& step);
+  void drain(const Step& step, std::size_t position);
+  void drain_transfer(const Step& step);
+  void wait_receive(const Step& step);
+  void send(const Step& step);
+  void wait_send(const Step& step);
+  void report(std::size_t position);
+  Outcome finish();
+  bool empty() const;
+  void clear() noexcept;
+  const Payload* slot(std::int32_t number) const { return number == kNone ? nullptr : slots_[number].get(); }
+
+  RankProgram program_;
+  Stages stages_;
+  std::vector<Step> steps_;
+  // After the stages, so that what is under way ends before what it reads.
+  std::vector<std::unique_ptr<Payload>> slots_;
+  std::vector<std::unique_ptr<Payload>> sends_;
+  std::unique_ptr<Transport> transport_;
+
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;
+  Observer* observer_ = nullptr;
+  double send_completed_ = 0;  // by the last WAIT_SEND
+};
+
+}  // namespace fastpipe

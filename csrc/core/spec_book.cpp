@@ -1,0 +1,47 @@
+#include "spec_book.h"
+
+#include <utility>
+
+#include "errors.h"
+
+namespace fastpipe {
+
+void SpecBook::open(std::int64_t signature, bool announce) {
+  const auto found = pages_.find(signature);
+  if (!announce && found == pages_.end()) {
+    throw ArgumentError("no step with the input signature " + std::to_string(signature) +
+                        " has been announced to this executor; run one with announce=True first");
+  }
+  if (announce) {
+    draft_.clear();
+    draft_.resize(size_);
+  }
+  page_ = announce ? &draft_ : &found->second;
+  signature_ = signature;
+  announcing_ = announce;
+}
+
+void SpecBook::learn(std::size_t position, std::unique_ptr<Spec> spec) {
+  (*page_)[position] = std::move(spec);
+}
+
+const Spec& SpecBook::at(std::size_t position) const {
+  const std::unique_ptr<Spec>& spec = (*page_)[position];
+  if (!spec) {
+    throw Error("nothing was announced for instruction " + std::to_string(position) + "; this is a bug in fastpipe");
+  }
+  return *spec;
+}
+
+void SpecBook::refuse(std::size_t position, const Payload& payload, const std::string& place) const {
+  throw ArgumentError(place + ": expected " + at(position).text() + ", as in the first step with this input, found " +
+                      payload.spec()->text() + "; what a stage sends may change only together with the step's input");
+}
+
+void SpecBook::close(bool complete) {
+  if (announcing_ && complete) pages_[signature_] = std::move(draft_);
+  page_ = nullptr;
+  announcing_ = false;
+}
+
+}  // namespace fastpipe

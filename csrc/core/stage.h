@@ -1,0 +1,33 @@
+// One stage's compute, microbatch by microbatch. It keeps what lies between a forward and its backward.
+#pragma once
+
+#include <cstdint>
+
+#include "payload.h"
+#include "program.h"
+
+namespace fastpipe {
+
+class Stage {
+ public:
+  Stage() = default;
+  Stage(const Stage&) = delete;
+  Stage& operator=(const Stage&) = delete;
+  virtual ~Stage() = default;
+
+  virtual bool is_first() const = 0;
+  virtual bool is_last() const = 0;
+
+  // `input` is null on the first stage.
+  virtual void forward(std::int32_t microbatch, const Payload* input) = 0;
+  // `gradient` is null on the last stage, whose root is the loss.
+  virtual void backward(std::int32_t microbatch, const Payload* gradient) = 0;
+  virtual void backward_input(std::int32_t microbatch, const Payload* gradient) = 0;
+  virtual void backward_weight(std::int32_t microbatch) = 0;
+  // Moves what the microbatch's last forward (activation) or backward (gradient) produced into `into`.
+  virtual void take(ChannelKind kind, std::int32_t microbatch, Payload& into) = 0;
+  // Lets go of all that is kept, of every microbatch.
+  virtual void release() noexcept = 0;
+};
+
+}  // namespace fastpipe

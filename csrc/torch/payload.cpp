@@ -1,0 +1,147 @@
+#include "payload.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "core/errors.h"
+
+namespace fastpipe {
+
+namespace {
+
+std::string text(c10::IntArrayRef numbers) {
+  std::string out = "(";
+  for (std::size_t i = 0; i < numbers.size(); ++i) out += (i == 0 ? "" : ", ") + std::to_string(numbers[i]);
+  return out + ")";
+}
+
+// The stride of a dimension of size 1 is never used, and torch's operators do not agree on it.
+bool same_strides(c10::IntArrayRef sizes, c10::IntArrayRef one, c10::IntArrayRef other) {
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return true;
+    if (sizes[i] != 1 && one[i] != other[i]) return false;
+  }
+  return true;
+}
+
+const TensorListSpec& tensors_of(const Spec& spec) {
+  return static_cast<const TensorListSpec&>(spec);
+}
+
+void require_plain(const at::Tensor& tensor) {
+  const char* what = nullptr;
+  if (!tensor.defined()) {
+    what = "an undefined tensor";
+  } else if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+    what = "a tensor subclass with its own dispatch";
+  } else if (tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_quantized()) {
+    what = "a sparse, nested or quantized tensor";
+  }
+  if (what == nullptr) return;
+  throw ArgumentError(std::string("a stage gave ") + what +
+                      " to another rank, which can take plain dense tensors only; convert it in the stage");
+}
+
+// Dense memory in the order of the strides; a copy only where there are gaps, overlaps or lazy bits.
+at::Tensor packed(const at::Tensor& tensor) {
+  require_plain(tensor);
+  if (tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg()) return tensor;
+  const at::AutoGradMode no_graph(false);
+  at::Tensor dense = tensor.resolve_conj().resolve_neg();
+  if (!dense.is_non_overlapping_and_dense()) dense = dense.contiguous();
+  return dense.detach().set_requires_grad(tensor.requires_grad());
+}
+
+}  // namespace
+
+TensorSpec::TensorSpec(const at::Tensor& tensor)
+    : TensorSpec(tensor.scalar_type(), tensor.requires_grad(), tensor.sizes(), tensor.strides()) {}
+
+TensorSpec::TensorSpec(at::ScalarType dtype, bool requires_grad, c10::IntArrayRef sizes, c10::IntArrayRef strides)
+    : dtype(dtype),
+      requires_grad(requires_grad),
+      sizes(sizes.begin(), sizes.end()),
+      strides(strides.begin(), strides.end()) {}
+
+bool TensorSpec::matches(const at::Tensor& tensor) const {
+  return tensor.scalar_type() == dtype && tensor.requires_grad() == requires_grad && tensor.sizes() == sizes &&
+         same_strides(sizes, tensor.strides(), strides);
+}
+
+std::string TensorSpec::text() const {
+  return std::string(c10::toString(dtype)) + fastpipe::text(sizes) + " with strides " + fastpipe::text(strides) +
+         (requires_grad ? ", requires_grad" : "");
+}
+
+std::string TensorListSpec::text() const {
+  std::string out = std::to_string(tensors_.size()) + (tensors_.size() == 1 ? " tensor [" : " tensors [");
+  for (std::size_t i = 0; i < tensors_.size(); ++i) out += (i == 0 ? "" : "; ") + tensors_[i].text();
+  return out + "]";
+}
+
+void TensorPayload::pack() {
+  for (at::Tensor& tensor : tensors_) tensor = packed(tensor);
+}
+
+void TensorPayload::copy_from(const Payload& source) {
+  clear();
+  // Below autograd: neither the caller's grad nor its inference mode concerns the bytes.
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const std::vector<at::Tensor>& tensors = static_cast<const TensorPayload&>(source).tensors_;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    buffer(i, TensorSpec(tensors[i])).copy_(tensors[i]);
+    expose_one(i, tensors[i].requires_grad());
+  }
+}
+
+std::unique_ptr<Spec> TensorPayload::spec() const {
+  std::vector<TensorSpec> specs;
+  for (const at::Tensor& tensor : tensors_) specs.emplace_back(tensor);
+  return std::make_unique<TensorListSpec>(std::move(specs));
+}
+
+bool TensorPayload::matches(const Spec& spec) const {
+  const std::vector<TensorSpec>& specs = tensors_of(spec).tensors();
+  if (specs.size() != tensors_.size()) return false;
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    if (!specs[i].matches(tensors_[i])) return false;
+  }
+  return true;
+}
+
+const std::vector<at::Tensor>& TensorPayload::prepare(const std::vector<TensorSpec>& specs) {
+  clear();
+  for (std::size_t i = 0; i < specs.size(); ++i) buffer(i, specs[i]);
+  buffers_.resize(specs.size());
+  return buffers_;
+}
+
+void TensorPayload::expose(const std::vector<TensorSpec>& specs) {
+  for (std::size_t i = 0; i < specs.size(); ++i) expose_one(i, specs[i].requires_grad);
+}
+
+void TensorPayload::expose_one(std::size_t index, bool requires_grad) {
+  // A variable of its own over the same memory: no history, and a version counter that starts afresh.
+  at::Tensor leaf = buffers_[index].variable_data();
+  if (requires_grad) leaf.set_requires_grad(true);
+  tensors_.push_back(std::move(leaf));
+}
+
+const at::Tensor& TensorPayload::buffer(std::size_t index, const TensorSpec& spec) {
+  if (index >= buffers_.size()) buffers_.resize(index + 1);
+  at::Tensor& buffer = buffers_[index];
+  // The last microbatch's tensor, a view of it or a graph may still be held somewhere: then the memory is theirs.
+  const bool ours = buffer.defined() && buffer.storage().use_count() == 1;
+  if (ours && buffer.scalar_type() == spec.dtype && buffer.sizes() == spec.sizes && buffer.strides() == spec.strides) {
+    return buffer;
+  }
+  // In a step under inference mode it would become an inference tensor, which a training step cannot use.
+  const c10::InferenceMode normal(false);
+  buffer = at::empty_strided(spec.sizes, spec.strides, at::TensorOptions().dtype(spec.dtype).device(device_));
+  return buffer;
+}
+
+}  // namespace fastpipe

@@ -1,0 +1,68 @@
+// Tensors as the core's payload.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/payload.h"
+
+namespace fastpipe {
+
+struct TensorSpec {
+  at::ScalarType dtype;
+  bool requires_grad;
+  c10::SmallVector<std::int64_t, 5> sizes;
+  c10::SmallVector<std::int64_t, 5> strides;
+
+  explicit TensorSpec(const at::Tensor& tensor);
+  TensorSpec(at::ScalarType dtype, bool requires_grad, c10::IntArrayRef sizes, c10::IntArrayRef strides);
+  bool matches(const at::Tensor& tensor) const;
+  std::string text() const;
+};
+
+class TensorListSpec final : public Spec {
+ public:
+  explicit TensorListSpec(std::vector<TensorSpec> tensors) : tensors_(std::move(tensors)) {}
+  const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  std::string text() const override;
+
+ private:
+  std::vector<TensorSpec> tensors_;
+};
+
+// A list of detached tensors; whether the receiver's copy is to require a gradient is each one's own flag.
+class TensorPayload final : public Payload {
+ public:
+  explicit TensorPayload(at::Device device) : device_(device) {}
+
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  void add(at::Tensor tensor) { tensors_.push_back(std::move(tensor)); }
+
+  void clear() noexcept override { tensors_.clear(); }
+  bool empty() const override { return tensors_.empty(); }
+  void pack() override;
+  void copy_from(const Payload& source) override;
+  std::unique_ptr<Spec> spec() const override;
+  bool matches(const Spec& spec) const override;
+
+  // To be received into: memory of that look, which nobody else can see, ...
+  const std::vector<at::Tensor>& prepare(const std::vector<TensorSpec>& specs);
+  // ... and, once it is filled, what the stage sees.
+  void expose(const std::vector<TensorSpec>& specs);
+
+ private:
+  const at::Tensor& buffer(std::size_t index, const TensorSpec& spec);
+  void expose_one(std::size_t index, bool requires_grad);
+
+  at::Device device_;
+  std::vector<at::Tensor> tensors_;
+  std::vector<at::Tensor> buffers_;  // kept from step to step
+};
+
+}  // namespace fastpipe

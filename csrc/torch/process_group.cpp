@@ -1,0 +1,235 @@
+#include "process_group.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/clock.h"
+#include "core/errors.h"
+#include "header.h"
+
+namespace fastpipe {
+
+namespace {
+
+constexpr std::size_t kNumGroups = 4;
+constexpr int kTag = 0;  // NCCL ignores tags: what passes elsewhere must not depend on them
+
+std::size_t group_of(const Channel& channel) {
+  return static_cast<std::size_t>(channel.kind) * 2 + (channel.destination < channel.source ? 1 : 0);
+}
+
+// The tensor's memory as bytes in a row, which every backend moves for every dtype and layout.
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
+}
+
+at::Tensor to_tensor(const Header& header, at::Device device) {
+  const at::Tensor tensor = at::empty({static_cast<std::int64_t>(header.size())}, at::kLong);
+  std::memcpy(tensor.mutable_data_ptr(), header.data(), sizeof(Header));
+  return tensor.to(device);
+}
+
+std::string first_line(const char* text) {
+  const std::string whole(text);
+  return whole.substr(0, whole.find('\n'));
+}
+
+}  // namespace
+
+ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device)
+    : groups_(std::move(groups)), device_(device) {
+  if (groups_.size() == kNumGroups) return;
+  throw ArgumentError("groups has " + std::to_string(groups_.size()) +
+                      " entries; give four, by kind * 2 + (destination < source)");
+}
+
+std::unique_ptr<Transport> ProcessGroups::connect(const RankProgram& program, double timeout_seconds) {
+  return std::make_unique<ProcessGroupTransport>(groups_, device_, program, timeout_seconds);
+}
+
+ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device,
+                                             const RankProgram& program, double timeout_seconds)
+    : groups_(std::move(groups)),
+      device_(device),
+      program_(program),
+      timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(as_duration(timeout_seconds))),
+      specs_(program.size()),
+      receives_(program.num_slots()),
+      sends_(program.num_sends()),
+      queues_(program.channels().size()),
+      broken_(groups_.front()->getSize()) {}
+
+void ProcessGroupTransport::begin_step(std::int64_t signature, bool announce) {
+  const auto broken = std::find(broken_.begin(), broken_.end(), true);
+  if (broken != broken_.end()) {
+    const auto peer = static_cast<std::int32_t>(broken - broken_.begin());
+    throw TransportError(peer, "rank " + std::to_string(program_.rank()) + ": the transport is broken (" + why_broken_ +
+                                   "); build the Pipeline again");
+  }
+  specs_.open(signature, announce);
+}
+
+bool ProcessGroupTransport::begin(Pending& pending, const Transfer& transfer) {
+  pending.state = Pending::State::kIdle;
+  pending.transfer = transfer;
+  pending.works.clear();
+  pending.tensors.clear();
+  pending.into = nullptr;
+  pending.stand_in = false;
+  return !broken_[peer_of(pending)];
+}
+
+void ProcessGroupTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
+  Pending& pending = receives_[slot];
+  if (!begin(pending, transfer)) return;
+  pending.into = &static_cast<TensorPayload&>(into);
+  if (specs_.announcing()) {
+    // How much will come is in the message before it, for which only the consumer can wait.
+    pending.state = Pending::State::kQueued;
+    queues_[transfer.channel].push_back(slot);
+    return;
+  }
+  post(pending, pending.into->prepare(specs_at(transfer.position)), false);
+}
+
+bool ProcessGroupTransport::wait_receive(std::int32_t slot) {
+  Pending& pending = receives_[slot];
+  while (pending.state == Pending::State::kQueued) receive_next(pending.transfer.channel);
+  if (pending.state == Pending::State::kPosted) {
+    wait(pending);
+    pending.into->expose(specs_at(pending.transfer.position));
+    pending.state = Pending::State::kArrived;
+  }
+  if (pending.state != Pending::State::kArrived) return false;
+  pending.state = Pending::State::kIdle;
+  return !pending.stand_in;
+}
+
+void ProcessGroupTransport::receive_next(std::int32_t channel) {
+  const std::int32_t slot = queues_[channel].front();
+  queues_[channel].pop_front();
+  Pending& pending = receives_[slot];
+  pending.state = Pending::State::kIdle;  // should it fail, it is not tried again
+  if (!broken_[peer_of(pending)]) receive_announced(pending);
+}
+
+void ProcessGroupTransport::receive_announced(Pending& pending) {
+  const Header header = receive_header(pending);
+  pending.stand_in = is_stand_in(header);
+  if (!pending.stand_in) {
+    specs_.learn(pending.transfer.position, std::make_unique<TensorListSpec>(decode_header(header)));
+    const std::vector<TensorSpec>& specs = specs_at(pending.transfer.position);
+    post(pending, pending.into->prepare(specs), false);
+    wait(pending);
+    pending.into->expose(specs);
+  }
+  pending.state = Pending::State::kArrived;
+}
+
+Header ProcessGroupTransport::receive_header(Pending& pending) {
+  const at::Tensor tensor = to_tensor(Header{}, device_);
+  post(pending, {tensor}, false);
+  wait(pending);
+  const at::Tensor here = tensor.cpu();
+  Header header;
+  std::memcpy(header.data(), here.const_data_ptr(), sizeof(Header));
+  return header;
+}
+
+void ProcessGroupTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
+  if (!specs_.announcing() && !specs_.fits(transfer.position, from)) {
+    specs_.refuse(transfer.position, from, program_.place(transfer.position));
+  }
+  Pending& pending = sends_[send];
+  if (!begin(pending, transfer)) return;
+  if (specs_.announcing()) {
+    specs_.learn(transfer.position, from.spec());
+    post(pending, {to_tensor(encode_header(specs_at(transfer.position)), device_)}, true);
+  }
+  post(pending, static_cast<const TensorPayload&>(from).tensors(), true);
+}
+
+void ProcessGroupTransport::post_stand_in(const Transfer& transfer, std::int32_t send) {
+  Pending& pending = sends_[send];
+  if (!begin(pending, transfer)) return;
+  if (specs_.announcing()) return post(pending, {to_tensor(stand_in_header(), device_)}, true);
+  std::vector<at::Tensor> zeros;
+  for (const TensorSpec& spec : specs_at(transfer.position)) {
+    zeros.push_back(at::zeros(spec.sizes, at::TensorOptions().dtype(spec.dtype).device(device_)));
+  }
+  post(pending, zeros, true);
+}
+
+void ProcessGroupTransport::post(Pending& pending, const std::vector<at::Tensor>& tensors, bool is_send) {
+  c10d::ProcessGroup& group = *groups_[group_of(channel_of(pending))];
+  pending.state = Pending::State::kPosted;
+  for (const at::Tensor& tensor : tensors) {
+    std::vector<at::Tensor> flat{bytes_of(tensor)};
+    pending.tensors.push_back(flat.front());
+    try {
+      pending.works.push_back(is_send ? group.send(flat, peer_of(pending), kTag)
+                                      : group.recv(flat, peer_of(pending), kTag));
+    } catch (const std::exception& error) {
+      give_up(pending, error.what());
+    }
+  }
+}
+
+void ProcessGroupTransport::wait(Pending& pending) {
+  for (WorkPtr& work : pending.works) {
+    try {
+      const WorkPtr once = std::move(work);
+      once->wait(timeout_);
+    } catch (const std::exception& error) {
+      give_up(pending, error.what());
+    }
+  }
+  pending.works.clear();
+  pending.tensors.clear();
+}
+
+double ProcessGroupTransport::wait_send(std::int32_t send) {
+  Pending& pending = sends_[send];
+  if (pending.state != Pending::State::kPosted || broken_[peer_of(pending)]) return 0;
+  wait(pending);
+  pending.state = Pending::State::kIdle;
+  return 0;
+}
+
+void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
+  const std::int32_t peer = peer_of(pending);
+  broken_[peer] = true;
+  if (why_broken_.empty()) why_broken_ = "no transfer with rank " + std::to_string(peer) + ": " + first_line(why);
+  const std::string place = program_.place(pending.transfer.position);
+  for (std::vector<Pending>* all : {&receives_, &sends_}) {
+    for (Pending& other : *all) {
+      if (other.state != Pending::State::kPosted || peer_of(other) != peer) continue;
+      abandoned_.push_back(std::move(other));
+      other = Pending{};
+    }
+  }
+  throw TransportError(peer, place + ": no transfer with rank " + std::to_string(peer) + " any more (" +
+                                 first_line(why) + "); see what that rank was doing, or set a longer timeout");
+}
+
+void ProcessGroupTransport::end_step(bool complete) {
+  specs_.close(complete);
+  const auto busy = [](const Pending& pending) { return pending.state != Pending::State::kIdle; };
+  const bool left =
+      std::any_of(receives_.begin(), receives_.end(), busy) || std::any_of(sends_.begin(), sends_.end(), busy);
+  if (!left || !why_broken_.empty()) return;
+  throw Error("rank " + std::to_string(program_.rank()) +
+              ": a channel is not empty at the end of the step; lower the schedule again and validate it");
+}
+
+const std::vector<TensorSpec>& ProcessGroupTransport::specs_at(std::size_t position) const {
+  return static_cast<const TensorListSpec&>(specs_.at(position)).tensors();
+}
+
+}  // namespace fastpipe

@@ -1,0 +1,90 @@
+// Transport over torch.distributed: the only file that knows c10d.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "core/program.h"
+#include "core/spec_book.h"
+#include "core/transport.h"
+#include "header.h"
+#include "payload.h"
+
+namespace fastpipe {
+
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// One group for each class and direction, by kind * 2 + (destination < source). Then no pending receive holds up a
+// send, and a backend that keeps one stream a pair of ranks executes each channel by itself. Group rank = pipeline
+// rank.
+class ProcessGroups final : public TransportSource {
+ public:
+  ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device);
+  std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
+
+ private:
+  std::vector<ProcessGroupPtr> groups_;
+  at::Device device_;
+};
+
+class ProcessGroupTransport final : public Transport {
+ public:
+  ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device, const RankProgram& program,
+                        double timeout_seconds);
+
+  void begin_step(std::int64_t signature, bool announce) override;
+  void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
+  bool wait_receive(std::int32_t slot) override;
+  void post_send(const Transfer& transfer, std::int32_t send, const Payload& from) override;
+  void post_stand_in(const Transfer& transfer, std::int32_t send) override;
+  double wait_send(std::int32_t send) override;
+  void end_step(bool complete) override;
+
+ private:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // One message that is on its way.
+  struct Pending {
+    enum class State { kIdle, kQueued, kPosted, kArrived };
+
+    State state = State::kIdle;
+    Transfer transfer{};
+    std::vector<WorkPtr> works;       // each is waited for exactly once
+    std::vector<at::Tensor> tensors;  // what the works read or write
+    TensorPayload* into = nullptr;
+    bool stand_in = false;
+  };
+
+  // False: the peer is broken, there is nothing to do.
+  bool begin(Pending& pending, const Transfer& transfer);
+  void post(Pending& pending, const std::vector<at::Tensor>& tensors, bool is_send);
+  void wait(Pending& pending);
+  void receive_next(std::int32_t channel);
+  void receive_announced(Pending& pending);
+  Header receive_header(Pending& pending);
+  const std::vector<TensorSpec>& specs_at(std::size_t position) const;
+  const Channel& channel_of(const Pending& pending) const { return program_.channels()[pending.transfer.channel]; }
+  std::int32_t peer_of(const Pending& pending) const { return channel_of(pending).peer_of(program_.rank()); }
+  [[noreturn]] void give_up(Pending& pending, const char* why);
+
+  std::vector<ProcessGroupPtr> groups_;
+  at::Device device_;
+  RankProgram program_;
+  std::chrono::milliseconds timeout_;
+  SpecBook specs_;
+  std::vector<Pending> receives_;
+  std::vector<Pending> sends_;
+  std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of announced receives, in order
+  std::vector<bool> broken_;                      // by peer
+  std::string why_broken_;
+  std::vector<Pending> abandoned_;  // to or from broken peers: the backend may still touch their memory
+};
+
+}  // namespace fastpipe

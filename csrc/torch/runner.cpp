@@ -1,0 +1,120 @@
+#include "runner.h"
+
+#include <ATen/Parallel.h>
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/errors.h"
+#include "payload.h"
+#include "python_errors.h"
+
+namespace fastpipe {
+
+namespace {
+
+std::size_t count(const std::vector<StagePlace>& stages) {
+  std::int32_t highest = -1;
+  for (const StagePlace& stage : stages) highest = std::max(highest, stage.index);
+  return static_cast<std::size_t>(highest + 1);
+}
+
+}  // namespace
+
+Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
+               double timeout_seconds, at::Device device) {
+  Stages owned(count(stages));
+  for (const auto& [index, is_first, is_last] : stages) {
+    auto stage =
+        std::make_unique<TorchStage>(index, is_first, is_last, program.num_microbatches(), program.has_backward());
+    stages_.push_back(stage.get());
+    owned.at(index) = std::move(stage);
+  }
+  for (std::size_t position = 0; position < program.size(); ++position) {
+    labels_.push_back(program.action_text(position));
+  }
+  executor_ = std::make_unique<Executor>(program, std::move(owned), transport.connect(program, timeout_seconds),
+                                         [device] { return std::make_unique<TensorPayload>(device); });
+}
+
+py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
+                       const py::object& on_failure, const ThreadState* state, int num_threads) {
+  if (on_failure_) throw Error("this executor is running a step already; it runs one at a time, in one thread");
+  // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
+  if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
+  std::optional<at::ThreadLocalStateGuard> guard;
+  if (state != nullptr) guard.emplace(state->state());
+  bind(calls);
+  on_failure_ = on_failure;
+  const auto size = static_cast<py::ssize_t>(labels_.size());
+  py::array_t<double> start(size);
+  py::array_t<double> end(size);
+  const Outcome outcome = run_without_gil(signature, announce, start.mutable_data(), end.mutable_data());
+  if (outcome == Outcome::kFailed) raise(to_python(executor_->error()));
+  if (outcome == Outcome::kDrained) return py::none();
+  return py::make_tuple(std::move(start), std::move(end));
+}
+
+void Runner::bind(const std::vector<py::tuple>& calls) {
+  if (calls.size() != stages_.size()) {
+    throw ArgumentError("calls has " + std::to_string(calls.size()) + " entries for " + std::to_string(stages_.size()) +
+                        " stages; give one a stage");
+  }
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const py::handle output_grads = PyTuple_GET_ITEM(calls[i].ptr(), 1);
+    stages_[i]->bind({PyTuple_GET_ITEM(calls[i].ptr(), 0), output_grads.is_none() ? py::handle() : output_grads});
+  }
+}
+
+Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* start, double* end) {
+  std::exception_ptr error;
+  Outcome outcome = Outcome::kFailed;
+  {
+    const py::gil_scoped_release no_gil;
+    try {
+      outcome = executor_->run(signature, announce, *this, start, end);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  on_failure_ = py::handle();
+  if (!error) return outcome;
+  note_broken(error);
+  raise(to_python(error));
+}
+
+void Runner::starts(std::size_t position) noexcept {
+  const std::string& text = labels_[position];
+  if (text.empty()) return;
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return;
+  label_.emplace(std::move(*callbacks));
+  label_->before(text);
+}
+
+void Runner::ends(std::size_t) noexcept {
+  label_.reset();
+}
+
+void Runner::failed(std::size_t position, const std::exception_ptr& error) noexcept {
+  note_broken(error);
+  const py::gil_scoped_acquire gil;
+  try {
+    on_failure_(position, to_python(error));
+  } catch (py::error_already_set& unwanted) {
+    unwanted.discard_as_unraisable("fastpipe: on_failure");
+  }
+}
+
+void Runner::note_broken(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const TransportError& transport) {
+    if (broken_.empty()) broken_ = transport.what();
+  } catch (...) {
+    // Any other failure leaves the channels usable.
+  }
+}
+
+}  // namespace fastpipe

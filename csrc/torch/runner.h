@@ -1,0 +1,67 @@
+// One rank's executor as Python holds it.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/executor.h"
+#include "core/observer.h"
+#include "stage.h"
+
+namespace fastpipe {
+
+// Grad mode, autocast, inference mode and the like of the thread that made it, for a run in another thread.
+class ThreadState {
+ public:
+  const at::ThreadLocalState& state() const { return state_; }
+
+ private:
+  at::ThreadLocalState state_;
+};
+
+struct StagePlace {
+  std::int32_t index;
+  bool is_first;
+  bool is_last;
+};
+
+// It holds no Python object between steps: the callables come with each step, so no cycle can run through it.
+class Runner final : public Observer {
+ public:
+  Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
+         double timeout_seconds, at::Device device);
+
+  // calls: (run, output_grads or None) of each stage, in the constructor's order. Returns (start, end), or None when
+  // the step failed on another rank; raises what failed here. num_threads: of torch's operators; 0 leaves it.
+  py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
+                 const py::object& on_failure, const ThreadState* state, int num_threads);
+  void fail() { executor_->fail(); }
+  // Why no further step can be run; empty while it can.
+  const std::string& broken() const { return broken_; }
+
+  void starts(std::size_t position) noexcept override;
+  void ends(std::size_t position) noexcept override;
+  void failed(std::size_t position, const std::exception_ptr& error) noexcept override;
+
+ private:
+  void bind(const std::vector<py::tuple>& calls);
+  Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end);
+  void note_broken(const std::exception_ptr& error);
+
+  std::vector<TorchStage*> stages_;  // owned by the executor
+  std::vector<std::string> labels_;  // by position; empty where no label is wanted
+  std::unique_ptr<Executor> executor_;
+  std::string broken_;
+  // Of the step that runs.
+  py::handle on_failure_;
+  std::optional<at::RecordFunction> label_;
+};
+
+}  // namespace fastpipe

@@ -1,0 +1,167 @@
+#include "stage.h"
+
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+#include "core/errors.h"
+#include "python_errors.h"
+
+namespace fastpipe {
+
+namespace {
+
+const std::vector<at::Tensor>& tensors_of(const Payload* payload) {
+  static const std::vector<at::Tensor> none;
+  return payload == nullptr ? none : static_cast<const TensorPayload*>(payload)->tensors();
+}
+
+py::tuple to_tuple(const std::vector<at::Tensor>& tensors) {
+  py::tuple tuple(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, THPVariable_Wrap(tensors[i]));
+  return tuple;
+}
+
+void run_engine(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& gradients) {
+  constexpr bool kKeepGraph = false;
+  constexpr bool kCreateGraph = false;
+  constexpr bool kAccumulate = true;
+  try {
+    torch::autograd::Engine::get_default_engine().execute(roots, gradients, kKeepGraph, kCreateGraph, kAccumulate);
+  } catch (python_error& error) {
+    rethrow_for_pybind(error);
+  }
+}
+
+// A gradient for every input that requires one, used or not: its sender waits for as many.
+std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, const NodePtr& entry) {
+  if (inputs.empty()) return {};
+  std::vector<at::Tensor> gradients = static_cast<Entry&>(*entry).take_caught();
+  gradients.resize(inputs.size());
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!gradients[i].defined()) gradients[i] = at::zeros_like(inputs[i].detach());
+  }
+  return gradients;
+}
+
+}  // namespace
+
+TorchStage::TorchStage(std::int32_t index, bool is_first, bool is_last, std::int32_t num_microbatches, bool keeps_graph)
+    : index_(index), is_first_(is_first), is_last_(is_last), keeps_graph_(keeps_graph), records_(num_microbatches) {}
+
+std::string TorchStage::place(std::int32_t microbatch) const {
+  return "stage " + std::to_string(index_) + ", microbatch " + std::to_string(microbatch);
+}
+
+void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
+  Record& record = records_[microbatch];
+  record.outputs = call(microbatch, enter_graph(record, tensors_of(input)));
+  if (!keeps_graph_) {
+    if (is_last_) record.outputs.clear();
+    return;
+  }
+  for (const at::Tensor& output : record.outputs) {
+    if (output.requires_grad()) record.roots.push_back(torch::autograd::impl::gradient_edge(output));
+  }
+}
+
+TorchStage::Tensors TorchStage::enter_graph(Record& record, const Tensors& inputs) const {
+  Tensors entered = inputs;
+  if (!keeps_graph_) return entered;
+  for (at::Tensor& tensor : entered) {
+    if (!tensor.requires_grad()) continue;
+    if (record.inputs.empty()) record.entry = Entry::make();
+    record.inputs.push_back(tensor);
+    tensor = enter(tensor, record.entry);
+  }
+  return entered;
+}
+
+TorchStage::Tensors TorchStage::call(std::int32_t microbatch, const Tensors& inputs) const {
+  const py::gil_scoped_acquire gil;
+  const py::object result = calls_.run(microbatch, to_tuple(inputs));
+  const char* complaint = ": run() must return a tuple of tensors; found ";
+  if (!PyTuple_Check(result.ptr())) {
+    throw ArgumentError(place(microbatch) + complaint + Py_TYPE(result.ptr())->tp_name);
+  }
+  Tensors outputs;
+  for (const py::handle item : py::reinterpret_borrow<py::tuple>(result)) {
+    if (!THPVariable_Check(item.ptr())) {
+      throw ArgumentError(place(microbatch) + complaint + "a " + Py_TYPE(item.ptr())->tp_name + " in it");
+    }
+    outputs.push_back(THPVariable_Unpack(item.ptr()));
+  }
+  return outputs;
+}
+
+void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
+  Record& record = records_[microbatch];
+  const Tensors gradients = is_last_ ? root_gradients(microbatch, record) : tensors_of(gradient);
+  if (gradients.size() != record.roots.size()) {
+    throw ArgumentError(place(microbatch) + ": " + std::to_string(gradients.size()) + " output gradients arrived for " +
+                        std::to_string(record.roots.size()) + " outputs that require one");
+  }
+  if (!record.roots.empty()) run_engine(record.roots, gradients);
+  record.gradients = input_gradients(record.inputs, record.entry);
+  record.inputs.clear();
+  record.entry = NodePtr();
+  record.outputs.clear();
+  record.roots.clear();
+}
+
+TorchStage::Tensors TorchStage::root_gradients(std::int32_t microbatch, const Record& record) const {
+  const Tensors given = calls_.output_grads ? given_gradients(microbatch, record) : Tensors(record.outputs.size());
+  Tensors gradients;
+  for (std::size_t i = 0; i < record.outputs.size(); ++i) {
+    const at::Tensor& output = record.outputs[i];
+    if (!output.requires_grad()) continue;
+    if (!given[i].defined() && output.numel() != 1) {
+      throw ArgumentError(place(microbatch) + ": the root of the backward has " + std::to_string(output.numel()) +
+                          " elements and no gradient; give a scalar loss, or output_grad=");
+    }
+    gradients.push_back(given[i].defined() ? given[i] : at::ones_like(output.detach()));
+  }
+  return gradients;
+}
+
+TorchStage::Tensors TorchStage::given_gradients(std::int32_t microbatch, const Record& record) const {
+  const py::gil_scoped_acquire gil;
+  const py::object result = calls_.output_grads(microbatch);
+  Tensors gradients(record.outputs.size());
+  if (result.is_none()) return gradients;
+  if (!PyTuple_Check(result.ptr()) || py::len(result) != gradients.size()) {
+    throw ArgumentError(place(microbatch) + ": output_grads() must return a tuple of " +
+                        std::to_string(gradients.size()) + ", a tensor or None for each output, or None");
+  }
+  std::size_t i = 0;
+  for (const py::handle item : py::reinterpret_borrow<py::tuple>(result)) {
+    if (!item.is_none()) gradients[i] = item.cast<at::Tensor>();
+    ++i;
+  }
+  return gradients;
+}
+
+void TorchStage::take(ChannelKind kind, std::int32_t microbatch, Payload& into) {
+  Record& record = records_[microbatch];
+  auto& payload = static_cast<TensorPayload&>(into);
+  Tensors& produced = kind == ChannelKind::kActivation ? record.outputs : record.gradients;
+  for (const at::Tensor& tensor : produced) {
+    payload.add(tensor.detach().set_requires_grad(kind == ChannelKind::kActivation && tensor.requires_grad()));
+  }
+  produced.clear();
+}
+
+void TorchStage::release() noexcept {
+  for (Record& record : records_) {
+    record.inputs.clear();
+    record.entry = NodePtr();
+    record.outputs.clear();
+    record.roots.clear();
+    record.gradients.clear();
+  }
+}
+
+}  // namespace fastpipe
