@@ -1,0 +1,8 @@
+"""Timelines made visible: a picture, an interactive page, a Chrome trace, a comparison, a text grid."""
+
+from __future__ import annotations
+
+from fastpipe.visualize.picture import plot
+from fastpipe.visualize.trace import to_chrome_trace
+
+__all__ = ["plot", "to_chrome_trace"]

@@ -1,0 +1,131 @@
+"""What the picture and the comparison share: matplotlib, looked for in one place, files, the legend, units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastpipe.program import Op
+from fastpipe.timeline import Timeline
+from fastpipe.visualize.colours import COLOURS, CRITICAL, KINDS, MEANINGS, shade
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+INK = "#20282c"
+FAINT = "#d5dadd"
+
+
+def checked_path(path: str | Path) -> Path:
+    """The path of a picture, whose suffix is a format that can be written; matplotlib is there.
+
+    Raises:
+        ImportError: when matplotlib is not installed.
+        ValueError: for another suffix.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"path = {str(path)!r}: the suffix says the format; use one of {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "pictures need matplotlib, which is not installed: run `pip install fastpipe[plot]`"
+        ) from error
+    return path
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches; no window and no global state."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), facecolor="white")
+
+
+def save(drawn: Figure, path: Path, dpi: int) -> Path:
+    """Write a figure; the same figure gives the same file."""
+    from matplotlib import rc_context
+
+    stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with rc_context({"svg.hashsalt": "fastpipe"}):
+        drawn.savefig(path, dpi=dpi, metadata=stamps.get(path.suffix.lower()))
+    return path
+
+
+def seconds(value: float) -> str:
+    """A duration for people: three digits and a unit."""
+    scale, unit = unit_of(value)
+    return f"{value * scale:.4g} {unit}"
+
+
+def unit_of(longest: float) -> tuple[float, str]:
+    """By what to multiply seconds so that ``longest`` is read easily, and the unit's name."""
+    if longest >= 1 or longest <= 0:
+        return 1.0, "s"
+    return (1e3, "ms") if longest >= 1e-3 else (1e6, "µs")
+
+
+def kinds_of(shown: Sequence[Timeline]) -> tuple[list[str], bool]:
+    """The kinds that occur, in the legend's order, and whether some are fused pairs."""
+    ops = set().union(*(set(np.unique(columns[0]).tolist()) for t in shown for columns in t.program.columns))
+    fused = Op.OVERLAP_F_B in ops
+    found = {Op(op).name for op in ops} | ({"F", "B"} if fused else set())
+    return [kind for kind in KINDS if kind in found], fused
+
+
+class FusedHandle:
+    """Stands for fused pairs in the legend: a forward above a backward, as they are drawn."""
+
+    def get_label(self) -> str:
+        """Its text."""
+        return "F and B overlapped"
+
+
+class ShadesHandle:
+    """Stands for the shades of one rank's stages in the legend: the first stage left, the last right."""
+
+    def get_label(self) -> str:
+        """Its text."""
+        return "lighter: later stage of the rank"
+
+
+def legend_handles(shown: Sequence[Timeline], *, critical_path: bool = False, transfers: bool = False) -> list[Any]:
+    """What the legend lists: the kinds that occur, and no others."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    kinds, fused = kinds_of(shown)
+    handles: list[Any] = [Patch(facecolor=COLOURS[kind], label=MEANINGS[kind]) for kind in kinds]
+    if fused:
+        handles.append(FusedHandle())
+    if any(len(stages) > 1 for t in shown for stages in t.program.placement.stages_by_rank()):
+        handles.append(ShadesHandle())
+    if transfers:
+        handles.append(Line2D([], [], color=COLOURS["comm"], linewidth=0.9, label=MEANINGS["comm"]))
+    if critical_path:
+        handles.append(Patch(facecolor="none", edgecolor=CRITICAL, linewidth=1.6, label="critical path"))
+    return handles
+
+
+def legend_handlers() -> dict[type, Any]:
+    """How matplotlib draws the two handles of this module."""
+    from matplotlib.patches import Rectangle
+
+    class Boxes:
+        def __init__(self, *parts: tuple[str, float, float, float, float]) -> None:
+            self.parts = parts
+
+        def legend_artist(self, legend: Any, handle: Any, fontsize: float, box: Any) -> Any:
+            for colour, left, bottom, right, top in self.parts:
+                corner = (box.xdescent + left * box.width, box.ydescent + bottom * box.height)
+                size = (right - left) * box.width, (top - bottom) * box.height
+                box.add_artist(Rectangle(corner, *size, facecolor=colour, transform=box.get_transform()))
+            return box
+
+    fused = Boxes((COLOURS["F"], 0, 0.5, 1, 1), (COLOURS["B"], 0, 0, 1, 0.5))
+    two = Boxes((COLOURS["F"], 0, 0, 0.5, 1), (shade("F", 1, 2), 0.5, 0, 1, 1))
+    return {FusedHandle: fused, ShadesHandle: two}

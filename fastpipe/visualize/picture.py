@@ -1,0 +1,118 @@
+"""The picture: a timeline as PNG, SVG or PDF. Ranks go down, time goes right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastpipe.timeline import Timeline
+from fastpipe.visualize import canvas
+from fastpipe.visualize.rows import Panel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LEFT, _RIGHT, _TOP, _BOTTOM, _GAP = 0.75, 0.75, 1.05, 0.55, 0.85
+"""Inches around the panels, and between two of them."""
+
+_SAME_SCALE = 4.0
+"""Two timelines share their time axis unless one is this many times longer than the other."""
+
+
+def plot(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    against: Timeline | None = None,
+    title: str | None = None,
+    width: float = 14.0,
+    row_height: float | None = None,
+    labels: bool = True,
+    transfers: bool | None = None,
+    critical_path: bool = False,
+    dpi: int = 150,
+) -> Path:
+    """Draw a timeline into a file.
+
+    Args:
+        timeline: simulated or measured.
+        path: the file; its suffix says the format: .png, .svg or .pdf.
+        against: a second timeline, drawn beneath on the same time axis, such as the prediction of a measured one.
+        title: the heading; the schedule and its numbers unless given.
+        width: inches.
+        row_height: inches a rank takes; chosen by the number of ranks unless given.
+        labels: write microbatch numbers into the bars, wherever they fit.
+        transfers: draw every transfer between ranks as a line; unless given, when they take time and are few.
+        critical_path: outline the actions of the critical path.
+        dpi: pixels an inch of a PNG.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: when matplotlib is not installed.
+        ValueError: for a suffix that is no format.
+    """
+    path = canvas.checked_path(path)
+    shown = [timeline] if against is None else [timeline, against]
+    height = row_height or _row_height(max(t.program.num_ranks for t in shown))
+    figure, panels = _layout(shown, width, height)
+    lines = any(panel.wants_transfers() for panel in panels) if transfers is None else transfers
+    for panel in panels:
+        panel.draw(with_labels=labels, transfers=lines, critical_path=critical_path)
+        panel.describe(_heading(panel.timeline, role=len(shown) > 1))
+        panel.axes.set_xlabel(f"time ({panel.unit})", color=canvas.INK)
+    _head(figure, title or _title(shown), canvas.legend_handles(shown, critical_path=critical_path, transfers=lines))
+    return canvas.save(figure, path, dpi)
+
+
+def _row_height(num_ranks: int) -> float:
+    return min(0.42, max(0.13, 6.5 / num_ranks))
+
+
+def _layout(shown: Sequence[Timeline], width: float, row_height: float) -> tuple[Figure, list[Panel]]:
+    """A figure with one panel a timeline; every panel's size is known in inches, so that text can be measured."""
+    heights = [t.program.num_ranks * row_height for t in shown]
+    total = _TOP + sum(heights) + _GAP * (len(shown) - 1) + _BOTTOM
+    longest = [t.makespan for t in shown]
+    if max(longest) <= _SAME_SCALE * min(longest):
+        longest = [max(longest)] * len(shown)
+    figure = canvas.figure(width, total)
+    panels, top, inner = [], total - _TOP, width - _LEFT - _RIGHT
+    for each, height, seconds in zip(shown, heights, longest, strict=True):
+        axes = figure.add_axes((_LEFT / width, (top - height) / total, inner / width, height / total))
+        panels.append(Panel(axes, (inner, height), each, seconds))
+        top -= height + _GAP
+    return figure, panels
+
+
+def _title(shown: Sequence[Timeline]) -> str:
+    program = shown[0].program
+    stages = "" if program.num_stages == program.num_ranks else f", {program.num_stages} stages"
+    name = " / ".join(dict.fromkeys(t.program.name for t in shown))
+    return f"{name}   {program.num_ranks} ranks{stages}, {program.num_microbatches} microbatches"
+
+
+def _heading(timeline: Timeline, *, role: bool) -> str:
+    kind = ("measured: " if timeline.measured else "simulated: ") if role else ""
+    text = f"makespan {canvas.seconds(timeline.makespan)}, bubble {timeline.bubble_fraction:.1%}"
+    return kind + text
+
+
+def _head(figure: Figure, title: str, handles: list[Any]) -> None:
+    """The title, and the legend beneath it."""
+    width, height = figure.get_size_inches()
+    figure.text(0.12 / width, 1 - 0.14 / height, title, va="top", size=13, weight="bold", color=canvas.INK)
+    figure.legend(
+        handles=handles,
+        handler_map=canvas.legend_handlers(),
+        loc="upper left",
+        bbox_to_anchor=(0.05 / width, 1 - 0.36 / height),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        labelcolor=canvas.INK,
+        handlelength=1.8,
+        columnspacing=1.8,
+    )

@@ -1,0 +1,204 @@
+"""One panel of the picture: a row a rank, bars as a few collections, text only where it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastpipe.program import Op
+from fastpipe.timeline import Timeline
+from fastpipe.visualize import canvas, colours, labels
+from fastpipe.visualize.bars import Floats, Ints, bars, messages
+from fastpipe.visualize.waits import critical_bars
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Reals = npt.NDArray[np.floating[Any]]
+
+_FILL = 0.86
+"""How much of its row a bar takes."""
+
+_MANY = 20_000
+"""From this number of bars on an SVG or PDF holds them as pixels."""
+
+_FEW_TRANSFERS = 400
+_POINTS = 72.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The bars that show one kind: whole ones, and halves of fused pairs.
+
+    Attributes:
+        index: which bars.
+        number: the microbatch of each.
+        chunk: which of its rank's stages each belongs to.
+        low, high: upper and lower edge, in rows.
+    """
+
+    index: Ints
+    number: Ints
+    chunk: Ints
+    low: Floats
+    high: Floats
+
+
+class Panel:
+    """Draws one timeline into one axes.
+
+    Args:
+        axes: where.
+        size: of the axes, in inches.
+        timeline: what.
+        longest: seconds that the time axis shows.
+    """
+
+    def __init__(self, axes: Axes, size: tuple[float, float], timeline: Timeline, longest: float) -> None:
+        self.axes = axes
+        self.timeline = timeline
+        self.bars = bars(timeline)
+        self.longest = 1.003 * longest if longest > 0 else 1.0
+        self.scale, self.unit = canvas.unit_of(longest)
+        self.points_a_second = size[0] * _POINTS / self.longest
+        self.points_a_row = size[1] * _POINTS / self.bars.program.num_ranks
+        self.inches = size[0]
+        self.parts = {kind: self._parts(kind) for kind in colours.KINDS}
+
+    def draw(self, *, with_labels: bool, transfers: bool, critical_path: bool) -> None:
+        """Everything inside the axes."""
+        for kind, parts in self.parts.items():
+            if len(parts.index):
+                self._draw_bars(kind, parts)
+        if with_labels:
+            self._draw_labels()
+        if transfers:
+            self._draw_transfers()
+        if critical_path:
+            self._outline(critical_bars(self.timeline, self.bars))
+
+    def describe(self, heading: str) -> None:
+        """Everything around it: ranks on the left, peaks on the right, the heading above."""
+        axes, ranks = self.axes, self.bars.program.num_ranks
+        axes.set_xlim(0, self.longest * self.scale)
+        axes.set_ylim(ranks, 0)
+        shown = range(0, ranks, max(1, int(np.ceil(8.5 / self.points_a_row))))
+        size = min(9.5, max(6.5, self.points_a_row * 0.8))
+        axes.set_yticks([rank + 0.5 for rank in shown], [f"rank {rank}" for rank in shown], fontsize=size)
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(colors=canvas.INK)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(canvas.INK)
+        axes.set_title(heading, loc="left", fontsize=10, color=canvas.INK, pad=5)
+        self._write_peaks(shown, size)
+
+    def wants_transfers(self) -> bool:
+        """Whether transfers take time and are few enough to be told from each other."""
+        sent = messages(self.timeline)
+        return 0 < len(sent) <= _FEW_TRANSFERS and float(np.nanmax(sent.end - sent.start)) > 0.01 * self._typical()
+
+    def _typical(self) -> float:
+        return float(np.median(self.bars.end - self.bars.start)) if len(self.bars) else 0.0
+
+    def _write_peaks(self, shown: range, size: float) -> None:
+        style: dict[str, Any] = {"transform": self.axes.get_yaxis_transform(), "ha": "center", "color": canvas.INK}
+        centre = 1 + 0.34 / self.inches
+        self.axes.text(centre, 0, "peak\nlive", va="bottom", fontsize=7.5, linespacing=0.95, **style)
+        for rank in shown:
+            peak = self.timeline.peak_activations[rank]
+            self.axes.text(centre, rank + 0.5, str(peak), va="center", fontsize=size, **style)
+
+    def _parts(self, kind: str) -> Parts:
+        drawn = self.bars
+        whole = np.flatnonzero(drawn.op == Op[kind])
+        halves = np.flatnonzero(drawn.fused) if kind in ("F", "B") else whole[:0]
+        index = np.concatenate([whole, halves])
+        is_half = np.arange(len(index)) >= len(whole)
+        is_pair = is_half & (kind == "B")
+        high = _FILL / drawn.num_tracks
+        top = drawn.rank[index] + (1 - _FILL) / 2 + drawn.track[index] * high + np.where(is_pair, high / 2, 0.0)
+        return Parts(
+            index,
+            np.where(is_pair, drawn.pair_microbatch[index], drawn.microbatch[index]),
+            np.where(is_pair, drawn.pair_chunk[index], drawn.chunk[index]),
+            top,
+            top + np.where(is_half, high / 2, high),
+        )
+
+    def _boxes(self, index: Ints, low: Reals, high: Reals) -> Floats:
+        """Corners in data coordinates: one row a bar."""
+        left, right = self.bars.start[index] * self.scale, self.bars.end[index] * self.scale
+        corners = ((left, low), (right, low), (right, high), (left, high))
+        return np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+
+    def _draw_bars(self, kind: str, parts: Parts) -> None:
+        from matplotlib.collections import PolyCollection
+
+        roomy = self._typical() * self.points_a_second > 3
+        collection = PolyCollection(
+            list(self._boxes(parts.index, parts.low, parts.high)),
+            facecolors=colours.shades(kind, self.bars.num_chunks)[parts.chunk],
+            edgecolors="white" if roomy else "none",
+            linewidths=0.5 if roomy else 0.0,
+            gid=f"bars-{kind}",
+            rasterized=len(self.bars) > _MANY,
+        )
+        self.axes.add_collection(collection, autolim=False)
+
+    def _draw_labels(self) -> None:
+        """The microbatch of every bar that it fits into."""
+        widths = {kind: self._width(parts) for kind, parts in self.parts.items()}
+        heights = {kind: (parts.high - parts.low) * self.points_a_row for kind, parts in self.parts.items()}
+        numbers = np.concatenate([parts.number for parts in self.parts.values()])
+        size = labels.font_size(np.concatenate([*widths.values()]), np.concatenate([*heights.values()]), numbers)
+        if not size:
+            return
+        for kind, parts in self.parts.items():
+            fits = labels.fitting(widths[kind], heights[kind], parts.number, size)
+            for chunk in range(self.bars.num_chunks):
+                ink = colours.ink(colours.shade(kind, chunk, self.bars.num_chunks))
+                self._write(parts, np.flatnonzero(fits & (parts.chunk == chunk)), size, ink)
+
+    def _width(self, parts: Parts) -> Floats:
+        return (self.bars.end[parts.index] - self.bars.start[parts.index]) * self.points_a_second
+
+    def _write(self, parts: Parts, which: Ints, size: float, ink: str) -> None:
+        from matplotlib.patches import PathPatch
+
+        if not len(which):
+            return
+        index = parts.index[which]
+        x = (self.bars.start[index] + self.bars.end[index]) / 2 * self.scale
+        y = (parts.low[which] + parts.high[which]) / 2
+        scale = (self.scale / self.points_a_second, -1 / self.points_a_row)
+        path = labels.text_path(parts.number[which], x, y, size, scale)
+        self.axes.add_patch(PathPatch(path, facecolor=ink, linewidth=0, gid="labels"))
+
+    def _draw_transfers(self) -> None:
+        """A line from the middle of the sender's row to that of the receiver's."""
+        from matplotlib.collections import LineCollection
+
+        sent = messages(self.timeline)
+        down = np.sign(sent.destination - sent.source) * _FILL / 2
+        from_y, to_y = sent.source + 0.5 + down, sent.destination + 0.5 - down
+        ends = [np.stack([sent.start * self.scale, from_y], 1), np.stack([sent.end * self.scale, to_y], 1)]
+        lines = np.stack(ends, axis=1)[~np.isnan(sent.start)]
+        collection = LineCollection(list(lines), colors=colours.COLOURS["comm"], linewidths=0.8, gid="transfers")
+        self.axes.add_collection(collection, autolim=False)
+
+    def _outline(self, index: Ints) -> None:
+        from matplotlib.collections import PolyCollection
+
+        low = self.bars.rank[index] + (1 - _FILL) / 2
+        collection = PolyCollection(
+            list(self._boxes(index, low, low + _FILL)),
+            facecolors="none",
+            edgecolors=colours.CRITICAL,
+            linewidths=1.4,
+            gid="critical-path",
+        )
+        self.axes.add_collection(collection, autolim=False)

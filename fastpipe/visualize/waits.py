@@ -1,0 +1,70 @@
+"""What every bar waited for, and the critical path as bars."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastpipe.action import NONE, ActionKind
+from fastpipe.dependencies import Event, needs, produces
+from fastpipe.program import Op
+from fastpipe.timeline import Timeline
+from fastpipe.visualize.bars import Bars, Ints
+
+_PARTS = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+
+
+def waited_for(drawn: Bars) -> Ints:
+    """The bars whose results each bar needs: three columns, ``NONE`` where there is none.
+
+    Column 0 is what a forward needs; columns 1 and 2 are what a backward needs.
+    """
+    stages, microbatches = drawn.program.num_stages, drawn.program.num_microbatches
+    made = np.full((len(Event), stages, microbatches), NONE, dtype=np.int64)
+    parts = {kind: _part(drawn, kind) for kind in _PARTS}
+    for kind, (index, stage, microbatch) in parts.items():
+        for event in produces(kind):
+            made[event, stage, microbatch] = index
+    found = np.full((len(drawn), 3), NONE, dtype=np.int64)
+    for kind, (index, stage, microbatch) in parts.items():
+        for number in np.unique(stage).tolist():
+            mine = stage == number
+            for column, (event, other) in enumerate(needs(kind, number, stages), start=int(kind is not ActionKind.F)):
+                found[index[mine], column] = made[event, other, microbatch[mine]]
+    return found
+
+
+def _part(drawn: Bars, kind: ActionKind) -> tuple[Ints, Ints, Ints]:
+    """Bar, stage and microbatch of everything of one kind, in whole bars and in fused pairs."""
+    whole = np.flatnonzero(drawn.op == Op[kind.name])
+    pairs = np.flatnonzero(drawn.fused) if kind in (ActionKind.F, ActionKind.B) else whole[:0]
+    index = np.concatenate([whole, pairs])
+    fused = np.arange(len(index)) >= len(whole)
+    second = fused & (kind is ActionKind.B)
+    stage = np.where(second, drawn.pair_stage[index], drawn.stage[index])
+    return index, stage, np.where(second, drawn.pair_microbatch[index], drawn.microbatch[index])
+
+
+def limited_by(drawn: Bars, needed: Ints) -> Ints:
+    """The bar that decided when each bar could start: the rank's previous one, or the latest of those it needs."""
+    previous = np.arange(len(drawn)) - 1
+    previous[drawn.first[:-1][drawn.first[:-1] < len(drawn)]] = NONE
+    slack = 1e-6 * float(drawn.end.max(initial=0.0))
+    ends = np.where(needed == NONE, -np.inf, drawn.end[needed])
+    latest = np.take_along_axis(needed, np.argmax(ends, axis=1)[:, None], axis=1)[:, 0]
+    busy_until = np.where(previous == NONE, -np.inf, drawn.end[previous])
+    waited = (drawn.start > busy_until + slack) & (latest != NONE)
+    return np.where(waited, latest, previous)
+
+
+def critical_bars(timeline: Timeline, drawn: Bars) -> Ints:
+    """The bars of the critical path, from the first to the last.
+
+    The timeline's own path where it has one; else back from the last end, always to what decided the start.
+    """
+    if not len(drawn):
+        return np.array([], dtype=np.int64)
+    decided = limited_by(drawn, waited_for(drawn))
+    path = [int(np.argmax(drawn.end))]
+    while decided[path[-1]] != NONE:
+        path.append(int(decided[path[-1]]))
+    return np.array(path[::-1], dtype=np.int64)
