@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import dualpipe, gpipe, interleaved, one_f_one_b, zbv, zero_bubble
+from fastpipe.schedules import (
+    building_block,
+    dualpipe,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    one_f_one_b_v,
+    zbv,
+    zero_bubble,
+)
 from fastpipe.schedules.family import Family, check_counts
 
 FAMILIES: dict[str, Family] = {
@@ -21,6 +30,9 @@ FAMILIES: dict[str, Family] = {
         zero_bubble.ZB_H2,
         interleaved.INTERLEAVED_ZB,
         zbv.ZBV,
+        building_block.V_HALF,
+        building_block.V_MIN,
+        one_f_one_b_v.ONE_F_ONE_B_V,
         dualpipe.DUALPIPE,
         dualpipe.DUALPIPEV,
     )
