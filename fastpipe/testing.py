@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +70,13 @@ def reference_step(
     losses: dict[int, torch.Tensor] = {}
     scaled: dict[int, torch.Tensor] = {}
     outputs: dict[int, Any] = {}
-    for i in backward_order(schedule):
-        outputs[i] = model(*(c[i] for c in columns), **{k: v[i] for k, v in named.items()})
-        losses[i] = checked_loss(loss_fn(outputs[i], targets[i]))
-        scaled[i] = scale_loss(losses[i], None if divisors is None else divisors[i])
-        scaled[i].backward()
+    with _halves_apart(model, schedule) as next_half:
+        for i in backward_order(schedule):
+            next_half(i)
+            outputs[i] = model(*(c[i] for c in columns), **{k: v[i] for k, v in named.items()})
+            losses[i] = checked_loss(loss_fn(outputs[i], targets[i]))
+            scaled[i] = scale_loss(losses[i], None if divisors is None else divisors[i])
+            scaled[i].backward()
     ordered = [scaled[i].detach() for i in range(count)]
     return Reference(
         total_loss(ordered), [losses[i].detach() for i in range(count)], [outputs[i] for i in range(count)]
@@ -81,10 +84,42 @@ def reference_step(
 
 
 def backward_order(schedule: Schedule) -> list[int]:
-    """The microbatches in the order in which weight gradients of stage 0 are summed."""
+    """The microbatches in the order in which weight gradients of stage 0 are summed; one route after the other."""
     kinds = (ActionKind.B, ActionKind.W)
     parts = [part for rank in schedule for action in rank for part in action.parts]
-    return [part.microbatch for part in parts if part.stage == 0 and part.kind in kinds]
+    order = [part.microbatch for part in parts if part.stage == 0 and part.kind in kinds]
+    return sorted(order, key=lambda i: schedule.placement.route_of(i, schedule.num_microbatches))
+
+
+@contextlib.contextmanager
+def _halves_apart(model: nn.Module, schedule: Schedule) -> Iterator[Callable[[int], None]]:
+    """With two copies, each half's gradients are summed by themselves, and their sum is added to what was there."""
+    if schedule.placement.num_routes == 1:
+        yield lambda microbatch: None
+        return
+    parameters = list(model.parameters())
+    sums = [[p.grad for p in parameters]]
+    route = 0
+
+    def put_aside() -> None:
+        sums.append([p.grad for p in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+
+    def next_half(microbatch: int) -> None:
+        nonlocal route
+        if schedule.placement.route_of(microbatch, schedule.num_microbatches) != route:
+            route = 1
+            put_aside()
+
+    for parameter in parameters:
+        parameter.grad = None
+    yield next_half
+    put_aside()
+    before, first, second = sums
+    for parameter, a, b, c in zip(parameters, before, first, second, strict=True):
+        half_sum = b if c is None else c if b is None else b + c
+        parameter.grad = a if half_sum is None else half_sum if a is None else a + half_sum
 
 
 class Fault(nn.Module):

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from fastpipe.errors import StepError
 
 _POLL_SECONDS = 0.1
-_DEAD = "dead"
+DEAD = "dead"
+"""The key of a reply made on behalf of a dead process."""
 
 Reply = dict[str, Any]
 
@@ -115,8 +116,8 @@ class Alone(Control):
 def dead_among(replies: Sequence[Reply]) -> Failure | None:
     """The first process that is dead."""
     for rank, reply in enumerate(replies):
-        if _DEAD in reply:
-            return Failure(rank, reply[_DEAD], dead=True)
+        if DEAD in reply:
+            return Failure(rank, reply[DEAD], dead=True)
     return None
 
 
@@ -234,7 +235,7 @@ class StoreControl(Control):
         for rank in self._died():
             self.dead.add(rank)
             failure = Failure(rank, "its process died", dead=True)
-            reply = json.dumps({_DEAD: failure.cause})
+            reply = json.dumps({DEAD: failure.cause})
             for phase in ("start", "end"):
                 store.compare_set(self._key(step, phase, rank), "", reply)
             self._report(failure)

@@ -26,6 +26,8 @@ def describe(
         "buffers     "
         + "; ".join(f"rank {r}: {program[r].num_slots} slots, {program[r].num_sends} sends" for r in ranks),
     ]
+    if schedule.placement.num_routes > 1:
+        lines.append("copies      every stage is held twice; parameters stay equal, buffers are each copy's own")
     if schedule.splits_backward:
         lines.append("backward    I computes the whole backward and W nothing: weight gradients are not deferred yet")
     return "\n".join(lines)

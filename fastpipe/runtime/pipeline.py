@@ -14,7 +14,7 @@ from torch import nn
 from fastpipe.cost import CostModel
 from fastpipe.errors import StepError
 from fastpipe.program import Program
-from fastpipe.runtime.control import Alone, Control, Failure, Reply, StoreControl, dead_among
+from fastpipe.runtime.control import DEAD, Alone, Control, Failure, Reply, StoreControl, dead_among
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.group import membership
@@ -25,6 +25,7 @@ from fastpipe.runtime.modules import Stages, build_modules, check_device, find_d
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.ranks import LocalRanks, Outcome
+from fastpipe.runtime.replicas import make_replicas, modules_by_rank
 from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans, unpack_tensors
 from fastpipe.runtime.stage import NoLoss, Stage
 from fastpipe.runtime.transport import Transport
@@ -172,21 +173,19 @@ class Pipeline:
 
     def _build_stages(self, stages: Stages, partition: Any) -> None:
         placement = self.schedule.placement
-        ranks = range(self.num_ranks) if self._member.size == 1 else [self._member.rank]
-        if placement.num_routes > 1:
-            raise ValueError(
-                f"schedule: {self.schedule.name} holds every stage on two ranks, which this version plans and simulates "
-                "but does not run; use dualpipev, which holds each once"
-            )
+        alone = self._member.size == 1
+        ranks = list(range(self.num_ranks)) if alone else [self._member.rank]
         local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
         self.stage_modules = build_modules(stages, placement.num_stages, local, partition)
         check_device(self.stage_modules, self.device)
-        count = placement.num_stages
-        self._stages = {s: Stage(s, m, count, self.loss_fn) for s, m in self.stage_modules.items() if s in local}
-        self.stage_modules = {s: stage.module for s, stage in self._stages.items()}
+        modules = modules_by_rank(placement, ranks, self.stage_modules)
+        exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups) else None
+        self._replicas = make_replicas(placement, modules, exchange)
         self._stages_by_rank = {
-            rank: {stage: self._stages[stage] for stage in placement.stages_of(rank)} for rank in ranks
+            rank: {stage: Stage(stage, module, placement.num_stages, self.loss_fn) for stage, module in held.items()}
+            for rank, held in modules.items()
         }
+        self._stages = [stage for held in self._stages_by_rank.values() for stage in held.values()]
 
     def _make_control(self, timeout: float) -> Control:
         if self._member.size == 1:
@@ -206,12 +205,12 @@ class Pipeline:
     @property
     def is_first(self) -> bool:
         """Whether this process has the first stage."""
-        return any(stage.is_first for stage in self._stages.values())
+        return any(stage.is_first for stage in self._stages)
 
     @property
     def is_last(self) -> bool:
         """Whether this process has the last stage."""
-        return any(stage.is_last for stage in self._stages.values())
+        return any(stage.is_last for stage in self._stages)
 
     @property
     def needs_input(self) -> bool:
@@ -269,9 +268,13 @@ class Pipeline:
             inputs, replies = self._agree_on_inputs(request)
             program = self._plans.program(request.num_microbatches, not request.training)
             signature = (request.training, *(reply["signature"] for reply in replies))
+            if request.training:
+                self._replicas.before_step()
             with torch.set_grad_enabled(request.training):
                 outcome = self._execute(program, inputs, replies, request, signature)
             replies = self._control.exchange("end", self._report(outcome, trace))
+            if request.training:
+                self._replicas.after_step(not any("failure" in reply or DEAD in reply for reply in replies))
         finally:
             self._control.end()
         if any(reply.get("no_loss") for reply in replies):
@@ -289,7 +292,7 @@ class Pipeline:
         inputs = Inputs()
         try:
             self._plans.program(request.num_microbatches, not request.training)
-            inputs = take_inputs(request, self._split, list(self._stages.values()), self.loss_fn)
+            inputs = take_inputs(request, self._split, self._stages, self.loss_fn)
             message = {"rows": inputs.rows, "signature": self._signature(request, inputs)}
         except (ValueError, TypeError) as found:
             error = found
@@ -326,7 +329,7 @@ class Pipeline:
     def _execute(
         self, program: Program, inputs: Inputs, replies: Sequence[Reply], request: Request, signature: tuple[Any, ...]
     ) -> Outcome:
-        stages = list(self._stages.values())
+        stages = self._stages
         rows = inputs.rows or next((reply["rows"] for reply in replies if reply["rows"]), None)
         works = stage_works(inputs, stages, request, self._reduction, rows, self._keep_outputs)
         for stage, work in zip(stages, works, strict=True):
@@ -343,14 +346,14 @@ class Pipeline:
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         """What the others need to know of this process's step."""
-        last = next((stage for stage in self._stages.values() if stage.is_last), None)
+        last = [stage.work for stage in self._stages if stage.is_last]
         reply: Reply = {}
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
-        elif last is not None:
-            reply["losses"] = pack_tensors(last.work.losses)
-            reply["scaled"] = pack_tensors(last.work.scaled)
+        elif last:
+            reply["losses"] = pack_tensors({i: loss for work in last for i, loss in work.losses.items()})
+            reply["scaled"] = pack_tensors({i: loss for work in last for i, loss in work.scaled.items()})
         if trace and self._member.size > 1:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
@@ -361,7 +364,7 @@ class Pipeline:
         first = outcome.failure or self._elsewhere or dead or (failures[0] if failures else None)
         if first is None:
             return
-        for stage in self._stages.values():
+        for stage in self._stages:
             stage.end()
         # what was announced in a failed step may be incomplete, and what was known may have changed
         self._known.clear()
@@ -381,8 +384,8 @@ class Pipeline:
             losses.update(unpack_tensors(reply.get("losses", {})))
             scaled.update(unpack_tensors(reply.get("scaled", {})))
             spans.update(unpack_spans(reply.get("spans", {})))
-        last = next((stage for stage in self._stages.values() if stage.is_last), None)
-        outputs = None if last is None else [last.work.outputs[i] for i in sorted(last.work.outputs)]
+        found = {i: output for stage in self._stages for i, output in stage.work.outputs.items()}
+        outputs = [found[i] for i in sorted(found)] or None
         return StepResult(_by_microbatch(losses), _by_microbatch(scaled), outputs, self._merge, program, spans)
 
     def profile(self, *args: Any, target: Any = None, **kwargs: Any) -> CostModel:

@@ -203,6 +203,17 @@ class ProcessGroups(Transport):
         channels = [tuple(map(int, channel)) for channel in program.channels]
         return runtime.ProcessGroupTransport(self.groups, channels, rank)
 
+    def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Swap tensors with another rank, between steps: its tensors, which look like these."""
+        rank = dist.get_group_rank(self.groups[0], dist.get_rank())
+        out, back = self.groups[int(peer < rank)], self.groups[int(rank < peer)]
+        own = [tensor.detach().contiguous() for tensor in tensors]
+        theirs = [torch.empty_like(tensor) for tensor in own]
+        works = [out.send([tensor], peer, 0) for tensor in own] + [back.recv([tensor], peer, 0) for tensor in theirs]
+        for work in works:
+            work.wait()
+        return theirs
+
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         return f"{super().describe()}, four {self.backend} groups"

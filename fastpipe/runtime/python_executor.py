@@ -48,6 +48,10 @@ class PythonExecutor(Executor):
             Op.WAIT_SEND: self._wait_send,
             Op.HAND_OVER: self._hand_over,
             Op.FREE: self._free,
+            # nothing is sharded, and gradients that two ranks hold are summed after the step
+            Op.UNSHARD: self._nothing,
+            Op.RESHARD: self._nothing,
+            Op.REDUCE_GRAD: self._nothing,
         }
         self.failed = False
         self.error: BaseException | None = None
@@ -186,3 +190,6 @@ class PythonExecutor(Executor):
 
     def _free(self, instruction: Instruction) -> None:
         self.arrived.pop(self._message(instruction), None)
+
+    def _nothing(self, instruction: Instruction) -> None:
+        """An instruction that needs no work here."""

@@ -1,0 +1,173 @@
+"""Stages that two ranks hold, as the bidirectional schedules need: equal parameters, gradients summed.
+
+Each holder computes its half of the microbatches. After the step both have the same gradient: what the first half
+gave, plus what the second half gave, added to what was in ``.grad`` before. Where both holders are in one process the
+second is a hidden copy that follows the first; between processes the two exchange their gradients, and every
+optimizer does the same to the same numbers. Buffers are each holder's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fastpipe.placement import Placement
+
+Exchange = Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
+"""``(peer, tensors)`` to the peer's tensors, which look alike."""
+
+
+def holders_of(placement: Placement, stage: int) -> list[int]:
+    """The ranks that hold a stage, that of the first half of the microbatches first."""
+    return list(dict.fromkeys(route[stage] for route in placement.routes))
+
+
+class Replicas(ABC):
+    """What has to be done around a step for stages that are held twice."""
+
+    @abstractmethod
+    def before_step(self) -> None:
+        """Put aside the gradients there are, so that the step's own stand alone."""
+
+    @abstractmethod
+    def after_step(self, succeeded: bool) -> None:
+        """Sum the two halves, and add what was put aside."""
+
+
+class NoReplicas(Replicas):
+    """Every stage is held once."""
+
+    def before_step(self) -> None:
+        """Nothing to put aside."""
+
+    def after_step(self, succeeded: bool) -> None:
+        """Nothing to sum."""
+
+
+class LocalCopies(Replicas):
+    """Both holders are in this process.
+
+    Args:
+        pairs: the user's module and its hidden copy, for every stage.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        self.parameters = [pair for a, b in pairs for pair in zip(a.parameters(), b.parameters(), strict=True)]
+        self.kept: list[torch.Tensor | None] = []
+
+    def before_step(self) -> None:
+        """Put aside the gradients; let the copy's parameters follow the optimizer's."""
+        self.kept = [first.grad for first, _ in self.parameters]
+        with torch.no_grad():
+            for first, second in self.parameters:
+                second.copy_(first)
+                second.requires_grad_(first.requires_grad)
+                first.grad = second.grad = None
+
+    def after_step(self, succeeded: bool) -> None:
+        """First half plus second half, added to what was there."""
+        for (first, second), kept in zip(self.parameters, self.kept, strict=True):
+            first.grad = _added(kept, _added(first.grad, second.grad))
+            second.grad = None
+        self.kept = []
+
+
+class RemoteCopies(Replicas):
+    """The other holder of each stage is another process.
+
+    Args:
+        rank: this rank.
+        modules: the stages held twice, ascending.
+        holders: their ranks, that of the first half first.
+        exchange: how tensors are swapped with another rank.
+    """
+
+    def __init__(
+        self, rank: int, modules: Mapping[int, nn.Module], holders: Mapping[int, Sequence[int]], exchange: Exchange
+    ) -> None:
+        self.rank = rank
+        self.stages = [(modules[s], holders[s]) for s in sorted(modules)]
+        self.exchange = exchange
+        self.kept: list[list[torch.Tensor | None]] = []
+        self._adopt_parameters()
+
+    def _adopt_parameters(self) -> None:
+        """The second holder takes over the first one's parameters."""
+        for module, holders in self.stages:
+            own = [p.detach() for p in module.parameters()]
+            theirs = self.exchange(self._peer(holders), own)
+            if holders[0] != self.rank:
+                for mine, given in zip(own, theirs, strict=True):
+                    mine.copy_(given)
+
+    def _peer(self, holders: Sequence[int]) -> int:
+        return holders[1] if holders[0] == self.rank else holders[0]
+
+    def before_step(self) -> None:
+        """Put aside the gradients."""
+        self.kept = [[p.grad for p in module.parameters()] for module, _ in self.stages]
+        for module, _ in self.stages:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+    def after_step(self, succeeded: bool) -> None:
+        """Swap gradients with the other holder and sum them in the same order on both."""
+        for (module, holders), kept in zip(self.stages, self.kept, strict=True):
+            if succeeded:
+                self._sum(module, holders)
+            for parameter, before in zip(module.parameters(), kept, strict=True):
+                parameter.grad = _added(before, parameter.grad)
+        self.kept = []
+
+    def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
+        parameters = list(module.parameters())
+        has = torch.tensor([p.grad is not None for p in parameters] or [False])
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        (their_has, *theirs) = self.exchange(self._peer(holders), [has, *own])
+        for i, parameter in enumerate(parameters):
+            mine = own[i] if has[i] else None
+            given = theirs[i] if their_has[i] else None
+            parameter.grad = _added(mine, given) if holders[0] == self.rank else _added(given, mine)
+
+
+def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+def make_replicas(
+    placement: Placement, modules: Mapping[int, Mapping[int, nn.Module]], exchange: Exchange | None
+) -> Replicas:
+    """What fits a placement.
+
+    Args:
+        placement: where stages are.
+        modules: per local rank, its modules by stage.
+        exchange: how to reach the other processes; None when all ranks are here.
+    """
+    doubled = [s for s in range(placement.num_stages) if len(holders_of(placement, s)) > 1]
+    if not doubled:
+        return NoReplicas()
+    if exchange is None:
+        ranks = {stage: holders_of(placement, stage) for stage in doubled}
+        return LocalCopies([(modules[a][stage], modules[b][stage]) for stage, (a, b) in ranks.items()])
+    ((rank, own),) = modules.items()
+    held = {stage: module for stage, module in own.items() if stage in doubled}
+    return RemoteCopies(rank, held, {stage: holders_of(placement, stage) for stage in held}, exchange)
+
+
+def modules_by_rank(
+    placement: Placement, ranks: Sequence[int], modules: Mapping[int, nn.Module]
+) -> dict[int, dict[int, nn.Module]]:
+    """The modules of every local rank; of two holders in this process the second gets a copy."""
+    found: dict[int, dict[int, nn.Module]] = {rank: {} for rank in ranks}
+    for stage, module in modules.items():
+        local = [rank for rank in holders_of(placement, stage) if rank in found]
+        for number, rank in enumerate(local):
+            found[rank][stage] = module if number == 0 else copy.deepcopy(module)
+    return found
