@@ -101,7 +101,8 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, caught: dict[int, torch.Tensor], index: int) -> torch.Tensor:
         ctx.caught, ctx.index = caught, index
-        return tensor.view_as(tensor)
+        # not a view: a stage may change its input in place
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:

@@ -1,0 +1,84 @@
+"""What a pipelined step must equal: the unsplit model's, bit for bit."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fastpipe import Pipeline, StepResult
+from fastpipe.runtime.stage import Chain
+from fastpipe.testing import Reference, reference_step
+from tests.runtime.models import CASES, Batch, Case
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the last bit, the sign of zero and NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)
+
+
+def unequal(pipe: Pipeline, unsplit: nn.Module) -> list[str]:
+    """The local parameters whose gradients differ from the unsplit model's."""
+    expected = dict(unsplit.named_parameters())
+    return [name for name, p in pipe.named_parameters() if not _same_grad(p.grad, expected[name].grad)]
+
+
+def _same_grad(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """No gradient and one of zeros are the same: a stage sends zeros for what the next one did not use."""
+    if found is None or expected is None:
+        return all(grad is None or not grad.any() for grad in (found, expected))
+    return same_bits(found, expected)
+
+
+def assert_same(pipe: Pipeline, result: StepResult, unsplit: nn.Module, reference: Reference) -> None:
+    """Losses, outputs and gradients are the reference's."""
+    assert result.loss is not None and same_bits(result.loss, reference.loss), (result.loss, reference.loss)
+    assert result.losses is not None and len(result.losses) == len(reference.losses)
+    assert all(map(same_bits, result.losses, reference.losses))
+    assert not (wrong := unequal(pipe, unsplit)), f"the gradients of {wrong} differ"
+
+
+def reference_of(unsplit: nn.Module, batch: Batch, pipe: Pipeline, case: Case, **options: Any) -> Reference:
+    """The unsplit model's step on the same batch."""
+    pair = (batch.args, batch.target)
+    return reference_step(
+        unsplit, pair, pipe.schedule, loss_fn=case.loss_fn, split_rules=case.split, kwargs=batch.kwargs, **options
+    )
+
+
+def rows_for(num_microbatches: int) -> int:
+    """Rows that do not divide evenly."""
+    return 2 * num_microbatches + 1
+
+
+def train_and_compare(
+    name: str, schedule: str, num_microbatches: int, *, steps: int = 3, num_layers: int | None = None, **options: Any
+) -> Pipeline:
+    """Steps that accumulate, each compared with the unsplit model's: the first announces shapes, the others know."""
+    case = CASES[name]
+    ranks = options.get("num_ranks") or torch.distributed.get_world_size()
+    count = 2 * ranks * max(2, options.get("stages_per_rank") or 0) + 1 if num_layers is None else num_layers
+    layers = case.layers(count)
+    unsplit = Chain(dict(enumerate(case.layers(count))))
+    pipe = Pipeline(layers, schedule, num_microbatches, case.loss_fn, split=case.split, **options)
+    for batch, twin in zip(*(case.batches(steps, rows_for(num_microbatches)) for _ in "ab"), strict=True):
+        result = pipe.step(*batch.args, target=batch.target, **batch.kwargs)
+        assert_same(pipe, result, unsplit, reference_of(unsplit, twin, pipe, case))
+        assert_same_input_grads(pipe, batch, twin)
+    return pipe
+
+
+def assert_same_input_grads(pipe: Pipeline, batch: Batch, twin: Batch) -> None:
+    """An input that requires a gradient gets it, on the rank that has the first stage."""
+    for found, expected in zip(tensors_in(batch.args), tensors_in(twin.args), strict=True):
+        if expected.grad is not None and pipe.is_first:
+            assert found.grad is not None and same_bits(found.grad, expected.grad)
+
+
+def tensors_in(values: Iterable[Any] | Sequence[Any]) -> list[torch.Tensor]:
+    """All tensors of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
