@@ -21,7 +21,7 @@ class ActionKind(IntEnum):
     """forward of one microbatch"""
     B = 1
     """full backward: inputs and weights"""
-    I = 2  # noqa: E741 - the field's own name
+    I = 2
     """backward for the stage's input (``B`` in the zero-bubble papers)"""
     W = 3
     """backward for the stage's weights"""
@@ -41,7 +41,7 @@ STAGE_ONLY_KINDS = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind
 COMMUNICATION_KINDS = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
 
 _SINGLE = re.compile(
-    r"(0|[1-9]\d{0,8})(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|I|B|W)(0|[1-9]\d{0,8})?"
+    r"(0|[1-9][0-9]{0,8})(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|I|B|W)(0|[1-9][0-9]{0,8})?"
 )
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,8 @@ from fastpipe.program import Channel, ChannelKind, Instruction, Op, Program
 from fastpipe.schedule import Schedule
 
 ALL = "all"
+SENDS_UNDER_WAY = 2
+"""How many sends of a forward-only program are under way on a rank with one stage: enough to hide one's latency."""
 _BACKWARD = (ActionKind.B, ActionKind.I)
 
 
@@ -53,7 +55,8 @@ def lower(schedule: Schedule, *, recv_lookahead: int | str = 1) -> Program:
     """Turn a valid schedule into a program.
 
     Args:
-        schedule: what to lower; it must be valid (`validate_schedule`).
+        schedule: what to lower; it must be valid (`validate_schedule`). Sends and receives that it was loaded with
+            are left aside: the program gets its own.
         recv_lookahead: how many compute actions before its consumer a receive is posted: 0 is just in time,
             ``"all"`` posts everything at the start of the step.
 
@@ -62,21 +65,23 @@ def lower(schedule: Schedule, *, recv_lookahead: int | str = 1) -> Program:
     """
     if recv_lookahead != ALL and (not isinstance(recv_lookahead, int) or recv_lookahead < 0):
         raise ValueError(f"recv_lookahead = {recv_lookahead!r}: give a number of at least 0, or 'all'")
+    schedule = schedule.without_transfers()
     orders = [list(rank) for rank in schedule]
     flow = _flow(schedule, orders)
     ahead = max(map(len, orders), default=0) if recv_lookahead == ALL else int(recv_lookahead)
     posts = _receive_positions(flow, ahead)
-    waits = _send_waits(flow, schedule.num_ranks)
+    waits = _bounded_waits(flow) if _streams(schedule) else _send_waits(flow)
     last_use = _last_uses(orders)
+    channels = tuple(flow.channels)
     columns = []
     for rank, order in enumerate(orders):
-        emitter = _RankEmitter(rank, flow, posts[rank], waits[rank], last_use[rank])
+        emitter = _RankEmitter(rank, channels, flow, posts[rank], waits[rank], last_use[rank])
         columns.append(_encode(emitter.emit(order)))
     return Program(
         schedule.name,
         schedule.placement,
         schedule.num_microbatches,
-        tuple(flow.channels),
+        channels,
         tuple(columns),
         schedule.forward_only,
     )
@@ -143,7 +148,26 @@ def _receive_positions(flow: _Flow, ahead: int) -> dict[int, dict[int, list[_Mes
     return posts
 
 
-def _send_waits(flow: _Flow, num_ranks: int) -> dict[int, dict[int, list[_Message]]]:
+def _streams(schedule: Schedule) -> bool:
+    """Whether messages only ever go down a line of ranks, a stage each, so that waiting for one can close no cycle."""
+    placement = schedule.placement
+    return schedule.forward_only and placement.num_routes == 1 and placement.num_stages == placement.num_ranks
+
+
+def _bounded_waits(flow: _Flow) -> dict[int, dict[int, list[_Message]]]:
+    """``[rank][position]``: without a backward nothing ever proves a send complete, so wait for the last but one.
+
+    The receiver waits for ranks behind it alone, and the sender for those ahead of it: no cycle.
+    """
+    waits: dict[int, dict[int, list[_Message]]] = defaultdict(lambda: defaultdict(list))
+    for channel, number in flow.channels.items():
+        messages = flow.by_channel[number]
+        for message, later in zip(messages, messages[SENDS_UNDER_WAY:], strict=False):
+            waits[channel.source][later.producer].append(message)
+    return waits
+
+
+def _send_waits(flow: _Flow) -> dict[int, dict[int, list[_Message]]]:
     """``[rank][position]``: the sends that are proven complete once that compute action has its inputs.
 
     Rank b took message n before the compute action c that consumes it. Any message that b made in c or later, and
@@ -205,12 +229,14 @@ class _RankEmitter:
     def __init__(
         self,
         rank: int,
+        channels: Sequence[Channel],
         flow: _Flow,
         posts: dict[int, list[_Message]],
         waits: dict[int, list[_Message]],
         last_use: dict[tuple[int, int], int],
     ) -> None:
         self.rank = rank
+        self.channels = channels
         self.flow = flow
         self.posts = posts
         self.waits = waits
@@ -266,13 +292,8 @@ class _RankEmitter:
             self._move(Op.FREE, message, slot)
 
     def _is_local(self, message: _Message) -> bool:
-        channel = self._channels()[message.channel]
+        channel = self.channels[message.channel]
         return channel.source == channel.destination
-
-    def _channels(self) -> Sequence[Channel]:
-        if not hasattr(self, "_channel_list"):
-            self._channel_list = tuple(self.flow.channels)
-        return self._channel_list
 
     def _take_slot(self, message: _Message) -> int:
         slot = self.slots.take(message.channel)

@@ -19,7 +19,7 @@ from fastpipe.action import NONE
 from fastpipe.program import Channel, Op, Program
 
 Lanes = str | Sequence[int]
-"""``"directed"`` (a lane a channel), ``"pair"`` (one for each two ranks), ``"group"`` (one for all), or a lane a channel."""
+"""``"directed"`` (one a channel), ``"pair"`` (one for each two ranks), ``"group"`` (one), or a number a channel."""
 
 
 def lane_numbers(lanes: Lanes, channels: Sequence[Channel]) -> list[int]:

@@ -20,7 +20,9 @@ def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
     Raises:
         ValueError: for fewer layers than stages, or a cost that is negative or not a number.
     """
-    weights = [1.0] * costs if isinstance(costs, int) else [float(cost) for cost in costs]
+    if isinstance(costs, int):
+        costs = [1.0] * costs
+    weights = [float(cost) for cost in costs]
     _check(weights, num_stages)
     prefix = [0.0]
     for weight in weights:
@@ -40,17 +42,14 @@ def _check(weights: list[float], num_stages: int) -> None:
             raise ValueError(f"costs[{layer}] = {weight}: a cost is a finite number of at least 0")
 
 
-Score = tuple[float, float]
-"""(largest cost, sum of squares): smaller is better."""
-
-
 def _best_ends(prefix: list[float], num_layers: int, num_stages: int) -> list[int]:
     """The end of every stage, by dynamic programming from the last stage to the first."""
-    # best[k][i]: the score of cutting layers i.. into k stages; the first of them as long as possible among equals
-    best: list[dict[int, tuple[Score, int]]] = [{num_layers: ((0.0, 0.0), num_layers)}]
     limit = _smallest_maximum(prefix, num_stages)
+    # best[k][i]: (sum of squares, end of the first stage) of layers i.. cut into k stages, none above the limit. The
+    # limit is the whole row's: a tail may go up to it when an earlier stage must, if that makes it more even.
+    best: list[dict[int, tuple[float, int]]] = [{num_layers: (0.0, num_layers)}]
     for k in range(1, num_stages + 1):
-        row: dict[int, tuple[Score, int]] = {}
+        row: dict[int, tuple[float, int]] = {}
         for start in range(num_stages - k, num_layers - k + 1):
             found = _best_end(prefix, start, num_layers - k + 1, best[k - 1], limit)
             if found is not None:
@@ -64,20 +63,19 @@ def _best_ends(prefix: list[float], num_layers: int, num_stages: int) -> list[in
 
 
 def _best_end(
-    prefix: list[float], start: int, last_end: int, rest: dict[int, tuple[Score, int]], limit: float
-) -> tuple[Score, int] | None:
-    found: tuple[Score, int] | None = None
+    prefix: list[float], start: int, last_end: int, rest: dict[int, tuple[float, int]], limit: float
+) -> tuple[float, int] | None:
+    found: tuple[float, int] | None = None
     for end in range(start + 1, last_end + 1):
         own = prefix[end] - prefix[start]
         if own > limit:
             break
         if end not in rest:
             continue
-        (largest, squares), _ = rest[end]
-        score = (max(own, largest), squares + own * own)
-        # equal scores: the longer first stage; sums of floats differ in their last bits
-        if found is None or score[0] < found[0][0] or (score[0] == found[0][0] and _at_most(score[1], found[0][1])):
-            found = (score, end)
+        squares = rest[end][0] + own * own
+        # equal sums: the longer first stage; sums of floats differ in their last bits
+        if found is None or _at_most(squares, found[0]):
+            found = (squares, end)
     return found
 
 

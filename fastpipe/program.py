@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fastpipe import program_json
 from fastpipe.action import NONE, Action, ActionKind
+from fastpipe.errors import ProgramError
 from fastpipe.placement import Placement
 
 Columns = npt.NDArray[np.int32]
@@ -26,7 +29,7 @@ class Op(IntEnum):
 
     F = 0
     B = 1
-    I = 2  # noqa: E741 - the field's own name
+    I = 2
     W = 3
     OVERLAP_F_B = 4
     UNSHARD = 5
@@ -102,6 +105,7 @@ class Instruction(NamedTuple):
         return Action(ActionKind(self.op), self.stage, self.microbatch, self.pair_stage, self.pair_microbatch)
 
 
+FIELDS = Instruction._fields
 _OPS = tuple(Op)
 
 
@@ -131,6 +135,26 @@ class RankProgram(Sequence[Instruction]):
     def num_sends(self) -> int:
         """The sends that are under way at one time, at most."""
         return int(self.columns[6][self.columns[0] == Op.SEND].max(initial=-1)) + 1
+
+    @property
+    def peak_activations(self) -> int:
+        """Live stage activations at most, in number; released at the end of W or B."""
+        return self._peak(Op.W)
+
+    @property
+    def peak_activations_released_at_input(self) -> int:
+        """The same when the end of I releases them."""
+        return self._peak(Op.I)
+
+    def _peak(self, released_by: Op) -> int:
+        """Highest level of a counter: a forward adds one, the end of a full backward or ``released_by`` takes one."""
+        ops = self.columns[0]
+        steps = np.zeros((2, len(ops)), dtype=np.int64)
+        steps[0, (ops == Op.F) | (ops == Op.OVERLAP_F_B)] = 1
+        steps[1, (ops == released_by) | (ops == Op.B) | (ops == Op.OVERLAP_F_B)] = -1
+        if not steps[1].any():  # forward only: nothing is kept for a backward
+            steps[1] = -steps[0]
+        return int(np.cumsum(steps.T.ravel()).max(initial=0))
 
     def __len__(self) -> int:
         return int(self.columns.shape[1])
@@ -170,6 +194,17 @@ def _instructions(columns: Columns) -> Iterator[Instruction]:
         yield Instruction(_OPS[op], *rest)
 
 
+def _transfer_or_compute(instruction: Instruction, channels: tuple[Channel, ...]) -> Action | None:
+    """The action that torch's format has for it; waits, frees and hand-overs have none."""
+    if instruction.op < Op.POST_RECV:
+        return Action(ActionKind(instruction.op), *instruction[1:5])
+    if instruction.op not in (Op.SEND, Op.POST_RECV):
+        return None
+    verb = "SEND" if instruction.op == Op.SEND else "RECV"
+    letter = "F" if channels[instruction.channel].kind == ChannelKind.ACTIVATION else "B"
+    return Action(ActionKind[f"{verb}_{letter}"], instruction.stage, instruction.microbatch)
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The programs of all ranks.
@@ -190,6 +225,14 @@ class Program:
     columns: tuple[Columns, ...]
     forward_only: bool = False
 
+    def __post_init__(self) -> None:
+        if len(self.columns) != self.placement.num_ranks:
+            raise ProgramError(f"columns: {self.placement.num_ranks} ranks need as many; found {len(self.columns)}")
+        for rank, columns in enumerate(self.columns):
+            if columns.dtype != np.int32 or columns.ndim != 2 or len(columns) != len(FIELDS):
+                found = f"{columns.dtype} {columns.shape}"
+                raise ProgramError(f"columns of rank {rank}: {found}; give int32 ({len(FIELDS)}, instructions)")
+
     @property
     def num_ranks(self) -> int:
         """How many ranks take part."""
@@ -204,6 +247,72 @@ class Program:
     def num_instructions(self) -> int:
         """How many instructions there are on all ranks together."""
         return sum(int(columns.shape[1]) for columns in self.columns)
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Live stage activations at most, one number a rank; released at the end of W or B."""
+        return tuple(rank.peak_activations for rank in self)
+
+    @property
+    def num_slots(self) -> tuple[int, ...]:
+        """Receive slots, hand-overs included, one number a rank."""
+        return tuple(rank.num_slots for rank in self)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Write one row a rank, in torch's format of compute with communication; see `Schedule.from_csv`.
+
+        Args:
+            path: a file to write; nothing is written without it.
+
+        Returns:
+            The text.
+        """
+        rows = (",".join(str(a) for i in rank if (a := _transfer_or_compute(i, self.channels))) for rank in self)
+        text = "".join(row + "\n" for row in rows)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Write it as JSON; into a file, if a path is given.
+
+        Returns:
+            The text.
+        """
+        text = program_json.write(
+            {
+                "name": self.name,
+                "num_ranks": self.num_ranks,
+                "routes": self.placement.routes,
+                "num_microbatches": self.num_microbatches,
+                "forward_only": self.forward_only,
+                "channels": [(c.source, c.destination, c.kind.name.lower()) for c in self.channels],
+                "ranks": [columns.T.tolist() for columns in self.columns],
+            }
+        )
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Program:
+        """Read it from a file, or from the text itself when it has a line break. Prove it before it is run.
+
+        Raises:
+            ProgramError: naming the entry that is not what `to_json` writes.
+        """
+        text = str(path)
+        if "\n" not in text:
+            text = Path(path).read_text(encoding="utf-8")
+        data = program_json.read(text)
+        channels = tuple(Channel(s, d, ChannelKind[kind.upper()]) for s, d, kind in data["channels"])
+        try:
+            placement = Placement(data["num_ranks"], data["routes"], "loaded")
+        except ValueError as error:
+            raise ProgramError(f"routes: {error}") from None
+        return cls(
+            data["name"], placement, data["num_microbatches"], channels, tuple(data["ranks"]), data["forward_only"]
+        )
 
     def __getitem__(self, rank: int) -> RankProgram:
         return RankProgram(rank, self.columns[rank], self.channels)

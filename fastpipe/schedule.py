@@ -5,8 +5,6 @@ A schedule is columns (one int32 array a field and rank); ``Action`` objects are
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe.action import COMPUTE_KINDS, NONE, Action, ActionKind
+from fastpipe.action import COMMUNICATION_KINDS, Action, ActionKind
 from fastpipe.dependencies import play
 from fastpipe.errors import ScheduleError
 from fastpipe.placement import Placement
@@ -25,6 +23,7 @@ Columns = npt.NDArray[np.int32]
 FIELDS = Action._fields
 _KINDS = tuple(ActionKind)
 _BACKWARD_KINDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.OVERLAP_F_B)
+_TRANSFERS = np.array(sorted(COMMUNICATION_KINDS), dtype=np.int32)
 
 
 class RankSchedule(Sequence[Action]):
@@ -80,9 +79,7 @@ class Schedule:
         self.placement = placement
         self.num_microbatches = num_microbatches
         self.options = dict(options or {})
-        self.columns = tuple(np.array(c, dtype=np.int32, order="C").reshape(len(FIELDS), -1) for c in columns)
-        for array in self.columns:
-            array.setflags(write=False)
+        self.columns = tuple(_frozen(array, rank) for rank, array in enumerate(columns))
 
     @classmethod
     def from_actions(
@@ -93,7 +90,7 @@ class Schedule:
         orders: Sequence[Iterable[Action | str]],
         options: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """Build from actions or their texts: ``Schedule.from_actions("mine", Placement.loop(1), 1, [["0F0", "0B0"]])``."""
+        """Build from actions or their texts: ``from_actions("mine", Placement.loop(1), 1, [["0F0", "0B0"]])``."""
         columns = []
         for order in orders:
             rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
@@ -124,6 +121,14 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether any backward is split into I and W."""
         return any((columns[0] == ActionKind.I).any() for columns in self.columns)
+
+    def without_transfers(self) -> Schedule:
+        """The same without SEND and RECV, which only a loaded schedule has: `fastpipe.lower` makes its own."""
+        keep = [~np.isin(columns[0], _TRANSFERS) for columns in self.columns]
+        if all(mask.all() for mask in keep):
+            return self
+        columns = [array[:, mask] for array, mask in zip(self.columns, keep, strict=True)]
+        return Schedule(self.name, self.placement, self.num_microbatches, columns, self.options)
 
     def __getitem__(self, rank: int) -> RankSchedule:
         return RankSchedule(self.columns[rank])
@@ -164,8 +169,6 @@ class Schedule:
     def time_steps(self) -> list[list[Action | None]]:
         """Every rank's row of unit time steps, None where it idles; the bare orders if they cannot run."""
         orders = [list(rank) for rank in self]
-        if any(action.kind not in COMPUTE_KINDS for order in orders for action in order):
-            return [list(order) for order in orders]
         played = play(orders, self.placement, self.num_microbatches)
         if played.stuck:
             return [list(order) for order in orders]
@@ -198,16 +201,16 @@ class Schedule:
         Returns:
             The text.
         """
-        rows: Sequence[Sequence[Action | None]] = self.time_steps() if aligned else [list(rank) for rank in self]
+        rows: Sequence[Sequence[Action | None]] = self.time_steps() if aligned else list(self)
         width = max(map(len, rows)) if aligned else 0
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
+        lines = []
         for row in rows:
             cells = ["" if action is None else str(action) for action in row]
-            writer.writerow(cells + [""] * (width - len(cells)))
+            lines.append(",".join(cells + [""] * (width - len(cells))) + "\n")
+        text = "".join(lines)
         if path is not None:
-            Path(path).write_text(out.getvalue())
-        return out.getvalue()
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     @classmethod
     def from_csv(cls, path: str | Path, *, name: str | None = None) -> Schedule:
@@ -221,18 +224,36 @@ class Schedule:
         text = str(path)
         if "\n" not in text:
             name = name or Path(path).stem
-            text = Path(path).read_text()
-        orders = [_read_row(number, row) for number, row in enumerate(csv.reader(io.StringIO(text)))]
-        while orders and not orders[-1]:
-            orders.pop()
-        if not orders:
-            raise ScheduleError("the CSV has no actions: write one row a rank")
-        return infer(name or "csv", orders)
+            text = _read_text(Path(path))
+        rows = text.removesuffix("\n").split("\n")
+        return infer(name or "csv", [_read_row(number, row.removesuffix("\r")) for number, row in enumerate(rows)])
 
 
-def _read_row(number: int, row: list[str]) -> list[Action]:
+def _frozen(array: npt.ArrayLike, rank: int) -> Columns:
+    """A read-only array of the right shape that nobody else can write to, its kinds known."""
+    columns = np.asarray(array, dtype=np.int32)
+    if columns.ndim != 2 or columns.shape[0] != len(FIELDS):
+        raise ScheduleError(f"columns of rank {rank}: shape {columns.shape}; give ({len(FIELDS)}, number of actions)")
+    if columns.flags.writeable or not columns.flags.c_contiguous:
+        columns = np.array(columns, order="C")
+        columns.setflags(write=False)
+    kinds = columns[0]
+    if kinds.size and not (kinds.min() >= 0 and kinds.max() < len(_KINDS)):
+        position = int(np.flatnonzero((kinds < 0) | (kinds >= len(_KINDS)))[0])
+        raise ScheduleError(f"rank {rank}, position {position}: {kinds[position]} is no kind of action")
+    return columns
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path} is no text: {error}") from None
+
+
+def _read_row(number: int, row: str) -> list[Action]:
     actions = []
-    for column, cell in enumerate(row):
+    for column, cell in enumerate(row.split(",")):
         if not cell:
             continue
         try:
@@ -256,17 +277,25 @@ def infer(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
                 if part.kind is ActionKind.F:
                     ranks.setdefault((part.stage, part.microbatch), rank)
     if not ranks:
-        raise ScheduleError("no rank has a forward, so no stage has a place")
+        raise ScheduleError("there is no forward on any rank, so no stage has a place: write one row a rank")
     num_stages = max(stage for stage, _ in ranks) + 1
     num_microbatches = max(microbatch for _, microbatch in ranks) + 1
-    routes = []
-    for microbatch in (0, num_microbatches - 1):
-        route = tuple(ranks.get((stage, microbatch), NONE) for stage in range(num_stages))
-        if NONE in route:
-            raise ScheduleError(f"microbatch {microbatch} has no forward of stage {route.index(NONE)} on any rank")
-        routes.append(route)
-    distinct = tuple(dict.fromkeys(routes))
-    return Schedule.from_actions(name, Placement(len(orders), distinct, "loaded"), num_microbatches, orders)
+    routes = [_route(ranks, microbatch, num_stages) for microbatch in (0, num_microbatches - 1)]
+    try:
+        placement = Placement(len(orders), tuple(dict.fromkeys(routes)), "loaded")
+    except ValueError as error:
+        raise ScheduleError(str(error)) from None
+    return Schedule.from_actions(name, placement, num_microbatches, orders)
+
+
+def _route(ranks: Mapping[tuple[int, int], int], microbatch: int, num_stages: int) -> tuple[int, ...]:
+    """The rank of every stage's forward of one microbatch."""
+    route: list[int] = []
+    for stage in range(num_stages):
+        if (stage, microbatch) not in ranks:
+            raise ScheduleError(f"microbatch {microbatch} has no forward of stage {stage} on any rank")
+        route.append(ranks[stage, microbatch])
+    return tuple(route)
 
 
 def _grid(rows: Sequence[Sequence[Action | None]]) -> str:

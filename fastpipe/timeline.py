@@ -112,12 +112,12 @@ class Timeline:
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """Live stage activations at most, one number a rank; released at the end of W or B."""
-        return tuple(_peak(columns, Op.W) for columns in self.program.columns)
+        return self.program.peak_activations
 
     @cached_property
     def peak_activations_released_at_input(self) -> tuple[int, ...]:
         """The same when the end of I releases them."""
-        return tuple(_peak(columns, Op.I) for columns in self.program.columns)
+        return tuple(rank.peak_activations_released_at_input for rank in self.program)
 
     def __iter__(self) -> Iterator[Span]:
         for rank, rank_program in enumerate(self.program):
@@ -189,15 +189,6 @@ class Timeline:
         from fastpipe.visualize import to_chrome_trace
 
         return to_chrome_trace(self, path)
-
-
-def _peak(columns: npt.NDArray[np.int32], released_by: Op) -> int:
-    """Highest level of a counter: a forward adds one, the end of ``released_by`` or of a full backward takes one."""
-    ops = columns[0]
-    steps = np.zeros((2, len(ops)), dtype=np.int64)
-    steps[0, (ops == Op.F) | (ops == Op.OVERLAP_F_B)] = 1
-    steps[1, (ops == released_by) | (ops == Op.B) | (ops == Op.OVERLAP_F_B)] = -1
-    return int(np.cumsum(steps.T.ravel()).max(initial=0))
 
 
 def _table(timeline: Timeline) -> str:

@@ -1,4 +1,4 @@
-"""The proofs: a schedule that is complete and can run; a program that cannot hang, mismatch or misuse a buffer."""
+"""The proof that a schedule is complete and can run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fastpipe.action import COMPUTE_KINDS, STAGE_ONLY_KINDS, Action, ActionKind
+from fastpipe.action import COMPUTE_KINDS, NONE, STAGE_ONLY_KINDS, Action, ActionKind
 from fastpipe.dependencies import Event, Play, play, produces
 from fastpipe.errors import ScheduleError
 from fastpipe.schedule import Schedule
+from fastpipe.validate_transfers import check_transfers
 
 Done = dict[tuple[ActionKind, int, int], tuple[int, int]]
 """(kind, stage, microbatch) to (rank, position)."""
@@ -19,8 +20,9 @@ def validate_schedule(schedule: Schedule) -> Schedule:
     """Prove that a schedule is complete and can run.
 
     Every microbatch goes through every stage exactly once, forward and backward (B, or I and W; or no backward at all
-    in the whole schedule), on the ranks of its route, in an order that can run. Warns when a stage's W come in
-    another order than its I, which sums the weight gradients in another order.
+    in the whole schedule), on the ranks of its route, in an order that can run. Sends and receives, which only a
+    loaded schedule has, must be all there, in an order that matches. Warns when a stage's W come in another order than
+    its I, which sums the weight gradients in another order.
 
     Returns:
         The schedule.
@@ -34,6 +36,7 @@ def validate_schedule(schedule: Schedule) -> Schedule:
     played = play(orders, schedule.placement, schedule.num_microbatches)
     if played.stuck:
         raise ScheduleError(_describe_cycle(orders, played))
+    check_transfers(schedule)
     _warn_about_weight_order(schedule)
     return schedule
 
@@ -55,11 +58,13 @@ def _collect(schedule: Schedule) -> Done:
 
 
 def _check_kind(schedule: Schedule, rank: int, action: Action, where: str) -> None:
-    if action.kind in STAGE_ONLY_KINDS:
-        if action.stage not in schedule.placement.stages_of(rank):
-            raise ScheduleError(f"{where}: rank {rank} does not hold stage {action.stage}")
-    elif action.kind not in COMPUTE_KINDS:
-        raise ScheduleError(f"{where}: a schedule is compute only; sends and receives come from lower()")
+    stage_only = action.kind in STAGE_ONLY_KINDS
+    unused = () if action.kind is ActionKind.OVERLAP_F_B else (action.pair_stage, action.pair_microbatch)
+    if any(value != NONE for value in (*unused, *((action.microbatch,) if stage_only else ()))):
+        fields = tuple(map(int, action))
+        raise ScheduleError(f"{where}: {fields} sets a field that {action.kind.name} does not use; leave it {NONE}")
+    if stage_only and action.stage not in schedule.placement.stages_of(rank):
+        raise ScheduleError(f"{where}: rank {rank} does not hold stage {action.stage}")
 
 
 def _check_indices(schedule: Schedule, rank: int, part: Action, where: str) -> None:
@@ -112,7 +117,7 @@ def _describe_cycle(orders: Sequence[Sequence[Action]], played: Play) -> str:
                 for event in produces(part.kind):
                     producers[event, part.stage, part.microbatch] = (rank, position)
     path: list[int] = []
-    rank = next(iter(played.stuck))
+    rank = min(played.stuck)
     while rank not in path:
         path.append(rank)
         _, event, stage, microbatch = played.stuck[rank]

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from fastpipe.action import NONE
+from fastpipe.action import NONE, ActionKind
+from fastpipe.deadlock import describe_cycle
 from fastpipe.dependencies import Event, feeds, needs, produces
 from fastpipe.errors import ProgramError
-from fastpipe.machine import Lanes, Machine, Outcome, Transfer, lane_numbers
-from fastpipe.program import COMPUTE_OPS, ChannelKind, Instruction, Op, Program
+from fastpipe.machine import Lanes, Machine, lane_numbers
+from fastpipe.program import COMPUTE_OPS, Channel, ChannelKind, Instruction, Op, Program
+
+_STAGE_OPS = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
 Key = tuple[ChannelKind, int, int]
 """(kind, consumer stage, microbatch): which message."""
@@ -36,15 +39,47 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
         ProgramError: naming rank, position and instruction; for a program that can hang, the cycle of who waits for
             whom.
     """
-    lane_numbers(lanes, program.channels)
+    numbers = lane_numbers(lanes, program.channels)
+    _check_form(program)
     checks = [_RankCheck(program, rank) for rank in range(program.num_ranks)]
     for check in checks:
         check.run()
     _check_channels(program, checks)
     outcome = Machine(program, lanes).run()
     if outcome.blocked:
-        raise ProgramError(_describe_cycle(program, outcome, lane_numbers(lanes, program.channels)))
+        raise ProgramError(describe_cycle(program, outcome, numbers))
     return program
+
+
+def _check_form(program: Program) -> None:
+    """Channels that are what they say, and instructions whose fields are those of their kind."""
+    ranks = range(program.num_ranks)
+    seen: dict[Channel, int] = {}
+    for number, channel in enumerate(program.channels):
+        if channel.source not in ranks or channel.destination not in ranks:
+            raise ProgramError(f"channel {number} ({channel}): ranks are 0 to {program.num_ranks - 1}")
+        if seen.setdefault(channel, number) != number:
+            raise ProgramError(f"channel {number} ({channel}) is channel {seen[channel]} again: one FIFO, not two")
+    for rank, columns in enumerate(program.columns):
+        for position, row in enumerate(zip(*columns.tolist(), strict=True)):
+            wrong = _wrong_form(row, program.channels)
+            if wrong:
+                raise ProgramError(f"rank {rank}, position {position}, {row}: {wrong}")
+
+
+def _wrong_form(row: tuple[int, ...], channels: tuple[Channel, ...]) -> str:
+    op, _, microbatch, pair_stage, pair_microbatch, channel, slot = row
+    if not 0 <= op < len(Op):
+        return f"{op} is no operation"
+    if op != Op.OVERLAP_F_B and (pair_stage, pair_microbatch) != (NONE, NONE):
+        return f"{Op(op).name} has no pair; leave its fields {NONE}"
+    if op in _STAGE_OPS and microbatch != NONE:
+        return f"{Op(op).name} has no microbatch; leave it {NONE}"
+    if op < Op.POST_RECV:
+        return "" if (channel, slot) == (NONE, NONE) else f"{Op(op).name} has no channel and no slot; leave them {NONE}"
+    if not 0 <= channel < len(channels):
+        return f"channel {channel} is not one of 0 to {len(channels) - 1}"
+    return "" if slot >= 0 else f"slot {slot} is no slot"
 
 
 def _message_text(key: Key) -> str:
@@ -57,6 +92,7 @@ class _Slot:
     """A receive slot in use."""
 
     key: Key
+    channel: int
     full: bool
 
 
@@ -67,7 +103,7 @@ class _RankCheck:
     program: Program
     rank: int
     slots: dict[int, _Slot] = field(default_factory=dict)
-    sends: dict[int, Key] = field(default_factory=dict)
+    sends: dict[int, tuple[Key, int]] = field(default_factory=dict)
     arrived: dict[Key, int] = field(default_factory=dict)
     happened: set[tuple[Event, int, int]] = field(default_factory=set)
     unsent: dict[Key, int] = field(default_factory=dict)
@@ -86,7 +122,8 @@ class _RankCheck:
             Op.HAND_OVER: self._hand_over,
             Op.FREE: self._free,
         }
-        for self.position, self.instruction in enumerate(self.program[self.rank]):
+        for position, instruction in enumerate(self.program[self.rank]):
+            self.position, self.instruction = position, instruction
             self._check_channel()
             handler = handlers.get(self.instruction.op)
             if handler is not None:
@@ -103,23 +140,14 @@ class _RankCheck:
 
     def _check_channel(self) -> None:
         instruction = self.instruction
-        moves = instruction.op >= Op.POST_RECV
-        if not moves:
+        if instruction.op < Op.POST_RECV:
             return
-        if not 0 <= instruction.channel < len(self.program.channels):
-            count = len(self.program.channels)
-            raise ProgramError(
-                f"rank {self.rank}, position {self.position}, {instruction.op.name}: channel {instruction.channel} "
-                f"is not one of 0 to {count - 1}"
-            )
         channel = self.program.channels[instruction.channel]
         sends = instruction.op in (Op.SEND, Op.WAIT_SEND)
         if (channel.source if sends else channel.destination) != self.rank:
             raise self._error(f"rank {self.rank} is not the {'source' if sends else 'destination'} of {channel}")
         if (channel.source == channel.destination) != (instruction.op == Op.HAND_OVER) and instruction.op != Op.FREE:
             raise self._error("a hand-over stays on its rank, and a transfer goes to another one")
-        if instruction.slot < 0:
-            raise self._error(f"slot {instruction.slot} is no slot")
 
     def _key(self) -> Key:
         """The message an instruction is about, by its consumer."""
@@ -134,7 +162,7 @@ class _RankCheck:
         slot, key = self.instruction.slot, self._key()
         if slot in self.slots:
             raise self._error(f"slot {slot} still holds {_message_text(self.slots[slot].key)}")
-        self.slots[slot] = _Slot(key, full)
+        self.slots[slot] = _Slot(key, self.instruction.channel, full)
         if full:
             self.arrived[key] = slot
 
@@ -144,7 +172,7 @@ class _RankCheck:
 
     def _wait(self) -> None:
         slot, key = self.slots.get(self.instruction.slot), self._key()
-        if slot is None or slot.key != key:
+        if slot is None or (slot.key, slot.channel) != (key, self.instruction.channel):
             raise self._error(f"no receive of {_message_text(key)} is posted to slot {self.instruction.slot}")
         if slot.full:
             raise self._error("it was already waited for")
@@ -162,11 +190,11 @@ class _RankCheck:
         if self.instruction.slot in self.sends:
             raise self._error(f"send {self.instruction.slot} is still under way; wait for it first")
         key = self._take_product()
-        self.sends[self.instruction.slot] = key
+        self.sends[self.instruction.slot] = (key, self.instruction.channel)
         self.sent[self.instruction.channel].append((key, self.position))
 
     def _wait_send(self) -> None:
-        if self.sends.get(self.instruction.slot) != self._key():
+        if self.sends.get(self.instruction.slot) != (self._key(), self.instruction.channel):
             raise self._error(f"send {self.instruction.slot} is not under way with it")
         del self.sends[self.instruction.slot]
 
@@ -176,7 +204,7 @@ class _RankCheck:
 
     def _free(self) -> None:
         slot, key = self.slots.get(self.instruction.slot), self._key()
-        if slot is None or slot.key != key:
+        if slot is None or (slot.key, slot.channel) != (key, self.instruction.channel):
             raise self._error(f"slot {self.instruction.slot} does not hold {_message_text(key)}")
         if not slot.full:
             raise self._error("its message was not waited for")
@@ -193,6 +221,8 @@ class _RankCheck:
         action = self.instruction.action
         assert action is not None
         placement, num_stages = self.program.placement, self.program.num_stages
+        if self.program.forward_only and action.kind is not ActionKind.F:
+            raise self._error("the program is forward-only: its inputs are freed after F")
         for part in action.parts:
             if not (0 <= part.stage < num_stages and 0 <= part.microbatch < self.program.num_microbatches):
                 raise self._error(f"{part} names no stage or microbatch of the program")
@@ -227,11 +257,12 @@ class _RankCheck:
         where = f"rank {self.rank}, end of the program"
         for slot, held in self.slots.items():
             raise ProgramError(f"{where}: slot {slot} still holds {_message_text(held.key)}; free it")
-        for number, key in self.sends.items():
+        for number, (key, _) in self.sends.items():
             raise ProgramError(f"{where}: send {number} of {_message_text(key)} is never waited for")
         for key, position in self.unsent.items():
             raise ProgramError(
-                f"rank {self.rank}, position {position}: {_message_text(key)} is computed here and never sent or handed over"
+                f"rank {self.rank}, position {position}: {_message_text(key)} is computed here and never sent or "
+                "handed over"
             )
         self._check_computed(where)
 
@@ -274,37 +305,3 @@ def _check_channels(program: Program, checks: list[_RankCheck]) -> None:
                     f"{channel.destination} receives {_message_text(into)} at position {to}: no message has a name, so "
                     "it would be taken for the other"
                 )
-
-
-def _describe_cycle(program: Program, outcome: Outcome, lanes: list[int]) -> str:
-    """Follow who waits for whom from any blocked rank until one comes again."""
-    seen: list[int] = []
-    lines: dict[int, str] = {}
-    rank = next(iter(outcome.blocked))
-    waiting = outcome.blocked[rank]
-    while rank not in seen:
-        seen.append(rank)
-        head = outcome.queues[lanes[waiting.channel], rank][0]
-        channel = program.channels[head.channel]
-        peer = channel.destination if head.sends else channel.source
-        lines[rank] = _wait_text(program, outcome, rank, waiting, head, peer)
-        rank = peer
-        waiting = _what_holds_up(outcome, head, peer, lanes)
-    cycle = seen[seen.index(rank) :]
-    return "the program can hang, ranks wait in a cycle: " + "; ".join(lines[r] for r in cycle)
-
-
-def _what_holds_up(outcome: Outcome, head: Transfer, peer: int, lanes: list[int]) -> Transfer:
-    """Why a peer does not answer a head: another transfer is at its own head, or it has not come that far."""
-    queue = outcome.queues.get((lanes[head.channel], peer))
-    if queue:
-        return queue[0]
-    return outcome.blocked[peer]
-
-
-def _wait_text(program: Program, outcome: Outcome, rank: int, waiting: Transfer, head: Transfer, peer: int) -> str:
-    at = outcome.blocked.get(rank)
-    where = "" if at is None else f" (blocked in its wait for position {at.position})"
-    text = program[rank].text(program[rank][head.position])
-    behind = "" if head is waiting else f", ahead of position {waiting.position} in the same lane,"
-    return f"rank {rank}{where}: position {head.position}, {text}{behind} waits for rank {peer}"

@@ -1,0 +1,306 @@
+"""What the proof of a program accepts and refuses, one fault at a time, and how the error reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastpipe
+from fastpipe import Channel, ChannelKind, Instruction, Op, Program, ProgramError, Schedule, validate_program
+from tests.unit.planning import hand, rebuilt, small_schedules, with_columns
+
+
+@pytest.fixture
+def program() -> Program:
+    """rank 0: POST_RECV 0F0 SEND WAIT_RECV WAIT_SEND 0B0 FREE; rank 1: POST WAIT 1F0 1B0 SEND FREE WAIT_SEND"""
+    return fastpipe.lower(hand(["0F0 0B0", "1F0 1B0"], [0, 1], 1))
+
+
+def refused(program: Program, message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        validate_program(program)
+
+
+def test_dualpipev_needs_directed_lanes() -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8))
+    validate_program(program, lanes="directed")
+    with pytest.raises(ProgramError, match="the program can hang, ranks wait in a cycle: rank .* waits for rank"):
+        validate_program(program, lanes="pair")
+
+
+def test_one_lane_a_pair_is_enough_where_both_ends_name_their_transfers_in_one_order() -> None:
+    gpipe = fastpipe.make_schedule("gpipe", num_ranks=4, num_microbatches=8)
+    validate_program(fastpipe.lower(gpipe, recv_lookahead=0), lanes="pair")
+    # rank 0 sends its second activation before it receives a gradient, rank 1 the other way round
+    orders = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)
+    with pytest.raises(ProgramError, match="ranks wait in a cycle"):
+        validate_program(fastpipe.lower(orders, recv_lookahead=0), lanes="pair")
+
+
+def test_lanes() -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=2))
+    validate_program(program, lanes=[3, 9])
+    with pytest.raises(ValueError, match="lanes = 'each': use 'directed', 'pair', 'group'"):
+        validate_program(program, lanes="each")
+    with pytest.raises(ValueError, match="lanes names 1 channels of 2"):
+        validate_program(program, lanes=[0])
+
+
+@pytest.mark.parametrize("schedule", small_schedules()[1::2], ids=repr)
+def test_every_instruction_but_those_on_weights_is_needed(schedule: Schedule) -> None:
+    program = fastpipe.lower(schedule)
+    for rank in (0, program.num_ranks - 1):
+        for drop in Op:
+            position = next((p for p, i in enumerate(program[rank]) if i.op is drop), None)
+            if position is None:
+                continue
+            mutated = rebuilt(program, rank, lambda rows, p=position: rows.pop(p))
+            if drop in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
+                validate_program(mutated)  # they move no message
+            else:
+                refused(mutated, r"rank \d")
+
+
+def test_dropped_post(program: Program) -> None:
+    refused(
+        rebuilt(program, 1, lambda rows: rows.pop(0)),
+        "rank 1, position 0, WAIT_RECV .* microbatch 0, peer 0.*: no receive of the activation for stage 1",
+    )
+
+
+def test_dropped_wait(program: Program) -> None:
+    refused(rebuilt(program, 1, lambda rows: rows.pop(1)), "rank 1, position 1, F +1F0: the activation .* not arrived")
+
+
+def test_dropped_send(program: Program) -> None:
+    def change(rows: list[Instruction]) -> None:
+        rows[:] = [i for i in rows if i.op not in (Op.SEND, Op.WAIT_SEND)]
+
+    refused(rebuilt(program, 0, change), "rank 0, position 1: the activation for stage 1 .* never sent or handed over")
+
+
+def test_no_sends_and_nothing_that_needs_them(program: Program) -> None:
+    columns = [np.zeros((7, 0), dtype=np.int32)] * 2
+    refused(with_columns(program, columns), "rank 0, end of the program: stage 0, microbatch 0 had no F")
+
+
+def test_dropped_wait_for_a_send(program: Program) -> None:
+    refused(rebuilt(program, 0, lambda rows: rows.pop(4)), "rank 0, end of the program: send 0 of .* never waited for")
+
+
+def test_dropped_free(program: Program) -> None:
+    refused(
+        rebuilt(program, 0, lambda rows: rows.pop(6)), "rank 0, end of the program: slot 0 still holds the gradient"
+    )
+
+
+def test_double_waits(program: Program) -> None:
+    refused(
+        rebuilt(program, 0, lambda rows: rows.insert(4, rows[3])), "rank 0, position 4, WAIT_RECV .*already waited for"
+    )
+    refused(
+        rebuilt(program, 0, lambda rows: rows.insert(5, rows[4])), "rank 0, position 5, WAIT_SEND .*is not under way"
+    )
+
+
+def test_a_wait_before_its_send(program: Program) -> None:
+    def change(rows: list[Instruction]) -> None:
+        rows.insert(2, rows.pop(4))
+
+    refused(rebuilt(program, 0, change), "rank 0, position 2, WAIT_SEND .*send 0 is not under way with it")
+
+
+def test_doubled_compute_and_send(program: Program) -> None:
+    refused(rebuilt(program, 0, lambda rows: rows.insert(2, rows[1])), "rank 0, position 2, F +0F0: .*already done")
+    refused(
+        rebuilt(program, 0, lambda rows: rows.insert(3, rows[2]._replace(slot=1))),
+        "rank 0, position 3, SEND .*not there to hand on: it was not computed, or went already",
+    )
+
+
+def test_free_too_early(program: Program) -> None:
+    def change(rows: list[Instruction]) -> None:
+        rows.insert(3, rows.pop(5))
+
+    refused(rebuilt(program, 1, change), "rank 1, position 3, FREE .*stage 1 still reads it")
+
+
+def test_free_before_the_message_is_there(program: Program) -> None:
+    def change(rows: list[Instruction]) -> None:
+        rows.insert(1, rows.pop(5))
+
+    refused(rebuilt(program, 1, change), "rank 1, position 1, FREE .*its message was not waited for")
+
+
+def test_a_slot_reused_while_it_is_live() -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=2, num_microbatches=2))
+
+    def change(rows: list[Instruction]) -> None:
+        rows[:] = [i._replace(slot=0) if i.op in (Op.POST_RECV, Op.WAIT_RECV, Op.FREE) else i for i in rows]
+
+    refused(rebuilt(program, 1, change), r"rank 1, position \d, POST_RECV .*slot 0 still holds the activation")
+
+
+def test_a_wait_for_a_message_in_another_slot(program: Program) -> None:
+    refused(
+        rebuilt(program, 1, lambda rows: rows.__setitem__(1, rows[1]._replace(slot=1))),
+        "rank 1, position 1, WAIT_RECV .*is posted to slot 1",
+    )
+
+
+def test_a_send_number_that_is_under_way() -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=2, num_microbatches=2))
+
+    def change(rows: list[Instruction]) -> None:
+        rows[:] = [i._replace(slot=0) if i.op in (Op.SEND, Op.WAIT_SEND) else i for i in rows]
+
+    refused(rebuilt(program, 0, change), "rank 0, position .* SEND .*send 0 is still under way; wait for it first")
+
+
+def test_reordered_sends() -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=2, num_microbatches=2))
+
+    def change(rows: list[Instruction]) -> None:
+        at = [p for p, i in enumerate(rows) if i.op is Op.SEND]
+        first = rows.pop(at[0])
+        rows.insert(at[1], first)
+
+    refused(
+        rebuilt(program, 0, change),
+        r"channel 0 \(activation 0->1\), message 0: rank 0 sends .* microbatch 1 at position \d+, while rank 1 receives"
+        r" .* microbatch 0 at position 0: no message has a name",
+    )
+
+
+def test_one_side_only() -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=3, num_microbatches=1))
+    swapped = with_columns(program, program.columns, tuple(program.channels[i] for i in (1, 0, 2, 3)))
+    refused(swapped, "rank 0, position .*is not the")
+
+
+def test_crossed_orders_name_the_cycle() -> None:
+    # each rank waits for its send, which the other would receive only after its own
+    orders = ["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"]
+    program = fastpipe.lower(hand(orders, [0, 1, 0, 1], 1), recv_lookahead=0)
+
+    def wait_at_once(rows: list[Instruction]) -> None:
+        send = next(p for p, i in enumerate(rows) if i.op is Op.SEND)
+        wait = next(p for p, i in enumerate(rows) if i.op is Op.WAIT_SEND and i.channel == rows[send].channel)
+        rows.insert(send + 1, rows.pop(wait))
+
+    validate_program(rebuilt(program, 0, wait_at_once))  # rank 1 has nothing else to do: no cycle
+
+    def receive_late(rows: list[Instruction]) -> None:
+        gradient = next(p for p, i in enumerate(rows) if i.op is Op.WAIT_RECV and i.stage == 1 and p > 4)
+        send = next(p for p, i in enumerate(rows) if i.op is Op.SEND and i.stage == 1)
+        rows.insert(send, rows.pop(gradient))
+
+    with pytest.raises(ProgramError) as refusal:
+        validate_program(rebuilt(program, 1, receive_late))
+    text = str(refusal.value)
+    assert "ranks wait in a cycle" in text or "no receive of" in text
+
+
+def test_the_cycle_names_ranks_and_positions_of_both() -> None:
+    # both ranks wait for the other's message before they send their own
+    placement = fastpipe.Placement.bidirectional(2)
+    schedule = Schedule.from_actions("both", placement, 2, [["0F0", "1F1"], ["0F1", "1F0"]])
+    program = fastpipe.lower(schedule)
+    validate_program(program)
+
+    def wait_for_the_send_at_once(rows: list[Instruction]) -> None:
+        wait = next(p for p, i in enumerate(rows) if i.op is Op.WAIT_SEND)
+        send = next(p for p, i in enumerate(rows) if i.op is Op.SEND)
+        post = next(p for p, i in enumerate(rows) if i.op is Op.POST_RECV)
+        last = rows.pop(wait)
+        receive = rows.pop(post)
+        rows.insert(send, last)
+        rows.insert(send + 1, receive)
+
+    both = rebuilt(rebuilt(program, 0, wait_for_the_send_at_once), 1, wait_for_the_send_at_once)
+    with pytest.raises(ProgramError) as refusal:
+        validate_program(both)
+    assert str(refusal.value) == (
+        "the program can hang, ranks wait in a cycle: "
+        "rank 0 (blocked in its wait for position 1): position 1, SEND        activation of stage 0 microbatch 0, "
+        "peer 1, channel 0 (activation 0->1), send 0 waits for rank 1; "
+        "rank 1 (blocked in its wait for position 1): position 1, SEND        activation of stage 0 microbatch 1, "
+        "peer 0, channel 1 (activation 1->0), send 0 waits for rank 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("position", "change", "message"),
+    [
+        (1, {"op": 14}, r"rank 0, position 1, \(14, .*\): 14 is no operation"),
+        (1, {"op": -1}, "-1 is no operation"),
+        (1, {"pair_stage": 0}, "F has no pair; leave its fields -1"),
+        (2, {"pair_microbatch": 0}, "SEND has no pair"),
+        (1, {"channel": 0}, "F has no channel and no slot"),
+        (1, {"slot": 0}, "F has no channel and no slot"),
+        (2, {"channel": 2}, "channel 2 is not one of 0 to 1"),
+        (2, {"channel": -1}, "channel -1 is not one of 0 to 1"),
+        (2, {"slot": -1}, "slot -1 is no slot"),
+        (1, {"stage": 1}, "1F0 does not belong to rank 0"),
+        (1, {"stage": 7}, "7F0 names no stage or microbatch of the program"),
+        (1, {"microbatch": 1}, "0F1 names no stage or microbatch"),
+        (1, {"op": Op.UNSHARD}, "UNSHARD has no microbatch; leave it -1"),
+        (1, {"op": Op.UNSHARD, "microbatch": -1, "stage": 1}, "rank 0 does not hold stage 1"),
+        (5, {"op": Op.I}, "stage 0, microbatch 0 had no B or W|still reads it"),
+        (0, {"op": Op.HAND_OVER}, "a hand-over stays on its rank"),
+        (0, {"channel": 0}, "rank 0 is not the destination of activation 0->1"),
+    ],
+)
+def test_one_wrong_field(program: Program, position: int, change: dict[str, int], message: str) -> None:
+    def edit(rows: list[Instruction]) -> None:
+        rows[position] = rows[position]._replace(**change)
+
+    refused(rebuilt(program, 0, edit), message)
+
+
+def test_waits_and_frees_are_of_the_channel_of_their_transfer() -> None:
+    # rank 1 receives activations from both sides: a wait or a free on the other channel would mislead a transport
+    program = fastpipe.lower(hand(["0F0 2F0 2B0 0B0", "1F0 1B0"], [0, 1, 0], 1))
+    other = Channel(0, 1, ChannelKind.GRADIENT)
+    assert other in program.channels
+    looped = fastpipe.lower(hand(["0F0 4F0 4B0 0B0", "1F0 3F0 3B0 1B0", "2F0 2B0"], [0, 1, 2, 1, 0], 1))
+    for op, count in ((Op.WAIT_RECV, 3), (Op.FREE, 2), (Op.WAIT_SEND, 2)):
+        for rank in range(3):
+            refused_ones = 0
+            for position, i in enumerate(looped[rank]):
+                ends = [
+                    n
+                    for n, c in enumerate(looped.channels)
+                    if n != i.channel
+                    and c.kind == looped.channels[i.channel].kind
+                    and (c.source if op is Op.WAIT_SEND else c.destination) == rank
+                ]
+                if i.op is op and ends:
+                    changed = rebuilt(
+                        looped,
+                        rank,
+                        lambda rows, p=position, c=ends[0]: rows.__setitem__(p, rows[p]._replace(channel=c)),
+                    )
+                    refused(changed, rf"rank {rank}, position {position}, {op.name}")
+                    refused_ones += 1
+            assert rank != 1 or refused_ones >= count - 1
+
+
+def test_channels_are_different_and_between_ranks(program: Program) -> None:
+    first = program.channels[0]
+    refused(with_columns(program, program.columns, (*program.channels, first)), "channel 2 .* is channel 0 again")
+    refused(
+        with_columns(program, program.columns, (*program.channels, Channel(0, 2, ChannelKind.GRADIENT))),
+        r"channel 2 \(gradient 0->2\): ranks are 0 to 1",
+    )
+
+
+def test_a_forward_only_program_has_no_backward(program: Program) -> None:
+    # its inputs are freed after F: a backward would read what is gone
+    claimed = Program("x", program.placement, 1, program.channels, program.columns, forward_only=True)
+    refused(claimed, "rank 0, position 5, B +0B0: the program is forward-only: its inputs are freed after F")
+    forward = fastpipe.lower(hand(["0F0", "1F0"], [0, 1], 1))
+    refused(
+        Program("x", forward.placement, 1, forward.channels, forward.columns, forward_only=False),
+        "rank 1, position 3, FREE .*still reads it|had no B or I",
+    )
