@@ -12,6 +12,7 @@ from fastpipe.schedules import (
     interleaved,
     one_f_one_b,
     one_f_one_b_v,
+    zb_auto,
     zbv,
     zero_bubble,
 )
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family] = {
         interleaved.INTERLEAVED_OVERLAP,
         zero_bubble.ZB_H1,
         zero_bubble.ZB_H2,
+        zb_auto.ZB_AUTO,
         interleaved.INTERLEAVED_ZB,
         zbv.ZBV,
         building_block.V_HALF,
