@@ -9,8 +9,6 @@ namespace fastpipe {
 
 namespace {
 
-using State = LoopbackOperation::State;
-
 std::int32_t num_ranks(const std::vector<Channel>& channels) {
   std::int32_t highest = -1;
   for (const Channel& channel : channels) highest = std::max({highest, channel.source, channel.destination});
@@ -83,7 +81,7 @@ void LoopbackTransport::post(LoopbackOperation& operation) {
   const std::int32_t peer = peer_of(operation);
   if (broken_[peer]) return;
   if (operation.is_send && hub_->delay() > Clock::duration::zero()) operation.eligible = Clock::now() + hub_->delay();
-  operation.state = State::kPosted;
+  operation.posted = true;
   const int end = program_.rank() < peer ? 0 : 1;
   if (!hub_->lane_of(operation.channel).post(end, operation)) give_up(operation);
 }
@@ -101,11 +99,11 @@ double LoopbackTransport::wait_send(std::int32_t send) {
 }
 
 bool LoopbackTransport::wait(LoopbackOperation& operation) {
-  // Idle: never posted since the peer is broken, or waited for before (an error's second wait, while draining).
-  if (operation.state == State::kIdle || broken_[peer_of(operation)]) return false;
+  // Not posted since the peer is broken, or waited for before (an error's second wait, while draining).
+  if (!operation.posted || broken_[peer_of(operation)]) return false;
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
   if (!hub_->lane_of(operation.channel).wait(operation, deadline)) give_up(operation);
-  operation.state = State::kIdle;
+  operation.posted = false;
   return true;
 }
 
@@ -122,7 +120,7 @@ void LoopbackTransport::break_off(std::int32_t peer, const std::string& why) {
 void LoopbackTransport::give_up(LoopbackOperation& operation) {
   const std::int32_t peer = peer_of(operation);
   break_off(peer, hub_->lane_of(operation.channel).why_broken());
-  operation.state = State::kIdle;
+  operation.posted = false;
   throw TransportError(peer, "rank " + std::to_string(program_.rank()) + ": no transfer with rank " +
                                  std::to_string(peer) + " any more (" + why_broken_ +
                                  "); see what that rank was doing, or set a longer timeout");
@@ -141,7 +139,7 @@ bool LoopbackTransport::leave(const std::string& why) {
   bool idle = true;
   for (std::vector<LoopbackOperation>* operations : {&receives_, &sends_}) {
     for (LoopbackOperation& operation : *operations) {
-      if (operation.state == State::kIdle) continue;
+      if (!operation.posted) continue;
       idle = false;
       if (!broken_[peer_of(operation)]) break_off(peer_of(operation), why);
       operation = {};

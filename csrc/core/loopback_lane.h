@@ -18,9 +18,8 @@ namespace fastpipe {
 
 // One posted send or receive. It belongs to its rank; while it is posted it also hangs in its lane's queue.
 struct LoopbackOperation {
-  enum class State { kIdle, kPosted, kDone };
-
-  State state = State::kIdle;
+  bool posted = false;  // the owner's: posted and not waited for yet
+  bool done = false;    // the lane's, under its mutex
   bool is_send = false;
   bool stand_in = false;  // of a receive: what arrived was one
   std::int32_t channel = kNone;
