@@ -7,8 +7,11 @@ from typing import Any
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import (
     building_block,
+    chimera,
     dualpipe,
+    forward_only,
     gpipe,
+    hanayo,
     interleaved,
     one_f_one_b,
     one_f_one_b_v,
@@ -37,6 +40,9 @@ FAMILIES: dict[str, Family] = {
         one_f_one_b_v.ONE_F_ONE_B_V,
         dualpipe.DUALPIPE,
         dualpipe.DUALPIPEV,
+        chimera.CHIMERA,
+        hanayo.HANAYO,
+        forward_only.FORWARD_ONLY,
     )
 }
 

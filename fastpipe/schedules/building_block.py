@@ -12,11 +12,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
-from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
+from fastpipe.schedules.costs import IGNORED_COSTS
 from fastpipe.schedules.family import Family
-from fastpipe.schedules.words import columns_of
+from fastpipe.schedules.zbv import v_columns
 
 F0, F1, I1, I0, W = range(5)
 """What a rank does for one microbatch, in the order of the V; W is of either stage."""
@@ -213,25 +213,19 @@ class _Reorder:
         return slot
 
 
-def generate_half(num_ranks: int, num_microbatches: int) -> Schedule:
+def generate_half(num_ranks: int, num_microbatches: int, **costs: float) -> Schedule:
     """V-Half."""
     return _schedule("v_half", v_half_offsets(num_ranks), num_microbatches)
 
 
-def generate_min(num_ranks: int, num_microbatches: int) -> Schedule:
+def generate_min(num_ranks: int, num_microbatches: int, **costs: float) -> Schedule:
     """V-Min."""
     return _schedule("v_min", v_min_offsets(num_ranks), num_microbatches)
 
 
 def _schedule(name: str, offsets: Offsets, num_microbatches: int) -> Schedule:
-    num_ranks = len(offsets)
-    kinds = (ActionKind.F, ActionKind.F, ActionKind.I, ActionKind.I, ActionKind.W, ActionKind.W)
-    columns = []
-    for rank, order in enumerate(repeat(offsets, num_microbatches)):
-        down, up = rank, 2 * num_ranks - 1 - rank
-        stages = (down, up, up, down, up, down)
-        columns.append(columns_of([(kinds[kind], stages[kind], mb) for kind, mb in order]))
-    return Schedule(name, Placement.v(num_ranks), num_microbatches, columns)
+    columns = v_columns(repeat(offsets, num_microbatches))
+    return Schedule(name, Placement.v(len(offsets)), num_microbatches, columns)
 
 
 V_HALF = Family(
@@ -239,6 +233,7 @@ V_HALF = Family(
     "V placement, split backwards, about half of 1F1B's memory",
     "any ranks and microbatches",
     generate_half,
+    IGNORED_COSTS,
     stages_per_rank=2,
 )
 V_MIN = Family(
@@ -246,5 +241,6 @@ V_MIN = Family(
     "V placement, split backwards, about a third of 1F1B's memory",
     "any ranks and microbatches",
     generate_min,
+    IGNORED_COSTS,
     stages_per_rank=2,
 )

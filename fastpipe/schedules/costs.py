@@ -42,6 +42,15 @@ COSTS = {
     "backward_weight": Option(1.0, "seconds of W of a stage, at least 0, or one a rank", _is_cost),
     "comm": Option(0.0, "seconds of latency between two ranks, at least 0", is_number),
 }
+UNIFORM_COSTS = {
+    name: Option(option.default, option.text.removesuffix(", or one a rank"), is_number)
+    for name, option in COSTS.items()
+}
+IGNORED_COSTS = {
+    name: Option(option.default, f"{option.text}; the order is the same for all of them", is_number)
+    for name, option in UNIFORM_COSTS.items()
+}
+"""Those of a family of V that has one order: what is compared over costs need not know which families search."""
 
 
 def per_rank(name: str, value: PerRank, num_ranks: int) -> list[float]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
+from fastpipe.schedules.costs import IGNORED_COSTS
 from fastpipe.schedules.family import Family
 from fastpipe.schedules.words import columns_of
 
@@ -110,7 +111,7 @@ class _Board:
                 self.live[rank][at] += change
 
 
-def generate(num_ranks: int, num_microbatches: int) -> Schedule:
+def generate(num_ranks: int, num_microbatches: int, **costs: float) -> Schedule:
     """The squeezed repetition of the block."""
     board = _Board(num_ranks, num_microbatches)
     board.squeeze()
@@ -128,5 +129,6 @@ ONE_F_ONE_B_V = Family(
     "V placement, full backwards, about two thirds of 1F1B's memory",
     "any ranks and microbatches",
     generate,
+    IGNORED_COSTS,
     stages_per_rank=2,
 )
