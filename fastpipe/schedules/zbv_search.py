@@ -188,7 +188,7 @@ class Attempt:
 def search(num_ranks: int, num_microbatches: int, costs: Costs) -> list[list[tuple[int, int]]]:
     """Every rank's order of (kind, microbatch)."""
     found = []
-    for choices in product((True, False), repeat=2):
+    for choices in product((True, False), (True, False)):
         best = Attempt(num_ranks, num_microbatches, costs, choices, [0.0] * num_ranks).run()
         while True:
             again = Attempt(num_ranks, num_microbatches, costs, choices, best.bubble).run()
