@@ -1,13 +1,16 @@
-"""CostModel: seconds per stage action and per transfer."""
+"""CostModel: seconds and bytes per stage action and per transfer."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fastpipe.program import Channel, ChannelKind, Op
 
@@ -15,6 +18,11 @@ if TYPE_CHECKING:
     from fastpipe.timeline import Timeline
 
 PerStage = float | Sequence[float]
+PerLink = float | Mapping[tuple[int, int], float]
+"""A number for every link, or ``{(source rank, destination rank): number}``."""
+
+_LINK_FIELDS = {"comm": 0.0, "bandwidth": math.inf}
+"""What holds for a link that a mapping does not name."""
 
 
 @dataclass(frozen=True)
@@ -25,35 +33,38 @@ class CostModel:
         forward: seconds of F.
         backward_input: seconds of I.
         backward_weight: seconds of W.
-        comm: seconds of latency of a transfer between two ranks; hand-overs within a rank are free.
+        comm: seconds of latency of a transfer between two ranks, for every link or by ``{(source, destination): s}``;
+            hand-overs within a rank are free.
         backward: seconds of B; I + W unless given.
         overlapped: seconds of a fused F and B, by the stage of its forward; the sum of the two unless given.
-        bandwidth: bytes a second of a link; infinite unless given.
+        bandwidth: bytes a second of a link, given like ``comm``; infinite unless given.
         activation_bytes: bytes of the tensor that a stage hands to the next one; its gradient has as many.
+        stage_bytes: bytes that a stage holds of one microbatch from the start of F to the end of W or B.
     """
 
     forward: PerStage = 1.0
     backward_input: PerStage = 1.0
     backward_weight: PerStage = 1.0
-    comm: float = 0.0
+    comm: PerLink = 0.0
     backward: PerStage | None = None
     overlapped: PerStage | None = None
-    bandwidth: float = math.inf
+    bandwidth: PerLink = math.inf
     activation_bytes: PerStage = 0.0
+    stage_bytes: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
-                continue
-            if isinstance(value, Sequence) and not isinstance(value, tuple):
+            if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
                 object.__setattr__(self, field.name, tuple(value))
-            numbers = value if isinstance(value, Sequence) else (value,)
-            for number in numbers:
-                if not isinstance(number, int | float) or math.isnan(number) or number < 0:
-                    raise ValueError(f"{field.name} = {number!r}: costs are numbers of at least 0")
-        if self.bandwidth == 0:
-            raise ValueError("bandwidth = 0: give bytes a second, or leave it out for an infinite one")
+            elif isinstance(value, Mapping):
+                object.__setattr__(self, field.name, dict(value))
+            if value is not None:
+                _check(field.name, getattr(self, field.name))
+
+    def __hash__(self) -> int:
+        values = (getattr(self, field.name) for field in fields(self))
+        return hash(tuple(tuple(sorted(v.items())) if isinstance(v, dict) else v for v in values))
 
     def check(self, num_stages: int) -> None:
         """Refuse a sequence that does not name every stage."""
@@ -61,6 +72,12 @@ class CostModel:
             value = getattr(self, field.name)
             if isinstance(value, tuple) and len(value) != num_stages:
                 raise ValueError(f"{field.name} has {len(value)} values for {num_stages} stages: give one a stage")
+
+    def per_stage(self, name: str, num_stages: int) -> npt.NDArray[np.float64]:
+        """The attribute called ``name`` as one number a stage; B where it is not given is I + W."""
+        if name == "backward":
+            return np.array([self._backward(stage) for stage in range(num_stages)])
+        return np.array([_of(getattr(self, name), stage) for stage in range(num_stages)], dtype=np.float64)
 
     def compute_seconds(self, op: int, stage: int, pair_stage: int = -1) -> float:
         """Seconds of a compute action."""
@@ -92,23 +109,70 @@ class CostModel:
         """Seconds of that message on its link."""
         if channel.source == channel.destination:
             return 0.0
-        return self.comm + self.message_bytes(channel, consumer_stage) / self.bandwidth
+        latency, bandwidth = self.link(channel.source, channel.destination)
+        return latency + self.message_bytes(channel, consumer_stage) / bandwidth
+
+    def link(self, source: int, destination: int) -> tuple[float, float]:
+        """Latency in seconds and bandwidth in bytes a second of the link between two ranks, in that direction."""
+        found = []
+        for name, otherwise in _LINK_FIELDS.items():
+            value = getattr(self, name)
+            found.append(value.get((source, destination), otherwise) if isinstance(value, dict) else value)
+        return float(found[0]), float(found[1])
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Write it as JSON, into a file if a path is given; links as ``"0->1"``, an infinite bandwidth left out.
+
+        Returns:
+            The text.
+        """
+        data: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, dict):
+                data[field.name] = {f"{a}->{b}": v for (a, b), v in value.items() if not math.isinf(v)}
+            elif value is not None and value != math.inf:
+                data[field.name] = list(value) if isinstance(value, tuple) else value
+        text = json.dumps(data, indent=2) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> CostModel:
+        """Read it from a file, or from the text itself when it has a line break. What is left out keeps its default.
+
+        Raises:
+            ValueError: naming the entry that is wrong.
+        """
+        text = str(path)
+        if "\n" not in text:
+            text = Path(path).read_text(encoding="utf-8")
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"costs: no JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError("costs: give an object with some of the attributes of CostModel")
+        known = [field.name for field in fields(cls)]
+        for name in data:
+            if name not in known:
+                raise ValueError(f"costs: there is no {name!r}; there are {', '.join(known)}")
+        return cls(**{name: _links(name, value) for name, value in data.items()})
 
     @classmethod
     def from_timeline(cls, timeline: Timeline) -> CostModel:
         """Medians per stage and kind of a measured (or simulated) timeline.
 
-        A kind that never ran takes its cost from what did: B is I + W, I and W are halves of B. Transfers are counted
-        as free: on one host a measured send lasts until its receiver comes, so its length is no cost.
+        A kind that never ran takes its cost from what did: B is I + W, I and W are halves of B. The latency is the
+        median over the transfers whose receiver was there first: other sends last until their receiver comes, and
+        their length is no cost. What a fused pair took is kept apart, since it is less than its parts.
         """
         seconds = timeline.median_seconds()
-        num_stages = timeline.program.num_stages
-        ran = {op for op, _ in seconds}
-        forward = [seconds.get((Op.F, s), math.nan) for s in range(num_stages)]
-        inputs = [seconds.get((Op.I, s), math.nan) for s in range(num_stages)]
-        weights = [seconds.get((Op.W, s), math.nan) for s in range(num_stages)]
-        both = [seconds.get((Op.B, s), math.nan) for s in range(num_stages)]
-        fused = [seconds.get((Op.OVERLAP_F_B, s), math.nan) for s in range(num_stages)]
+        stages = range(timeline.program.num_stages)
+        forward, inputs, weights, both, fused = (
+            [seconds.get((op, s), math.nan) for s in stages] for op in (Op.F, Op.I, Op.W, Op.B, Op.OVERLAP_F_B)
+        )
         inputs = [b / 2 if math.isnan(i) else i for i, b in zip(inputs, both, strict=True)]
         weights = [b / 2 if math.isnan(w) else w for w, b in zip(weights, both, strict=True)]
         both = [i + w if math.isnan(b) else b for i, w, b in zip(inputs, weights, both, strict=True)]
@@ -117,12 +181,57 @@ class CostModel:
             backward_input=_filled(inputs),
             backward_weight=_filled(weights),
             backward=_filled(both),
-            overlapped=_filled(fused) if Op.OVERLAP_F_B in ran else None,
+            overlapped=None if all(map(math.isnan, fused)) else _filled(fused),
+            comm=timeline.median_latency(),
         )
 
 
-def _of(value: PerStage, stage: int) -> float:
-    return value if isinstance(value, int | float) else value[stage]
+def _of(value: Any, stage: int) -> float:
+    return float(value[stage] if isinstance(value, tuple) else value)
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, dict):
+        _check_links(name, value)
+        numbers: Sequence[Any] = list(value.values())
+    elif isinstance(value, tuple):
+        if name in _LINK_FIELDS:
+            raise ValueError(f"{name}: give a number, or one for each link as {{(source, destination): number}}")
+        numbers = value
+    else:
+        numbers = [value]
+    for number in numbers:
+        if not _is_cost(number, infinite=name == "bandwidth"):
+            raise ValueError(f"{name} = {number!r}: costs are finite numbers of at least 0")
+        if name == "bandwidth" and number == 0:
+            raise ValueError("bandwidth = 0: give bytes a second, or leave it out for an infinite one")
+
+
+def _check_links(name: str, value: Mapping[Any, Any]) -> None:
+    if name not in _LINK_FIELDS:
+        raise ValueError(f"{name}: give a number, or a sequence with one for each stage")
+    for link in value:
+        if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, int) for rank in link)):
+            raise ValueError(f"{name}: {link!r} is no link; name it (source rank, destination rank)")
+
+
+def _is_cost(number: Any, infinite: bool) -> bool:
+    if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
+        return False
+    return bool(number >= 0) and (infinite or math.isfinite(number))
+
+
+def _links(name: str, value: Any) -> Any:
+    """JSON's form of links, ``{"0->1": seconds}``, as pairs; a lone null is no number."""
+    if not isinstance(value, dict):
+        return math.nan if value is None else value
+    found = {}
+    for key, number in value.items():
+        source, arrow, destination = key.partition("->")
+        if not (arrow and source.isdecimal() and destination.isdecimal()):
+            raise ValueError(f"{name}: {key!r} is no link; write 0->1")
+        found[int(source), int(destination)] = number
+    return found
 
 
 def _filled(values: list[float]) -> tuple[float, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastpipe.cost import CostModel
 from fastpipe.errors import ProgramError
-from fastpipe.machine import Lanes, Machine
+from fastpipe.machine import Lanes, Machine, lane_numbers
+from fastpipe.memory import peak_bytes
 from fastpipe.program import Program
 from fastpipe.timeline import Timeline
 
@@ -32,4 +35,10 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
     outcome = machine.run()
     if outcome.blocked:
         raise ProgramError(f"{program.name} does not come to its end; validate_program names the cycle")
-    return Timeline(program, outcome.starts, outcome.ends)
+    return Timeline(
+        program,
+        outcome.starts,
+        outcome.ends,
+        lanes=lane_numbers(lanes, channels),
+        memory=partial(peak_bytes, program, cost),
+    )

@@ -6,7 +6,7 @@ A timeline is columns too: two float64 arrays a rank, one entry an instruction o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fastpipe.critical_path import critical_path
+from fastpipe.messages import Messages
 from fastpipe.program import COMPUTE_OPS, Instruction, Op, Program
 
 Seconds = npt.NDArray[np.float64]
 _COMPUTE = np.array(sorted(COMPUTE_OPS), dtype=np.int32)
 _TABLE_STEPS = 200
+_TABLE_CELL = 3
+"""Actions named in one cell; of those that follow only the number is given."""
 
 
 class Span(NamedTuple):
@@ -49,12 +53,16 @@ class Timeline:
         starts: per rank, the start of every instruction in seconds; NaN for a rank that was not recorded.
         ends: the same for the ends. A SEND lasts as long as its transfer.
         measured: whether it was measured rather than simulated.
+        lanes: which channels shared an in-order lane; a lane a channel unless given.
+        memory: computes ``peak_bytes``, where costs are known.
     """
 
     program: Program
     starts: Sequence[Seconds]
     ends: Sequence[Seconds]
     measured: bool = False
+    lanes: Sequence[int] | None = None
+    memory: Callable[[], tuple[float, ...]] | None = None
 
     @cached_property
     def _compute(self) -> list[npt.NDArray[np.intp]]:
@@ -119,6 +127,52 @@ class Timeline:
         """The same when the end of I releases them."""
         return tuple(rank.peak_activations_released_at_input for rank in self.program)
 
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Bytes that are held at most, one number a rank; see ``stage_bytes`` of `CostModel`.
+
+        Raises:
+            ValueError: for a measured timeline, which does not know them.
+        """
+        if self.memory is None:
+            raise ValueError("peak_bytes: a measured timeline has no costs; ask the one that fastpipe.simulate gives")
+        return self.memory()
+
+    @cached_property
+    def exposed_communication(self) -> tuple[float, ...]:
+        """Seconds, one number a rank, in which it waited for a transfer that was under way at that time."""
+        found, exposed = Messages.of(self.program), [0.0] * self.program.num_ranks
+        for ranks, positions in ((found.destination, found.wait), (found.source, found.send_wait)):
+            for rank in range(self.program.num_ranks):
+                mine = np.flatnonzero(ranks == rank)
+                at, sends = positions[mine], (found.source[mine], found.send[mine])
+                waited = np.minimum(self.ends[rank][at], self._at(self.ends, *sends))
+                waited -= np.maximum(self.starts[rank][at], self._at(self.starts, *sends))
+                exposed[rank] += float(np.nansum(np.maximum(waited, 0.0)))
+        return tuple(exposed)
+
+    @staticmethod
+    def _at(times: Sequence[Seconds], ranks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Seconds:
+        found = np.empty(len(ranks))
+        for rank in np.unique(ranks).tolist():
+            mine = ranks == rank
+            found[mine] = times[rank][positions[mine]]
+        return found
+
+    def critical_path(self) -> list[Span]:
+        """What the makespan consists of: compute and transfers, first to last, each waiting for the one before.
+
+        Where two things ended together, the path goes through the rank's own compute. Transfers without length are
+        left out.
+        """
+        lanes = range(len(self.program.channels)) if self.lanes is None else self.lanes
+        return [self._span(*step) for step in critical_path(self.program, self.starts, self.ends, lanes)]
+
+    def _span(self, rank: int, position: int) -> Span:
+        instruction = self.program[rank][position]
+        start, end = float(self.starts[rank][position]), float(self.ends[rank][position])
+        return Span(rank, self._lane(instruction), instruction, start, end)
+
     def __iter__(self) -> Iterator[Span]:
         for rank, rank_program in enumerate(self.program):
             starts, ends = self.starts[rank].tolist(), self.ends[rank].tolist()
@@ -131,12 +185,7 @@ class Timeline:
 
     def compute_spans(self, rank: int) -> list[Span]:
         """The compute of one rank, in order."""
-        return [span for span in self._rank_spans(rank)]
-
-    def _rank_spans(self, rank: int) -> Iterator[Span]:
-        program, starts, ends = self.program[rank], self.starts[rank], self.ends[rank]
-        for position in self._compute[rank].tolist():
-            yield Span(rank, "compute", program[position], float(starts[position]), float(ends[position]))
+        return [self._span(rank, position) for position in self._compute[rank].tolist()]
 
     def median_seconds(self) -> dict[tuple[Op, int], float]:
         """Median duration of compute by (op, stage); the stage of the forward for a fused pair."""
@@ -149,6 +198,15 @@ class Timeline:
             for key in np.unique(keys).tolist():
                 found[divmod(key, self.program.num_stages)].append(seconds[keys == key])
         return {(Op(op), stage): float(np.median(np.concatenate(parts))) for (op, stage), parts in found.items()}
+
+    def median_latency(self) -> float:
+        """Seconds from a send to its arrival, where the receiver was waiting already; 0 where none was recorded."""
+        found = Messages.of(self.program)
+        sent = self._at(self.starts, found.source, found.send)
+        waiting = self._at(self.starts, found.destination, found.wait)
+        arrived = self._at(self.ends, found.destination, found.wait)
+        latency = (arrived - sent)[waiting <= sent]
+        return max(0.0, float(np.median(latency))) if len(latency) else 0.0
 
     def difference(self, other: Timeline) -> list[Seconds]:
         """Per rank, how much later each instruction ended here than in ``other``, both counted from their start.
@@ -199,20 +257,30 @@ def _table(timeline: Timeline) -> str:
         return "(empty)"
     step = max(min(lengths), timeline.makespan / _TABLE_STEPS)
     count = int(np.ceil(timeline.makespan / step - 1e-9))
-    cells = [["."] * len(spans) for _ in range(count)]
-    for rank, row in enumerate(spans):
-        for span in row:
-            first = int((span.start - timeline.start) / step + 1e-6)
-            last = max(first + 1, int(np.ceil((span.end - timeline.start) / step - 1e-6)))
-            for line in range(first, min(last, count)):
-                cells[line][rank] = _cell(span.instruction) if line == first else "|"
+    columns = [_column(timeline, row, step, count) for row in spans]
     headers = [f"rank {rank}" for rank in range(len(spans))]
-    widths = [max(len(header), *(len(line[r]) for line in cells)) for r, header in enumerate(headers)]
+    widths = [max(len(header), *map(len, column)) for header, column in zip(headers, columns, strict=True)]
     lines = ["      time  " + "  ".join(h.ljust(w) for h, w in zip(headers, widths, strict=True))]
-    for number, line in enumerate(cells):
+    for number, line in enumerate(zip(*columns, strict=True)):
         row_text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         lines.append(f"{number * step:>10.4g}  {row_text}".rstrip())
     return "\n".join(lines)
+
+
+def _column(timeline: Timeline, spans: Sequence[Span], step: float, count: int) -> list[str]:
+    """A rank's cells: what starts in the step, ``|`` where something goes on, ``.`` where nothing does."""
+    cells = ["."] * count
+    started: list[list[str]] = [[] for _ in range(count)]
+    for span in spans:
+        first = min(int((span.start - timeline.start) / step + 1e-6), count - 1)
+        last = int(np.ceil((span.end - timeline.start) / step - 1e-6))
+        started[first].append(_cell(span.instruction))
+        cells[first + 1 : last] = ["|"] * len(cells[first + 1 : last])
+    for number, texts in enumerate(started):
+        if texts:
+            more = [f"+{len(texts) - _TABLE_CELL}"] if len(texts) > _TABLE_CELL else []
+            cells[number] = " ".join(texts[:_TABLE_CELL] + more)
+    return cells
 
 
 def _cell(instruction: Instruction) -> str:

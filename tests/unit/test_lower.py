@@ -7,6 +7,8 @@ from fastpipe.lower import lower
 from fastpipe.program import COMPUTE_OPS, ChannelKind
 from tests.unit.planning import forward_only, hand, random_schedules, small_schedules
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+
 
 def ops(program: Program, rank: int) -> str:
     return " ".join(str(i.action or i.op.name) for i in program[rank])

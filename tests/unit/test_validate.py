@@ -11,6 +11,8 @@ import fastpipe
 from fastpipe import Placement, Schedule, ScheduleError, validate_schedule
 from tests.unit.planning import hand, random_schedules, small_schedules
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+
 
 @pytest.mark.parametrize("schedule", small_schedules(), ids=repr)
 def test_what_is_right_is_accepted(schedule: Schedule) -> None:

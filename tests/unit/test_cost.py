@@ -1,0 +1,127 @@
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastpipe
+from fastpipe import Channel, ChannelKind, CostModel, Op, Timeline, simulate
+from tests.unit.planning import hand
+
+DOWN = Channel(0, 1, ChannelKind.ACTIVATION)
+UP = Channel(1, 0, ChannelKind.GRADIENT)
+
+
+def test_seconds_of_every_kind() -> None:
+    cost = CostModel(forward=(1, 2), backward_input=3, backward_weight=(4, 5))
+    found = [cost.compute_seconds(op, 1) for op in (Op.F, Op.I, Op.W, Op.B, Op.UNSHARD)]
+    assert found == [2, 3, 5, 8, 0]
+    assert cost.compute_seconds(Op.OVERLAP_F_B, 1, 0) == 2 + 7
+    given = CostModel(backward=1.5, overlapped=(1.75, 9))
+    assert given.compute_seconds(Op.B, 0) == 1.5 and given.compute_seconds(Op.OVERLAP_F_B, 0, 1) == 1.75
+    assert cost.per_stage("backward", 2).tolist() == [7, 8]
+    assert cost.per_stage("forward", 2).tolist() == [1, 2]
+
+
+def test_seconds_of_a_transfer() -> None:
+    cost = CostModel(comm=0.5, bandwidth=10, activation_bytes=(20, 40))
+    assert cost.transfer_seconds(DOWN, 1) == 0.5 + 2
+    assert cost.transfer_seconds(UP, 0) == 0.5 + 2
+    assert cost.transfer_seconds(UP, 1) == 0.5 + 4
+    assert cost.transfer_seconds(Channel(1, 1, ChannelKind.ACTIVATION), 1) == 0
+    assert CostModel(comm=0.5, activation_bytes=1e12).transfer_seconds(DOWN, 1) == 0.5
+
+
+def test_links() -> None:
+    cost = CostModel(comm={(0, 1): 2.0}, bandwidth={(1, 0): 4.0})
+    assert cost.link(0, 1) == (2.0, math.inf)
+    assert cost.link(1, 0) == (0.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"forward": -1}, "forward = -1: costs are finite numbers of at least 0"),
+        ({"forward": math.nan}, "forward = nan"),
+        ({"forward": math.inf}, "forward = inf"),
+        ({"forward": "1"}, "forward = '1'"),
+        ({"forward": True}, "forward = True"),
+        ({"backward_input": [1, -2]}, "backward_input = -2"),
+        ({"bandwidth": 0}, "bandwidth = 0: give bytes a second"),
+        ({"bandwidth": {(0, 1): 0}}, "bandwidth = 0"),
+        ({"comm": [1, 2]}, r"comm: give a number, or one for each link as \{\(source, destination\): number\}"),
+        ({"comm": {0: 1.0}}, "comm: 0 is no link"),
+        ({"forward": {(0, 1): 1.0}}, "forward: give a number, or a sequence with one for each stage"),
+    ],
+)
+def test_what_is_no_cost(attributes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CostModel(**attributes)
+
+
+def test_sequences_are_kept_as_tuples() -> None:
+    costs = [1.0, 2.0]
+    cost = CostModel(forward=costs, backward_input=np.array([1.0, 2.0]))
+    costs[0] = 7
+    assert cost.forward == cost.backward_input == (1.0, 2.0)
+    assert hash(cost) == hash(CostModel(forward=(1.0, 2.0), backward_input=(1.0, 2.0)))
+    assert hash(CostModel(comm={(0, 1): 1.0})) == hash(CostModel(comm={(0, 1): 1.0}))
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        CostModel(),
+        CostModel(forward=(1.5, 2), backward=3, overlapped=(1, 2), activation_bytes=7, stage_bytes=(1, 2)),
+        CostModel(comm={(0, 1): 0.5, (1, 0): 1.0}, bandwidth={(0, 1): 1e9}),
+        CostModel(comm=1e-5, bandwidth=1e10),
+    ],
+)
+def test_json_both_ways(cost: CostModel, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    text = cost.to_json(path)
+    assert path.read_text() == text
+    assert CostModel.from_json(path) == CostModel.from_json(text) == cost
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{\n", "costs: no JSON"),
+        ("3\n", "costs: give an object"),
+        ('{"forwards": 1}\n', "costs: there is no 'forwards'; there are forward, backward_input"),
+        ('{"forward": null}\n', "forward = nan"),
+        ('{"forward": "1"}\n', "forward = '1'"),
+        ('{"comm": {"0-1": 1}}\n', "comm: '0-1' is no link; write 0->1"),
+        ('{"forward": {"0->1": 1}}\n', "forward: give a number, or a sequence"),
+        ('{"comm": [1]}\n', "comm: give a number, or one for each link"),
+    ],
+)
+def test_json_is_strict(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CostModel.from_json(text)
+
+
+def test_from_timeline_finds_what_was_put_in() -> None:
+    cost = CostModel(forward=(1, 2, 3, 4), backward_input=(2, 2, 3, 3), backward_weight=1, backward=5, comm=0.25)
+    schedule = fastpipe.make_schedule("dualpipev", num_ranks=2, num_microbatches=6)
+    found = CostModel.from_timeline(simulate(schedule, cost))
+    assert found.forward == cost.forward and found.backward_input == cost.backward_input
+    # stage 0 has no B outside of a fused pair: it is taken for I + W
+    assert found.backward_weight == (1, 1, 1, 1) and found.backward == (3, 5, 5, 5)
+    assert found.overlapped is not None and found.comm == pytest.approx(0.25)
+    again = simulate(schedule, found)
+    assert again.makespan == pytest.approx(simulate(schedule, cost).makespan, rel=0.05)
+
+
+def test_from_timeline_where_kinds_are_missing() -> None:
+    full = CostModel.from_timeline(simulate(hand(["0F0 0B0"], [0], 1), CostModel(1, 3, 5)))
+    assert (full.backward, full.backward_input, full.backward_weight) == ((8,), (4,), (4,))
+    split = CostModel.from_timeline(simulate(hand(["0F0 0I0 0W0"], [0], 1), CostModel(1, 3, 5)))
+    assert (split.backward, split.overlapped) == ((8,), None)
+
+
+def test_a_send_that_waits_for_its_receiver_is_no_latency() -> None:
+    timeline = simulate(hand(["0F0 0F1", "1F0 1F1"], [0, 1], 2), CostModel(forward=(1, 10)))
+    measured = Timeline(timeline.program, timeline.starts, timeline.ends, measured=True)
+    assert CostModel.from_timeline(measured).comm == 0

@@ -1,0 +1,186 @@
+"""Who may import whom: design.md's table, walked by ast; and torch only where it is allowed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "fastpipe"
+
+PLANNING = {
+    "errors": set(),
+    "_version": set(),
+    "action": {"errors"},
+    "placement": {"errors"},
+    "dependencies": {"action", "placement"},
+    "schedule": {"action", "placement", "dependencies", "errors"},
+    "program_json": {"errors"},
+    "program": {"action", "placement", "errors", "program_json"},
+    "native_plan": {"errors"},
+    "cost": {"program"},
+    "machine": {"action", "program", "native_plan"},
+    "messages": {"action", "program"},
+    "timeline": {"action", "program", "messages", "critical_path"},
+    "critical_path": {"action", "program", "messages"},
+    "deadlock": {"machine", "program"},
+    "lower": {"action", "schedule", "program", "dependencies", "native_plan"},
+    "simulate": {"program", "cost", "machine", "timeline", "dependencies", "errors", "native_plan", "memory"},
+    "memory": {"program", "cost"},
+    "validate": {"action", "schedule", "dependencies", "errors", "validate_transfers", "native_plan"},
+    "validate_transfers": {"action", "schedule", "dependencies", "errors"},
+    "validate_program": {"action", "program", "dependencies", "errors", "machine", "deadlock", "native_plan"},
+    "partition": {"errors"},
+    "formulas": {"placement", "cost", "errors"},
+}
+"""What each module of the planning side may import; `api`, the command line and the Pipeline import anything."""
+
+FOLDERS = {
+    "schedules": {"schedules", "schedule", "action", "placement", "dependencies", "cost", "errors"},
+    "visualize": {
+        "visualize",
+        "timeline",
+        "schedule",
+        "program",
+        "action",
+        "placement",
+        "dependencies",
+        "messages",
+        "errors",
+    },
+    "runtime": {"runtime", "program", "placement", "action", "dependencies", "machine", "timeline", "errors"},
+}
+MEETING = {"runtime.pipeline", "runtime.plans", "runtime.describe", "runtime.modules"}
+"""Where planning meets running: the Pipeline and the parts that it was cut into."""
+COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", *MEETING}
+
+UPWARD = {
+    ("schedule", "validate", "Schedule.validate"),
+    ("timeline", "visualize", "Timeline.plot"),
+    ("timeline", "visualize", "Timeline.to_html"),
+    ("timeline", "visualize", "Timeline.to_chrome_trace"),
+}
+"""The four methods that delegate upward, each by one import inside the function."""
+
+
+def modules() -> dict[str, Path]:
+    """``schedules.gpipe`` to its file."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+class Imports(ast.NodeVisitor):
+    """Collects (imported module, qualified name of the function around it or "")."""
+
+    def __init__(self, path: Path) -> None:
+        self.found: list[tuple[str, str]] = []
+        self.scope: list[str] = []
+        self.function_depth = 0
+        self.visit(ast.parse(path.read_text()))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._inside(node, 0)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._inside(node, 1)
+
+    def _inside(self, node: ast.ClassDef | ast.FunctionDef, depth: int) -> None:
+        self.scope.append(node.name)
+        self.function_depth += depth
+        self.generic_visit(node)
+        self.function_depth -= depth
+        self.scope.pop()
+
+    def visit_If(self, node: ast.If) -> None:
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert node.level == 0, "imports name the package in full"
+        if node.module == "fastpipe":
+            for alias in node.names:
+                self._add(f"fastpipe.{alias.name}")
+        else:
+            self._add(node.module or "")
+
+    def _add(self, module: str) -> None:
+        self.found.append((module, ".".join(self.scope) if self.function_depth else ""))
+
+
+def own(module: str) -> str:
+    """The first part of a module of the package, or ''."""
+    return module.split(".")[1] if module.startswith("fastpipe.") else ""
+
+
+def allowed(name: str) -> set[str] | None:
+    if name in COMPOSERS or name.split(".")[0] in COMPOSERS:
+        return None
+    return FOLDERS.get(name.split(".")[0], PLANNING.get(name))
+
+
+def test_every_module_has_its_rule() -> None:
+    missing = [name for name in modules() if name not in COMPOSERS and not name.startswith("cli") and not allowed(name)]
+    assert [name for name in missing if PLANNING.get(name) is None and name.split(".")[0] not in FOLDERS] == []
+
+
+def test_modules_import_only_what_lies_below_them() -> None:
+    wrong = []
+    for name, path in modules().items():
+        rule = allowed(name)
+        for module, scope in Imports(path).found if rule is not None else ():
+            part = own(module)
+            if part and part not in rule and (name, part, scope) not in UPWARD:
+                wrong.append(f"{name} imports {module}{' in ' + scope if scope else ''}")
+    assert wrong == []
+
+
+def test_the_rule_has_no_cycle() -> None:
+    order: list[str] = []
+    remaining = dict(PLANNING)
+    while remaining:
+        free = [name for name, below in remaining.items() if below <= set(order)]
+        assert free, f"a cycle among {sorted(remaining)}"
+        order += free
+        for name in free:
+            del remaining[name]
+
+
+def test_torch_is_imported_under_runtime_alone() -> None:
+    for name, path in modules().items():
+        if not name.startswith("runtime") and name != "testing":
+            assert [m for m, _ in Imports(path).found if m.split(".")[0] == "torch"] == [], name
+
+
+PLAN_WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # `import torch` raises ImportError
+import fastpipe
+schedule = fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8)
+program = fastpipe.lower(schedule.validate())
+timeline = fastpipe.simulate(program)
+assert fastpipe.Schedule.from_csv(schedule.to_csv()) == schedule
+assert len(str(program)) and len(str(timeline)) and fastpipe.native_status()
+assert fastpipe.list_schedules() and fastpipe.partition(10, 3)
+assert not [name for name in sys.modules if name.startswith("torch.")]
+print(timeline.makespan)
+"""
+
+
+def test_planning_needs_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", PLAN_WITHOUT_TORCH], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    ask = "import sys, fastpipe; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,83 @@
+"""The public names and their signatures are frozen: who changes one rewrites the file in the same commit, by
+
+python tests/unit/test_public_names.py > tests/unit/public_names.txt
+
+with torch installed (the names that need it are left out of the comparison where there is none).
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from pathlib import Path
+from typing import Any
+
+import fastpipe
+
+FILE = Path(__file__).with_name("public_names.txt")
+
+
+def lines() -> list[str]:
+    """One line a public name and a public member of it."""
+    found = []
+    for name in sorted(fastpipe.__all__):
+        try:
+            value = getattr(fastpipe, name)
+        except ImportError:
+            continue
+        found += describe(name, value)
+    return found
+
+
+def describe(name: str, value: Any) -> list[str]:
+    if inspect.isclass(value):
+        return [f"class {name}{bases(value)}", *members(name, value)]
+    if callable(value):
+        return [f"{name}{inspect.signature(value)}"]
+    return [f"{name}: {type(value).__name__}"]
+
+
+def bases(value: type) -> str:
+    if issubclass(value, enum.Enum | BaseException):
+        return f"({', '.join(base.__name__ for base in value.__bases__)})"
+    return str(inspect.signature(value)) if value.__init__ is not object.__init__ or hasattr(value, "_fields") else "()"
+
+
+def members(name: str, value: type) -> list[str]:
+    if issubclass(value, enum.Enum):
+        return [f"    {name}.{member.name} = {member.value!r}" for member in value]
+    return [
+        f"    {name}.{member}{signature(vars(value)[member])}"
+        for member in sorted(vars(value))
+        if not member.startswith("_")
+    ]
+
+
+def signature(member: Any) -> str:
+    if isinstance(member, classmethod | staticmethod):
+        member = member.__func__
+    return str(inspect.signature(member)) if inspect.isfunction(member) else ""
+
+
+def owner(line: str) -> str:
+    return line.removeprefix("class ").strip().split("(")[0].split(".")[0].split(":")[0]
+
+
+def test_the_public_names_are_those_of_the_file() -> None:
+    now = lines()
+    here = {owner(line) for line in now}
+    frozen = [line for line in FILE.read_text().splitlines() if owner(line) in here or owner(line) not in LAZY]
+    assert now == frozen, f"a public name changed; see the top of {__file__}"
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in fastpipe.__all__:
+        if name in LAZY or name.startswith("__"):
+            continue
+        assert inspect.getdoc(getattr(fastpipe, name)), name
+
+
+LAZY = set(fastpipe._LAZY)
+
+if __name__ == "__main__":
+    print("\n".join(lines()))
