@@ -1,0 +1,137 @@
+"""The README's text is run as it stands: every Python block, every shell command, the quickstart in several ways."""
+
+import ast
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HAS_TORCH
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+README = (REPOSITORY / "README.md").read_text()
+QUICKSTART_LINES = 20
+SECONDS = 240
+NOT_RUN = ("make", "pip")
+"""Commands that set things up: the tests of the build and continuous integration run those."""
+
+PROGRAMS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "fastpipe": [sys.executable, "-m", "fastpipe"],
+}
+
+pytestmark = [
+    pytest.mark.timeout(SECONDS + 30),
+    pytest.mark.skipif(not HAS_TORCH, reason="the README's examples need torch"),
+]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def first_line(block: str) -> str:
+    """What a block is called in the list of tests: its first line that is no import."""
+    lines = [line for line in block.splitlines() if line and not line.startswith(("import ", "from "))]
+    return re.sub(r"\W+", "_", lines[0])[:40].strip("_")
+
+
+PYTHON = blocks("python")
+QUICKSTART = PYTHON[0]
+SHELL = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder to run in: the examples are there, and so are the programs, whatever the environment calls them."""
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    (tmp_path / "bin").mkdir()
+    for name, command in PROGRAMS.items():
+        program = tmp_path / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return tmp_path
+
+
+def run(command: list[str], folder: Path) -> str:
+    """The standard output of a command that must succeed."""
+    keep = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = keep | {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def losses(output: str) -> dict[int, set[str]]:
+    """By step, the losses that the ranks printed. Ranks that print at once may share a line."""
+    found: dict[int, set[str]] = {}
+    for step, loss in re.findall(r"step (\d+): loss (\d+\.\d{4})", output):
+        found.setdefault(int(step), set()).add(loss)
+    return found
+
+
+def test_the_quickstart_is_short_and_is_the_example() -> None:
+    lines = QUICKSTART.splitlines()
+    start = next(i for i, line in enumerate(lines) if "import" in line)
+    end = next(i for i, line in enumerate(lines) if "optimizer.step()" in line)
+    assert end - start + 1 <= QUICKSTART_LINES
+    assert "if rank" not in QUICKSTART
+    example = (REPOSITORY / "examples/quickstart.py").read_text()
+    docstring = ast.get_docstring(ast.parse(example), clean=False)
+    assert example.removeprefix(f'"""{docstring}"""').strip() == QUICKSTART.strip()
+
+
+def test_the_quickstart_trains_alike_in_one_process_and_in_two(folder: Path) -> None:
+    alone = losses(run(["python", "examples/quickstart.py"], folder))
+    both = losses(run(["torchrun", "--standalone", "--nproc-per-node", "2", "examples/quickstart.py"], folder))
+    assert len(alone) == 10
+    assert all(len(at_step) == 1 for at_step in both.values()), "the loss differs between ranks"
+    assert alone == both
+    assert float(alone[9].pop()) < float(alone[0].pop())
+
+
+@pytest.mark.parametrize("block", PYTHON[1:], ids=first_line)
+def test_python_blocks_run(block: str, folder: Path) -> None:
+    run(["python", "-c", block], folder)
+
+
+def test_planning_blocks_do_not_import_torch(folder: Path) -> None:
+    section = README.partition("## Plan before you run")[2].partition("\n## ")[0]
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL))
+    run(["python", "-c", f"{code}\nimport sys\nassert 'torch' not in sys.modules"], folder)
+
+
+def test_the_printed_grid_is_what_is_printed(folder: Path) -> None:
+    section = README.partition("## Plan before you run")[2]
+    code = re.search(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    grid = re.search(r"^```text\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    assert code is not None and grid is not None
+    assert run(["python", "-c", code[1]], folder) == grid[1]
+
+
+def test_shell_commands_run_in_their_order(folder: Path) -> None:
+    pytest.importorskip("matplotlib", reason="some of the commands draw")
+    assert any(line.startswith("fastpipe ") for line in SHELL)
+    for line in SHELL:
+        program = line.split()[0]
+        if program == "torchrun" or line.startswith("python examples/"):
+            continue  # the test above runs the quickstart both ways
+        if program not in NOT_RUN:
+            assert program in PROGRAMS, f"nobody runs `{line}`"
+            run(["sh", "-c", line], folder)
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z]+)", "\n".join(SHELL))) <= targets
+    assert {"demo", "test"} <= targets
