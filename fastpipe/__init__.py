@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastpipe._version import __version__
 from fastpipe.action import Action, ActionKind
-from fastpipe.api import lower, simulate
+from fastpipe.api import compare, lower, plot, simulate
 from fastpipe.cost import CostModel
 from fastpipe.errors import FastpipeError, ProgramError, ScheduleError, StepError
 from fastpipe.partition import partition
@@ -49,11 +49,13 @@ __all__ = [
     "StepResult",
     "Timeline",
     "__version__",
+    "compare",
     "list_schedules",
     "lower",
     "make_schedule",
     "native_status",
     "partition",
+    "plot",
     "simulate",
     "validate_program",
     "validate_schedule",

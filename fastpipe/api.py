@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
 from fastpipe.cost import CostModel
 from fastpipe.lower import lower as _lower
 from fastpipe.machine import Lanes
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
+from fastpipe.schedules import find, make_schedule
 from fastpipe.simulate import simulate_program
 from fastpipe.timeline import Timeline
 from fastpipe.validate import validate_schedule
@@ -38,3 +44,107 @@ def simulate(work: Schedule | Program, cost: CostModel | None = None, *, lanes: 
     """
     program = lower(work) if isinstance(work, Schedule) else work
     return simulate_program(program, cost, lanes=lanes)
+
+
+def plot(timeline: Timeline, path: str | Path, **options: Any) -> Path:
+    """Draw a timeline into a PNG, SVG or PDF file; see `fastpipe.visualize.plot` for the options."""
+    return timeline.plot(path, **options)
+
+
+class Comparison(NamedTuple):
+    """One schedule among others, all with the same model, ranks, microbatches and costs.
+
+    Attributes:
+        name: the schedule's.
+        makespan: seconds.
+        bubble_fraction: 1 - busy / (ranks * makespan).
+        peak_memory: the most activations that a rank holds, counted in activations of a rank's share of the model
+            (1/ranks of it) and one microbatch: a stage of a schedule with two stages a rank counts half.
+        peak_activations: the same in stage activations.
+        best: no other has both a smaller makespan and a smaller peak memory.
+        refused: why it is not possible with these numbers; the rest is then NaN.
+    """
+
+    name: str
+    makespan: float = float("nan")
+    bubble_fraction: float = float("nan")
+    peak_memory: float = float("nan")
+    peak_activations: int = 0
+    best: bool = False
+    refused: str | None = None
+
+
+def compare(
+    schedules: Iterable[str | Schedule],
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    cost: CostModel | None = None,
+    lanes: Lanes = "directed",
+    skip_impossible: bool = False,
+) -> list[Comparison]:
+    """Simulate schedules side by side.
+
+    Args:
+        schedules: names, or schedules.
+        num_ranks: for those that are names.
+        num_microbatches: the same.
+        cost: of a rank's whole share of the model; the stages of a schedule with two stages a rank cost half.
+        lanes: see `simulate`.
+        skip_impossible: give schedules that refuse the numbers, or have no backward, a row that says why.
+
+    Returns:
+        A row a schedule, the shortest makespan first, then those that were refused.
+
+    Raises:
+        ValueError: when a schedule refuses the numbers, or costs are given by stage.
+    """
+    cost = cost or CostModel()
+    by_stage = [f.name for f in fields(cost) if isinstance(getattr(cost, f.name), Sequence)]
+    if by_stage:
+        raise ValueError(f"{by_stage[0]}: compare takes one number for all stages, as schedules differ in their stages")
+    rows = []
+    for work in schedules:
+        try:
+            rows.append(_row(_with_costs(work, num_ranks, num_microbatches, cost), cost, lanes))
+        except ValueError as error:
+            if not skip_impossible:
+                raise
+            rows.append(Comparison(str(work), refused=str(error)))
+    possible = sorted((row for row in rows if row.refused is None), key=lambda row: (row.makespan, row.peak_memory))
+    refused = [row for row in rows if row.refused is not None]
+    return [row._replace(best=not any(_beats(other, row) for other in possible)) for row in possible] + refused
+
+
+def _with_costs(work: str | Schedule, num_ranks: int, num_microbatches: int, cost: CostModel) -> Schedule:
+    """Generate, for these costs where the generator looks at costs."""
+    if isinstance(work, Schedule):
+        return work
+    family = find(work)
+    names = ("forward", "backward_input", "backward_weight", "comm")
+    costs = _shared_out(cost, family.stages_per_rank)
+    options = {name: getattr(costs, name) for name in names if name in family.options}
+    return make_schedule(work, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+
+
+def _row(schedule: Schedule, cost: CostModel, lanes: Lanes) -> Comparison:
+    if schedule.forward_only:
+        raise ValueError(f"{schedule.name} has no backward")
+    parts = schedule.num_stages / schedule.num_ranks
+    timeline = simulate(schedule, _shared_out(cost, parts), lanes=lanes)
+    peak = max(timeline.peak_activations)
+    return Comparison(schedule.name, timeline.makespan, timeline.bubble_fraction, peak / parts, peak)
+
+
+def _shared_out(cost: CostModel, parts: float) -> CostModel:
+    """The costs of one stage, where a rank's share is cut into so many."""
+    names = ("forward", "backward_input", "backward_weight", "backward", "overlapped")
+    values = {name: getattr(cost, name) for name in names}
+    return replace(cost, **{name: value / parts for name, value in values.items() if value is not None})
+
+
+def _beats(other: Comparison, row: Comparison) -> bool:
+    """Whether ``other`` is as good in both and better in one; a millionth is no difference."""
+    shorter, smaller = row.makespan - other.makespan, row.peak_memory - other.peak_memory
+    slack = 1e-6 * row.makespan
+    return shorter >= -slack and smaller >= -1e-9 and (shorter > slack or smaller > 1e-9)

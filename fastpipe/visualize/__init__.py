@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from fastpipe.visualize.grid import grid
+from fastpipe.visualize.page import to_html
+from fastpipe.visualize.pareto import pareto
 from fastpipe.visualize.picture import plot
 from fastpipe.visualize.trace import to_chrome_trace
 
-__all__ = ["plot", "to_chrome_trace"]
+__all__ = ["grid", "pareto", "plot", "to_chrome_trace", "to_html"]

@@ -64,7 +64,7 @@ class Bars:
     def at(self, rank: int, position: int) -> int:
         """The bar of a rank's instruction at a position of its program."""
         part = self.of(rank)
-        return part.start + int(np.searchsorted(self.position[part], position))
+        return int(self.first[rank]) + int(np.searchsorted(self.position[part], position))
 
 
 def bars(timeline: Timeline) -> Bars:
@@ -202,5 +202,8 @@ def live_activations(drawn: Bars, rank: int) -> tuple[Floats, Ints]:
     releases = (op == Op.W) | (op == Op.B) | (op == Op.OVERLAP_F_B)
     times = np.concatenate([drawn.start[part][gains], drawn.end[part][releases]])
     steps = np.concatenate([np.ones(gains.sum(), dtype=np.int64), -np.ones(releases.sum(), dtype=np.int64)])
-    order = np.lexsort((steps, times))
-    return times[order], np.cumsum(steps[order])
+    order = np.argsort(times, kind="stable")
+    changed, level = times[order], np.cumsum(steps[order])
+    # What is released and taken at the same moment is no dip.
+    last = np.append(np.diff(changed) > 0, True) if len(changed) else np.array([], dtype=bool)
+    return changed[last], level[last]

@@ -17,8 +17,9 @@ LARGEST, SMALL, SMALLEST = 9.0, 6.5, 4.8
 """Points: the first choice, the last one in favour of labelling every bar, the last one that can be read."""
 
 _DIGIT = 0.65
-"""How wide a digit is, and how high with a little air above and below, in sizes of the font."""
 _HIGH = 1.05
+_AIR = 0.3
+"""How wide a digit is, how high with a little air, and the air beside a number, in sizes of the font."""
 
 
 def font_size(width: Floats, height: Floats, numbers: Ints) -> float:
@@ -31,7 +32,7 @@ def font_size(width: Floats, height: Floats, numbers: Ints) -> float:
     """
     if not len(width):
         return 0.0
-    fits = np.minimum(width / (_DIGIT * _digits(numbers)), height / _HIGH)
+    fits = np.minimum(width / (_DIGIT * _digits(numbers) + _AIR), height / _HIGH)
     size = float(np.quantile(fits, 0.01))
     if size < SMALL:
         size = min(SMALL, float(np.quantile(fits, 0.25)))
@@ -40,7 +41,7 @@ def font_size(width: Floats, height: Floats, numbers: Ints) -> float:
 
 def fitting(width: Floats, height: Floats, numbers: Ints, size: float) -> npt.NDArray[np.bool_]:
     """Which bars the text of that size fits into."""
-    return (width >= _DIGIT * size * _digits(numbers)) & (height >= 0.95 * size)
+    return (width >= (_DIGIT * _digits(numbers) + _AIR) * size * 0.999) & (height >= 0.95 * size)
 
 
 def text_path(numbers: Ints, x: Floats, y: Floats, size: float, scale: tuple[float, float]) -> Path:

@@ -1,0 +1,335 @@
+"""The arguments of every command, and how text becomes values."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import textwrap
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from fastpipe._version import __version__
+from fastpipe.cli import checks, commands, drawings
+from fastpipe.cost import CostModel
+
+COSTS = tuple(field.name for field in fields(CostModel))
+
+_COST_HELP = {
+    "forward": "seconds of F",
+    "backward_input": "seconds of I",
+    "backward_weight": "seconds of W",
+    "backward": "seconds of B; I + W unless given",
+    "overlapped": "seconds of a fused F and B; their sum unless given",
+    "comm": "seconds of latency of a transfer",
+    "bandwidth": "bytes a second of a link",
+    "activation_bytes": "bytes that a stage hands to the next",
+}
+
+_EPILOG = """\
+examples:
+  fastpipe schedules
+  fastpipe show 1f1b --ranks 4 --microbatches 8
+  fastpipe simulate dualpipev --ranks 4 --microbatches 16
+  fastpipe compare all --ranks 8 --microbatches 32 --plot pareto.png
+  fastpipe html dualpipev --ranks 8 --microbatches 32 -o dualpipev.html
+`fastpipe COMMAND --help` has more.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with status 2 and one line."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
+
+
+def parser() -> Parser:
+    """The parser of the whole command."""
+    top = Parser(
+        prog="fastpipe",
+        description="Pipeline schedules: list, show, simulate, compare, draw, check and convert them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"fastpipe {__version__}")
+    adder = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    for add in (_schedules, _show, _simulate, _compare, _plot, _html, _trace, _validate, _convert, _doctor):
+        add(adder)
+    return top
+
+
+def _command(adder: Any, run: Callable[[argparse.Namespace], None], text: str, examples: str) -> Parser:
+    name = run.__name__
+    command: Parser = adder.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog="examples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+    return command
+
+
+def _schedules(adder: Any) -> None:
+    command = _command(
+        adder,
+        commands.schedules,
+        "list the schedules, their limits and their options",
+        """
+        fastpipe schedules
+        fastpipe schedules zbv dualpipev
+        fastpipe schedules --json
+        """,
+    )
+    command.add_argument("names", metavar="NAME", nargs="*", help="only these")
+
+
+def _show(adder: Any) -> None:
+    command = _command(
+        adder,
+        commands.show,
+        "print a schedule as a grid (ranks down, unit time steps to the right), or one rank's program",
+        """
+        fastpipe show 1f1b --ranks 4 --microbatches 8
+        fastpipe show interleaved_1f1b --ranks 4 --microbatches 8 --stages-per-rank 2
+        fastpipe show dualpipev --ranks 4 --microbatches 16 --program 0
+        fastpipe show mine.csv
+        """,
+    )
+    _schedule_arguments(command)
+    command.add_argument("--program", metavar="RANK", type=_count(0), help="print what this rank executes")
+    command.add_argument("--recv-lookahead", metavar="N", type=_lookahead, default=1, help=_LOOKAHEAD_HELP)
+    command.add_argument("--colour", choices=("auto", "always", "never"), default="auto", help="paint the cells")
+
+
+def _simulate(adder: Any) -> None:
+    command = _command(
+        adder,
+        commands.simulate,
+        "when every action starts and ends: makespan, bubble, and a table of the ranks",
+        """
+        fastpipe simulate dualpipev --ranks 4 --microbatches 16
+        fastpipe simulate 1f1b --ranks 4 --microbatches 8 --forward 1 --backward 2 --comm 0.1 --steps
+        fastpipe simulate zbv --ranks 4 --microbatches 8 --costs costs.json --json
+        """,
+    )
+    _simulation_arguments(command)
+    command.add_argument("--steps", action="store_true", help="print a table of time by rank as well")
+
+
+def _compare(adder: Any) -> None:
+    command = _command(
+        adder,
+        commands.compare,
+        "simulate several schedules side by side: bubble, makespan and memory",
+        """
+        fastpipe compare 1f1b zbv dualpipev --ranks 4 --microbatches 16
+        fastpipe compare all --ranks 8 --microbatches 32 --plot pareto.png
+        fastpipe compare all --ranks 8 --microbatches 32 --comm 0.05 --json
+        """,
+    )
+    command.description = (
+        "Simulate several schedules side by side. So that they can be compared, costs are those of a rank's whole "
+        "share of the model (1/RANKS of it): a stage of a schedule with two stages a rank costs half. Memory is in "
+        "activations of such a share."
+    )
+    command.add_argument("names", metavar="NAME", nargs="+", help="schedules, or `all` that take these numbers")
+    _count_arguments(command, required=True)
+    _cost_arguments(command)
+    command.add_argument("--plot", metavar="FILE", help="draw bubble against peak memory (.png, .svg or .pdf)")
+
+
+def _plot(adder: Any) -> None:
+    command = _command(
+        adder,
+        drawings.plot,
+        "draw a timeline into a picture (PNG, SVG or PDF)",
+        """
+        fastpipe plot dualpipev --ranks 4 --microbatches 16 -o dualpipev.png
+        fastpipe plot 1f1b --ranks 4 --microbatches 8 --comm 0.2 --critical-path -o 1f1b.svg
+        fastpipe plot zbv --ranks 4 --microbatches 8 --against 1f1b -o both.png
+        """,
+    )
+    _simulation_arguments(command)
+    _output_argument(command, ".png")
+    command.add_argument("--against", metavar="NAME", help="a second schedule, drawn beneath on the same time axis")
+    command.add_argument("--title", help="the heading")
+    command.add_argument("--critical-path", action="store_true", help="outline the critical path")
+    command.add_argument("--transfers", action=argparse.BooleanOptionalAction, help="draw every transfer as a line")
+    command.add_argument("--width", type=_inches, default=14.0, help="inches (14)")
+
+
+def _html(adder: Any) -> None:
+    command = _command(
+        adder,
+        drawings.html,
+        "write a timeline as an interactive page: zoom, pan, what every action waited for, memory",
+        "fastpipe html dualpipev --ranks 8 --microbatches 32 -o dualpipev.html",
+    )
+    _simulation_arguments(command)
+    _output_argument(command, ".html")
+
+
+def _trace(adder: Any) -> None:
+    command = _command(
+        adder,
+        drawings.trace,
+        "write a timeline as JSON for ui.perfetto.dev and chrome://tracing",
+        "fastpipe trace dualpipev --ranks 8 --microbatches 32 --comm 0.1 -o dualpipev.json",
+    )
+    _simulation_arguments(command)
+    _output_argument(command, ".json")
+
+
+def _validate(adder: Any) -> None:
+    command = _command(
+        adder,
+        checks.validate,
+        "prove that a schedule in a CSV file is complete and can run, and its program cannot hang",
+        """
+        fastpipe validate mine.csv
+        fastpipe validate mine.csv --json
+        """,
+    )
+    command.add_argument("file", metavar="FILE", help="one row a rank, in the format of torch.distributed.pipelining")
+
+
+def _convert(adder: Any) -> None:
+    command = _command(
+        adder,
+        checks.convert,
+        "convert a schedule between formats",
+        """
+        fastpipe convert mine.csv --to aligned
+        fastpipe convert mine.csv --to json -o mine.json
+        fastpipe convert mine.json --to csv -o mine.csv
+        """,
+    )
+    command.add_argument("file", metavar="FILE", help="a .csv, or a .json that `fastpipe convert` or `show` wrote")
+    command.add_argument("--to", choices=checks.FORMATS, help="the format; by the suffix of -o, or csv, unless given")
+    command.add_argument("-o", "--output", metavar="FILE", help="where to; the standard output unless given")
+
+
+def _doctor(adder: Any) -> None:
+    _command(
+        adder,
+        checks.doctor,
+        "say what is installed, whether the native extension is loaded, and what to do if not",
+        """
+        fastpipe doctor
+        fastpipe doctor --json
+        """,
+    )
+
+
+_LOOKAHEAD_HELP = "how many compute actions ahead receives are posted (1), or `all`"
+
+
+def _schedule_arguments(command: Parser) -> None:
+    command.add_argument("name", metavar="NAME", help="a schedule (see `fastpipe schedules`), or a .csv or .json file")
+    _count_arguments(command, required=False)
+    command.add_argument(
+        "--option",
+        metavar="NAME=VALUE",
+        action="append",
+        type=_option,
+        default=[],
+        help="an option of the schedule (repeatable)",
+    )
+    command.add_argument("--stages-per-rank", metavar="N", type=_count(1), help="stages a rank")
+
+
+def _count_arguments(command: Parser, *, required: bool) -> None:
+    for flag, short, text in (("--ranks", "-p", "pipeline ranks"), ("--microbatches", "-m", "microbatches of a step")):
+        command.add_argument(flag, short, metavar="N", type=_count(1), required=required, help=text)
+
+
+def _simulation_arguments(command: Parser) -> None:
+    _schedule_arguments(command)
+    _cost_arguments(command)
+    command.add_argument("--recv-lookahead", metavar="N", type=_lookahead, default=1, help=_LOOKAHEAD_HELP)
+
+
+def _cost_arguments(command: Parser) -> None:
+    group = command.add_argument_group("costs", "of one stage and one microbatch; a number, or one a stage (1,1,2)")
+    group.add_argument("--costs", metavar="FILE", help="a JSON object with any of the following names")
+    for name in COSTS:
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, metavar="X", type=_cost, help=_COST_HELP.get(name, name))
+    group.add_argument(
+        "--lanes",
+        choices=("directed", "pair", "group"),
+        default="directed",
+        help="which channels a transport executes in one order (directed: none share)",
+    )
+
+
+def _output_argument(command: Parser, suffix: str) -> None:
+    command.set_defaults(suffix=suffix)
+    command.add_argument("-o", "--output", metavar="FILE", help=f"where to; NAME-PxM{suffix} unless given")
+
+
+def _typed(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse shows the text of its own error only."""
+
+    def converted(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return converted
+
+
+def _count(least: int) -> Callable[[str], Any]:
+    def convert(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < least:
+            raise ValueError(f"{text!r}: give a whole number of at least {least}")
+        return int(text)
+
+    return _typed(convert)
+
+
+@_typed
+def _inches(text: str) -> float:
+    value = _number(text)
+    if not 1 <= value <= 200:
+        raise ValueError(f"{text!r}: give 1 to 200 inches")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r}: give a number") from None
+
+
+@_typed
+def _cost(text: str) -> float | tuple[float, ...]:
+    numbers = tuple(_number(part) for part in text.split(","))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+@_typed
+def _lookahead(text: str) -> int | str:
+    if text != "all" and not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ValueError(f"{text!r}: give a whole number, or all")
+    return text if text == "all" else int(text)
+
+
+@_typed
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"{text!r}: write NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return name, value

@@ -1,0 +1,129 @@
+"""The commands that look at what is there: validate, convert, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastpipe import api
+from fastpipe._version import __version__
+from fastpipe.cli import output, work
+from fastpipe.runtime.native import native_status
+from fastpipe.schedule import Schedule
+
+FORMATS = ("csv", "aligned", "comms", "json", "program")
+"""Compute only; with an empty cell where a rank idles; compute with transfers; a schedule, and its program, as JSON."""
+
+
+def validate(arguments: argparse.Namespace) -> None:
+    """Prove a schedule in a file."""
+    schedule = work.read_schedule(arguments.file)
+    with output.progress(f"validating {arguments.file}"):
+        program = api.lower(schedule)
+    if arguments.json:
+        output.document(
+            {
+                "valid": True,
+                "num_ranks": schedule.num_ranks,
+                "num_stages": schedule.num_stages,
+                "num_microbatches": schedule.num_microbatches,
+                "num_actions": schedule.num_actions,
+                "num_instructions": program.num_instructions,
+            }
+        )
+        return
+    print(
+        f"{arguments.file}: valid: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches, {schedule.num_actions} actions; its program of "
+        f"{program.num_instructions} instructions cannot hang"
+    )
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Rewrite a schedule in another format."""
+    schedule = work.read_schedule(arguments.file)
+    to = arguments.to or ("json" if (arguments.output or "").endswith(".json") else "csv")
+    if arguments.output is None:
+        sys.stdout.write(_text(schedule, "json" if arguments.json and to != "program" else to))
+        return
+    path = Path(arguments.output)
+    path.write_text(_text(schedule, to), encoding="utf-8")
+    if arguments.json:
+        output.document({"path": str(path), "format": to})
+    else:
+        print(f"wrote {path}")
+
+
+def _text(schedule: Schedule, to: str) -> str:
+    if to == "json":
+        return json.dumps(work.schedule_document(schedule), indent=2) + "\n"
+    if to in ("comms", "program"):
+        program = api.lower(schedule)
+        return program.to_csv() if to == "comms" else program.to_json()
+    return schedule.to_csv(aligned=to == "aligned")
+
+
+def doctor(arguments: argparse.Namespace) -> None:
+    """Say what is there and what is missing."""
+    found = diagnosis()
+    if arguments.json:
+        output.document(found)
+        return
+    for name, value in found.items():
+        if name != "advice":
+            print(f"{name + ':':<12} {value if value is not None else 'not found'}")
+    for line in found["advice"]:
+        print(f"- {line}")
+
+
+def diagnosis() -> dict[str, Any]:
+    """What is installed, and what to do about what is not."""
+    found: dict[str, Any] = {
+        "fastpipe": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "native": native_status(),
+        **{name: _installed(name) for name in ("torch", "numpy", "matplotlib", "rich")},
+        "compiler": _compiler(),
+    }
+    found["advice"] = _advice(found)
+    return found
+
+
+def _installed(name: str) -> str | None:
+    """A package's version, without importing it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler() -> str | None:
+    for name in ("c++", "g++", "clang++"):
+        if (path := shutil.which(name)) is not None:
+            ran = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+            return f"{path}: {ran.stdout.splitlines()[0] if ran.stdout else 'does not run'}"
+    return None
+
+
+def _advice(found: dict[str, Any]) -> list[str]:
+    """One line for everything that is missing; empty when nothing is."""
+    lines = []
+    if found["torch"] is None:
+        lines.append("planning works without torch; to train, install it: pip install 'fastpipe[torch]'")
+    if "not loaded" in found["native"]:
+        lines.append(f"everything works in Python, slower: {found['native']}")
+    if found["compiler"] is None:
+        lines.append("no C++ compiler: the extension cannot be built; on Debian and Ubuntu: apt install g++")
+    if found["matplotlib"] is None:
+        lines.append("pictures need matplotlib: pip install 'fastpipe[plot]'")
+    if found["rich"] is None:
+        lines.append("progress and nicer tables need rich: pip install 'fastpipe[cli]'")
+    return lines

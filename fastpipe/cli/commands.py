@@ -1,0 +1,177 @@
+"""The commands that print: schedules, show, simulate, compare."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from typing import Any
+
+from fastpipe import api
+from fastpipe.cli import output, work
+from fastpipe.program import Program
+from fastpipe.schedule import Schedule
+from fastpipe.schedules import list_schedules
+from fastpipe.schedules.family import Family
+from fastpipe.timeline import Timeline
+from fastpipe.visualize import grid, pareto
+
+
+def schedules(arguments: argparse.Namespace) -> None:
+    """List the schedules."""
+    families = {family.name: family for family in list_schedules()}
+    for name in arguments.names:
+        if name.lower() not in families:
+            raise ValueError(f"{name!r}: there is no such schedule; use one of {', '.join(families)}")
+    chosen = [families[name.lower()] for name in arguments.names] or list(families.values())
+    if arguments.json:
+        output.document([_family_document(family) for family in chosen])
+        return
+    for family in chosen:
+        print(family)
+
+
+def _family_document(family: Family) -> dict[str, Any]:
+    options = {name: {"default": option.default, "description": option.text} for name, option in family.options.items()}
+    return {"name": family.name, "summary": family.summary, "limits": family.limits, "options": options}
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print a schedule, or a rank's program."""
+    schedule = work.schedule_of(arguments)
+    if arguments.program is not None:
+        _show_program(arguments, schedule)
+    elif arguments.json:
+        output.document(work.schedule_document(schedule))
+    else:
+        terminal = sys.stdout.isatty()
+        colour = {"auto": terminal and "NO_COLOR" not in os.environ, "always": True, "never": False}[arguments.colour]
+        print(grid(schedule, width=shutil.get_terminal_size().columns if terminal else None, colour=colour))
+
+
+def _show_program(arguments: argparse.Namespace, schedule: Schedule) -> None:
+    if arguments.program >= schedule.num_ranks:
+        raise ValueError(f"--program {arguments.program}: ranks are 0 to {schedule.num_ranks - 1}")
+    program = work.program_of(arguments, schedule)
+    if arguments.json:
+        output.document(_program_document(program, arguments.program))
+    else:
+        print(program[arguments.program])
+
+
+def _program_document(program: Program, number: int) -> dict[str, Any]:
+    rank = program[number]
+    return {
+        "rank": number,
+        "num_slots": rank.num_slots,
+        "num_sends": rank.num_sends,
+        "channels": [[c.source, c.destination, c.kind.name.lower()] for c in program.channels],
+        "instructions": [{**instruction._asdict(), "op": instruction.op.name} for instruction in rank],
+    }
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    """Print when what happens."""
+    timeline = work.timeline_of(arguments)
+    if arguments.json:
+        output.document(_timeline_document(timeline, steps=arguments.steps))
+        return
+    print(timeline_summary(timeline))
+    print()
+    makespan = timeline.makespan
+    rows = [
+        (str(rank), f"{busy:.6g}", _percent(1 - busy / makespan if makespan else 0.0), str(live), str(early))
+        for rank, (busy, live, early) in enumerate(
+            zip(
+                timeline.busy,
+                timeline.peak_activations,
+                timeline.peak_activations_released_at_input,
+                strict=True,
+            )
+        )
+    ]
+    output.table(("rank", "busy", "idle", "peak activations", "(released at I)"), rows)
+    if arguments.steps:
+        print()
+        print(timeline)
+
+
+def _percent(value: float) -> str:
+    return f"{max(0.0, value):.1%}"
+
+
+def timeline_summary(timeline: Timeline) -> str:
+    """Name and numbers, in a line."""
+    program = timeline.program
+    return (
+        f"{program.name}, {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} "
+        f"microbatches: makespan {timeline.makespan:.6g}, bubble {_percent(timeline.bubble_fraction)}"
+    )
+
+
+def _timeline_document(timeline: Timeline, *, steps: bool = False) -> dict[str, Any]:
+    program = timeline.program
+    found = {
+        "name": program.name,
+        "num_ranks": program.num_ranks,
+        "num_stages": program.num_stages,
+        "num_microbatches": program.num_microbatches,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble_fraction": timeline.bubble_fraction,
+        "busy": timeline.busy,
+        "peak_activations": timeline.peak_activations,
+        "peak_activations_released_at_input": timeline.peak_activations_released_at_input,
+    }
+    if steps:
+        found["spans"] = [
+            {"rank": rank, "action": str(span.instruction.action), "start": span.start, "end": span.end}
+            for rank in range(program.num_ranks)
+            for span in timeline.compute_spans(rank)
+        ]
+    return found
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Print several schedules side by side, best first, and draw them."""
+    work.check_size(arguments.ranks, arguments.microbatches)
+    names = arguments.names
+    everything = "all" in names
+    if everything:
+        names = [family.name for family in list_schedules()]
+    with output.progress(f"comparing {len(names)} schedules"):
+        rows = api.compare(
+            names,
+            num_ranks=arguments.ranks,
+            num_microbatches=arguments.microbatches,
+            cost=work.cost_of(arguments),
+            lanes=arguments.lanes,
+            skip_impossible=everything,
+        )
+    drawn = None
+    if arguments.plot:
+        title = f"Bubble against peak memory: {arguments.ranks} ranks, {arguments.microbatches} microbatches"
+        drawn = pareto(rows, arguments.plot, title=title)
+    if arguments.json:
+        output.document([row._asdict() for row in rows])
+        return
+    _print_comparison(rows)
+    if drawn is not None:
+        print(f"\nwrote {drawn}")
+
+
+def _print_comparison(rows: list[api.Comparison]) -> None:
+    output.table(
+        ("schedule", "makespan", "bubble", "peak memory", "best"),
+        [
+            (row.name, f"{row.makespan:.6g}", _percent(row.bubble_fraction), f"{row.peak_memory:.4g}", "*" * row.best)
+            for row in rows
+            if row.refused is None
+        ],
+    )
+    if any(row.best for row in rows):
+        print("\n* no other has both a smaller makespan and a smaller peak memory (in activations of a rank's share)")
+    for row in rows:
+        if row.refused is not None:
+            print(f"{row.name} not possible: {row.refused}")

@@ -1,0 +1,131 @@
+"""From parsed arguments to schedules, costs and timelines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fastpipe import api
+from fastpipe.cli.output import progress
+from fastpipe.cost import CostModel
+from fastpipe.placement import Placement
+from fastpipe.program import Program
+from fastpipe.schedule import Schedule
+from fastpipe.schedules import find, make_schedule
+from fastpipe.timeline import Timeline
+
+_COSTS = tuple(field.name for field in fields(CostModel))
+_MOST_PAIRS = 100_000_000
+
+
+def schedule_of(arguments: argparse.Namespace, name: str | None = None) -> Schedule:
+    """The schedule that the arguments name: generated, or read from a file."""
+    name = name or arguments.name
+    if name.endswith((".csv", ".json")):
+        _refuse_numbers(arguments, name)
+        return read_schedule(name)
+    if arguments.ranks is None or arguments.microbatches is None:
+        raise ValueError(f"{name}: give --ranks and --microbatches, such as --ranks 4 --microbatches 8")
+    check_size(arguments.ranks, arguments.microbatches)
+    options = dict(arguments.option)
+    if arguments.stages_per_rank is not None:
+        options.setdefault("stages_per_rank", arguments.stages_per_rank)
+    options = {**_costs_for(name, arguments), **options}
+    with progress(f"generating {name}"):
+        return make_schedule(name, num_ranks=arguments.ranks, num_microbatches=arguments.microbatches, **options)
+
+
+def _costs_for(name: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """What the command line says of costs, where the generator looks at costs."""
+    known = find(name).options
+    given = {key: getattr(arguments, key, None) for key in ("forward", "backward_input", "backward_weight", "comm")}
+    return {key: value for key, value in given.items() if key in known and isinstance(value, float)}
+
+
+def _refuse_numbers(arguments: argparse.Namespace, name: str) -> None:
+    given = [flag for flag in ("ranks", "microbatches", "stages_per_rank") if getattr(arguments, flag) is not None]
+    if given or arguments.option:
+        flag = f"--{given[0].replace('_', '-')}" if given else "--option"
+        raise ValueError(f"{flag} is for schedules that are generated; {name} is a file: leave it out")
+
+
+def check_size(num_ranks: int, num_microbatches: int) -> None:
+    """Refuse what no machine would finish."""
+    if num_ranks * num_microbatches > _MOST_PAIRS:
+        raise ValueError(
+            f"--ranks {num_ranks} --microbatches {num_microbatches}: more than {_MOST_PAIRS:,} pairs of the two; "
+            "ask for fewer"
+        )
+
+
+def read_schedule(name: str) -> Schedule:
+    """A schedule from a CSV file, or from the JSON that `schedule_document` gives."""
+    path = Path(name)
+    if path.suffix.lower() != ".json":
+        return Schedule.from_csv(path)
+    try:
+        document = json.loads(path.read_text())
+        placement = Placement(document["num_ranks"], tuple(map(tuple, document["routes"])), document["placement"])
+        orders = document["orders"]
+        return Schedule.from_actions(document["name"], placement, document["num_microbatches"], orders)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{name}: no schedule in this JSON ({type(error).__name__}: {error})") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def schedule_document(schedule: Schedule) -> dict[str, Any]:
+    """A schedule as JSON: what `read_schedule` reads."""
+    return {
+        "name": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "placement": schedule.placement.name,
+        "routes": [list(route) for route in schedule.placement.routes],
+        "orders": [list(map(str, rank)) for rank in schedule],
+    }
+
+
+def cost_of(arguments: argparse.Namespace) -> CostModel:
+    """The costs: those of the file, and over them those of the command line."""
+    given = {name: getattr(arguments, name) for name in _COSTS if getattr(arguments, name) is not None}
+    if arguments.costs is not None:
+        given = {**_read_costs(arguments.costs), **given}
+    return CostModel(**given)
+
+
+def _read_costs(name: str) -> Mapping[str, Any]:
+    try:
+        costs = json.loads(Path(name).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--costs {name}: no JSON: {error}") from None
+    if not isinstance(costs, dict):
+        raise ValueError(f'--costs {name}: give an object, such as {{"forward": 1.0, "comm": 0.1}}')
+    for key, value in costs.items():
+        if key not in _COSTS:
+            raise ValueError(f"--costs {name}: {key!r} is no cost; use {', '.join(_COSTS)}")
+        numbers = value if isinstance(value, list) else [value]
+        if not numbers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+            raise ValueError(f"--costs {name}: {key} = {value!r}: give a number, or a list of one a stage")
+    return costs
+
+
+def program_of(arguments: argparse.Namespace, schedule: Schedule) -> Program:
+    """The schedule's program, proved."""
+    with progress(f"lowering {schedule.name}"):
+        return api.lower(schedule, recv_lookahead=arguments.recv_lookahead)
+
+
+def timeline_of(arguments: argparse.Namespace, name: str | None = None) -> Timeline:
+    """The simulated timeline of what the arguments name."""
+    cost = cost_of(arguments)
+    schedule = schedule_of(arguments, name)
+    cost.check(schedule.num_stages)
+    program = program_of(arguments, schedule)
+    with progress(f"simulating {schedule.name}"):
+        return api.simulate(program, cost, lanes=arguments.lanes)

@@ -1,0 +1,158 @@
+"""The comparison as a picture: bubble against peak memory, one point a schedule, the best ones joined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastpipe.visualize import canvas
+from fastpipe.visualize.colours import COLOURS
+from fastpipe.visualize.places import Box, place_labels
+
+_WIDTH, _HEIGHT = 9.0, 6.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 0.3, 0.75, 0.65
+_SIZE = 9.5
+_POINTS = 72.0
+
+
+class Compared(Protocol):
+    """What a row of `fastpipe.compare` has."""
+
+    @property
+    def name(self) -> str:
+        """The schedule's."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Of the ranks' time, 0 to 1."""
+
+    @property
+    def peak_memory(self) -> float:
+        """Activations of a rank's share of the model."""
+
+
+def pareto(rows: Iterable[Compared], path: str | Path, *, title: str | None = None, dpi: int = 150) -> Path:
+    """Draw bubble against peak memory: the lower left is best.
+
+    Args:
+        rows: what `fastpipe.compare` returned; rows without numbers are left out.
+        path: the file; its suffix says the format: .png, .svg or .pdf.
+        title: the heading.
+        dpi: pixels an inch of a PNG.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: when matplotlib is not installed.
+        ValueError: for a suffix that is no format, or no row with numbers.
+    """
+    path = canvas.checked_path(path)
+    shown = [row for row in rows if math.isfinite(row.bubble_fraction) and math.isfinite(row.peak_memory)]
+    if not shown:
+        raise ValueError("rows: none has numbers, so there is nothing to draw")
+    figure = canvas.figure(_WIDTH, _HEIGHT)
+    size = (_WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM)
+    axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / _HEIGHT, size[0] / _WIDTH, size[1] / _HEIGHT))
+    points = _merged(shown)
+    _frame(axes, points)
+    _draw_points(axes, points)
+    _draw_names(axes, points, size)
+    heading = title or "Bubble against peak memory"
+    figure.text(0.12 / _WIDTH, 1 - 0.14 / _HEIGHT, heading, va="top", size=13, weight="bold", color=canvas.INK)
+    note = "lower left is better; joined: no other schedule has both a smaller bubble and a smaller memory"
+    figure.text(0.12 / _WIDTH, 1 - 0.43 / _HEIGHT, note, va="top", size=9, color=canvas.INK)
+    return canvas.save(figure, path, dpi)
+
+
+Point = tuple[float, float, str, bool]
+"""Memory, bubble in percent, names, whether it is best."""
+
+
+def _merged(shown: list[Compared]) -> list[Point]:
+    """One point for schedules that fall on the same place: their names stand together."""
+    names: dict[tuple[float, float], list[str]] = {}
+    for row in shown:
+        names.setdefault((round(row.peak_memory, 6), round(100 * row.bubble_fraction, 3)), []).append(row.name)
+    places = list(names)
+    return [
+        (memory, bubble, _folded(names[memory, bubble]), not any(_beats(other, (memory, bubble)) for other in places))
+        for memory, bubble in places
+    ]
+
+
+def _folded(names: list[str]) -> str:
+    """Names side by side, three a line."""
+    return ",\n".join(", ".join(names[first : first + 3]) for first in range(0, len(names), 3))
+
+
+def _beats(other: tuple[float, float], this: tuple[float, float]) -> bool:
+    return other != this and other[0] <= this[0] and other[1] <= this[1]
+
+
+def _frame(axes: Any, points: list[Point]) -> None:
+    memory, bubble = (np.array([point[axis] for point in points]) for axis in (0, 1))
+    margin = max(0.08 * float(np.ptp(memory)), 0.05 * float(memory.max()), 0.1)
+    axes.set_xlim(max(0.0, memory.min() - margin), memory.max() + margin)
+    axes.set_ylim(0, max(1.0, bubble.max() * 1.1))
+    axes.set_xlabel("peak memory of a rank (microbatch activations of 1/ranks of the model)", color=canvas.INK)
+    axes.set_ylabel("bubble (% of the ranks' time)", color=canvas.INK)
+    axes.grid(color=canvas.FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=canvas.INK, length=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(canvas.INK)
+
+
+def _draw_points(axes: Any, points: list[Point]) -> None:
+    best = sorted(point for point in points if point[3])
+    rest = [point for point in points if not point[3]]
+    axes.plot([p[0] for p in best], [p[1] for p in best], "-", color=COLOURS["F"], linewidth=1.4, zorder=2, gid="front")
+    for group, face, marker in ((best, COLOURS["F"], "o"), (rest, "white", "o")):
+        axes.scatter(
+            [p[0] for p in group],
+            [p[1] for p in group],
+            s=46,
+            marker=marker,
+            facecolor=face,
+            edgecolor=COLOURS["F"] if face != "white" else canvas.INK,
+            linewidth=1.2,
+            zorder=5,
+        )
+
+
+def _draw_names(axes: Any, points: list[Point], size: tuple[float, float]) -> None:
+    """Each name beside its point, where it covers neither a point nor another name; a thin line where it is far."""
+    from matplotlib.patheffects import withStroke
+
+    scale = np.array([size[0] * _POINTS / np.ptp(axes.get_xlim()), size[1] * _POINTS / np.ptp(axes.get_ylim())])
+    origin = np.array([axes.get_xlim()[0], axes.get_ylim()[0]])
+    marks = [(float(x), float(y)) for x, y in (np.array([p[:2] for p in points]) - origin) * scale]
+    boxes = [_text_size(point[2]) for point in points]
+    page = Box(0.0, 0.0, size[0] * _POINTS + _RIGHT * _POINTS - 4, size[1] * _POINTS)
+    front = [mark for mark, point in sorted(zip(marks, points, strict=True)) if point[3]]
+    places = place_labels(marks, boxes, page, front)
+    halo = [withStroke(linewidth=2.5, foreground="white")]
+    for point, mark, box in zip(points, marks, places, strict=True):
+        corner = np.array([box.left, box.bottom]) / scale + origin
+        style = {"fontsize": _SIZE, "color": canvas.INK, "linespacing": 1.1, "path_effects": halo}
+        axes.text(*corner, point[2], clip_on=False, zorder=4, **style)
+        near = np.clip(mark, (box.left, box.bottom), (box.right, box.top))
+        if np.hypot(*(near - mark)) > 14:
+            ends = np.stack([np.array(mark), near]) / scale + origin
+            axes.plot(ends[:, 0], ends[:, 1], color=canvas.INK, linewidth=0.5, zorder=1)
+
+
+def _text_size(text: str) -> tuple[float, float]:
+    """Width and height in points, measured."""
+    from matplotlib.textpath import TextPath
+
+    lines = text.split("\n")
+    width = max(float(TextPath((0, 0), line, size=_SIZE).get_extents().width) for line in lines)
+    return width + 7, len(lines) * _SIZE * 1.32
