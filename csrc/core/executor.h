@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "observer.h"
@@ -21,7 +22,7 @@ using PayloadFactory = std::function<std::unique_ptr<Payload>()>;
 
 enum class Outcome {
   kDone,
-  kFailed,   // here: error() says by what
+  kFailed,   // here: take_error() says by what
   kDrained,  // elsewhere: nothing was raised on this rank
 };
 
@@ -35,7 +36,8 @@ class Executor {
   Outcome run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end);
   // From any thread: the step has failed elsewhere. Without effect when no step runs.
   void fail() { failed_.store(true, std::memory_order_relaxed); }
-  const std::exception_ptr& error() const { return error_; }
+  // The first error of the last step. It is not kept: it may hold on to all that the failed call was working on.
+  std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
   const RankProgram& program() const { return program_; }
 
  private:

@@ -51,7 +51,7 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   py::array_t<double> start(size);
   py::array_t<double> end(size);
   const Outcome outcome = run_without_gil(signature, announce, start.mutable_data(), end.mutable_data());
-  if (outcome == Outcome::kFailed) raise(to_python(executor_->error()));
+  if (outcome == Outcome::kFailed) raise(to_python(executor_->take_error()));
   if (outcome == Outcome::kDrained) return py::none();
   return py::make_tuple(std::move(start), std::move(end));
 }

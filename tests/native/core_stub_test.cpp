@@ -129,7 +129,7 @@ class Ranks final {
     Executor& executor = *executors_[rank];
     try {
       result.outcome = executor.run(7, announce, alarm, result.start.data(), result.end.data());
-      result.error = executor.error();
+      result.error = executor.take_error();
     } catch (...) {
       result.outcome = Outcome::kFailed;
       result.error = std::current_exception();
