@@ -13,6 +13,7 @@ from fastpipe.machine import Lanes
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import find, make_schedule
+from fastpipe.schedules.costs import is_number
 from fastpipe.simulate import simulate_program
 from fastpipe.timeline import Timeline
 from fastpipe.validate import validate_schedule
@@ -61,6 +62,7 @@ class Comparison(NamedTuple):
         peak_memory: the most activations that a rank holds, counted in activations of a rank's share of the model
             (1/ranks of it) and one microbatch: a stage of a schedule with two stages a rank counts half.
         peak_activations: the same in stage activations.
+        exposed_communication: seconds that the rank which waits longest for transfers under way waits for them.
         best: no other has both a smaller makespan and a smaller peak memory.
         refused: why it is not possible with these numbers; the rest is then NaN.
     """
@@ -70,6 +72,7 @@ class Comparison(NamedTuple):
     bubble_fraction: float = float("nan")
     peak_memory: float = float("nan")
     peak_activations: int = 0
+    exposed_communication: float = float("nan")
     best: bool = False
     refused: str | None = None
 
@@ -123,7 +126,7 @@ def _with_costs(work: str | Schedule, num_ranks: int, num_microbatches: int, cos
     family = find(work)
     names = ("forward", "backward_input", "backward_weight", "comm")
     costs = _shared_out(cost, family.stages_per_rank)
-    options = {name: getattr(costs, name) for name in names if name in family.options}
+    options = {name: value for name in names if name in family.options and is_number(value := getattr(costs, name))}
     return make_schedule(work, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
 
@@ -133,12 +136,13 @@ def _row(schedule: Schedule, cost: CostModel, lanes: Lanes) -> Comparison:
     parts = schedule.num_stages / schedule.num_ranks
     timeline = simulate(schedule, _shared_out(cost, parts), lanes=lanes)
     peak = max(timeline.peak_activations)
-    return Comparison(schedule.name, timeline.makespan, timeline.bubble_fraction, peak / parts, peak)
+    exposed = max(timeline.exposed_communication)
+    return Comparison(schedule.name, timeline.makespan, timeline.bubble_fraction, peak / parts, peak, exposed)
 
 
 def _shared_out(cost: CostModel, parts: float) -> CostModel:
     """The costs of one stage, where a rank's share is cut into so many."""
-    names = ("forward", "backward_input", "backward_weight", "backward", "overlapped")
+    names = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "stage_bytes")
     values = {name: getattr(cost, name) for name in names}
     return replace(cost, **{name: value / parts for name, value in values.items() if value is not None})
 

@@ -24,6 +24,7 @@ _COST_HELP = {
     "comm": "seconds of latency of a transfer",
     "bandwidth": "bytes a second of a link",
     "activation_bytes": "bytes that a stage hands to the next",
+    "stage_bytes": "bytes that a stage holds of a microbatch from F to W or B",
 }
 
 _EPILOG = """\

@@ -79,22 +79,25 @@ def simulate(arguments: argparse.Namespace) -> None:
         return
     print(timeline_summary(timeline))
     print()
-    makespan = timeline.makespan
-    rows = [
-        (str(rank), f"{busy:.6g}", _percent(1 - busy / makespan if makespan else 0.0), str(live), str(early))
-        for rank, (busy, live, early) in enumerate(
-            zip(
-                timeline.busy,
-                timeline.peak_activations,
-                timeline.peak_activations_released_at_input,
-                strict=True,
-            )
-        )
-    ]
-    output.table(("rank", "busy", "idle", "peak activations", "(released at I)"), rows)
+    _print_ranks(timeline)
     if arguments.steps:
         print()
         print(timeline)
+
+
+def _print_ranks(timeline: Timeline) -> None:
+    """A row a rank; bytes only where the costs say how many a stage holds."""
+    columns = {
+        "rank": [str(rank) for rank in range(timeline.program.num_ranks)],
+        "busy": [f"{busy:.6g}" for busy in timeline.busy],
+        "idle": [_percent(1 - busy / timeline.makespan) if timeline.makespan else "-" for busy in timeline.busy],
+        "waits for transfers": [f"{seconds:.6g}" for seconds in timeline.exposed_communication],
+        "peak activations": [str(peak) for peak in timeline.peak_activations],
+        "(released at I)": [str(peak) for peak in timeline.peak_activations_released_at_input],
+    }
+    if any(timeline.peak_bytes):
+        columns["peak bytes"] = [f"{count:.4g}" for count in timeline.peak_bytes]
+    output.table(tuple(columns), zip(*columns.values(), strict=True))
 
 
 def _percent(value: float) -> str:
@@ -121,6 +124,8 @@ def _timeline_document(timeline: Timeline, *, steps: bool = False) -> dict[str, 
         "span": timeline.span,
         "bubble_fraction": timeline.bubble_fraction,
         "busy": timeline.busy,
+        "exposed_communication": timeline.exposed_communication,
+        "peak_bytes": timeline.peak_bytes,
         "peak_activations": timeline.peak_activations,
         "peak_activations_released_at_input": timeline.peak_activations_released_at_input,
     }
@@ -163,9 +168,16 @@ def compare(arguments: argparse.Namespace) -> None:
 
 def _print_comparison(rows: list[api.Comparison]) -> None:
     output.table(
-        ("schedule", "makespan", "bubble", "peak memory", "best"),
+        ("schedule", "makespan", "bubble", "waits for transfers", "peak memory", "best"),
         [
-            (row.name, f"{row.makespan:.6g}", _percent(row.bubble_fraction), f"{row.peak_memory:.4g}", "*" * row.best)
+            (
+                row.name,
+                f"{row.makespan:.6g}",
+                _percent(row.bubble_fraction),
+                f"{row.exposed_communication:.6g}",
+                f"{row.peak_memory:.4g}",
+                "*" * row.best,
+            )
             for row in rows
             if row.refused is None
         ],

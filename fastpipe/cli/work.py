@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def read_schedule(name: str) -> Schedule:
     if path.suffix.lower() != ".json":
         return Schedule.from_csv(path)
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         placement = Placement(document["num_ranks"], tuple(map(tuple, document["routes"])), document["placement"])
         orders = document["orders"]
         return Schedule.from_actions(document["name"], placement, document["num_microbatches"], orders)
@@ -94,25 +93,8 @@ def schedule_document(schedule: Schedule) -> dict[str, Any]:
 def cost_of(arguments: argparse.Namespace) -> CostModel:
     """The costs: those of the file, and over them those of the command line."""
     given = {name: getattr(arguments, name) for name in _COSTS if getattr(arguments, name) is not None}
-    if arguments.costs is not None:
-        given = {**_read_costs(arguments.costs), **given}
-    return CostModel(**given)
-
-
-def _read_costs(name: str) -> Mapping[str, Any]:
-    try:
-        costs = json.loads(Path(name).read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--costs {name}: no JSON: {error}") from None
-    if not isinstance(costs, dict):
-        raise ValueError(f'--costs {name}: give an object, such as {{"forward": 1.0, "comm": 0.1}}')
-    for key, value in costs.items():
-        if key not in _COSTS:
-            raise ValueError(f"--costs {name}: {key!r} is no cost; use {', '.join(_COSTS)}")
-        numbers = value if isinstance(value, list) else [value]
-        if not numbers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
-            raise ValueError(f"--costs {name}: {key} = {value!r}: give a number, or a list of one a stage")
-    return costs
+    costs = CostModel() if arguments.costs is None else CostModel.from_json(Path(arguments.costs))
+    return replace(costs, **given)
 
 
 def program_of(arguments: argparse.Namespace, schedule: Schedule) -> Program:

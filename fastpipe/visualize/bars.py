@@ -1,12 +1,15 @@
-"""Bars and messages: what every drawing needs of a timeline, as columns."""
+"""Bars and transfers: what every drawing needs of a timeline, as columns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fastpipe.messages import Messages
 from fastpipe.program import COMPUTE_OPS, ChannelKind, Op, Program
 from fastpipe.timeline import Timeline
 
@@ -60,11 +63,6 @@ class Bars:
     def of(self, rank: int) -> slice:
         """The bars of one rank."""
         return slice(int(self.first[rank]), int(self.first[rank + 1]))
-
-    def at(self, rank: int, position: int) -> int:
-        """The bar of a rank's instruction at a position of its program."""
-        part = self.of(rank)
-        return int(self.first[rank]) + int(np.searchsorted(self.position[part], position))
 
 
 def bars(timeline: Timeline) -> Bars:
@@ -127,7 +125,7 @@ def _tracks(start: Floats, end: Floats) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
+class Transfers:
     """Every transfer between two ranks, channel after channel, each channel's in order.
 
     Attributes:
@@ -135,8 +133,7 @@ class Messages:
         source, destination: the ranks.
         is_gradient: whether it carries a gradient.
         from_stage, to_stage, microbatch: what is sent.
-        start, end: of the transfer, in seconds after the start of the timeline; NaN where it was not recorded.
-        received: when the receiver's wait for it ended; NaN where it was not recorded.
+        start, end: in seconds after the start of the timeline; NaN where it was not recorded.
     """
 
     channel: Ints
@@ -148,47 +145,45 @@ class Messages:
     microbatch: Ints
     start: Floats
     end: Floats
-    received: Floats
 
     def __len__(self) -> int:
         return int(self.start.size)
 
 
-def messages(timeline: Timeline) -> Messages:
-    """The transfers of a timeline. A channel is a FIFO: its n-th SEND is what its n-th POST_RECV receives."""
-    sends = _gather(timeline, Op.SEND)
-    receives = _gather(timeline, Op.WAIT_RECV)
-    channels = timeline.program.channels
-    if not channels:
-        sends = sends[:, :0]
-    ends = np.array([(c.source, c.destination, c.kind) for c in channels], dtype=np.int64).reshape(-1, 3)
-    channel = sends[0].astype(np.int64)
-    return Messages(
-        channel=channel,
-        source=ends[channel, 0],
-        destination=ends[channel, 1],
-        is_gradient=ends[channel, 2] == ChannelKind.GRADIENT,
-        from_stage=sends[1].astype(np.int64),
-        to_stage=receives[1].astype(np.int64),
-        microbatch=sends[2].astype(np.int64),
-        start=sends[3] - timeline.start,
-        end=sends[4] - timeline.start,
-        received=receives[4] - timeline.start,
+def transfers(timeline: Timeline) -> Transfers:
+    """The transfers of a timeline; its start is time 0."""
+    program = timeline.program
+    found = Messages.of(program)
+    sent = _Places(found.source, found.send, program.num_ranks)
+    kinds = np.array([channel.kind for channel in program.channels], dtype=np.int64)
+    return Transfers(
+        channel=found.channel,
+        source=found.source,
+        destination=found.destination,
+        is_gradient=kinds[found.channel] == ChannelKind.GRADIENT,
+        from_stage=sent.of([columns[1] for columns in program.columns]).astype(np.int64),
+        to_stage=_Places(found.destination, found.post, program.num_ranks)
+        .of([columns[1] for columns in program.columns])
+        .astype(np.int64),
+        microbatch=sent.of([columns[2] for columns in program.columns]).astype(np.int64),
+        start=sent.of(timeline.starts) - timeline.start,
+        end=sent.of(timeline.ends) - timeline.start,
     )
 
 
-def _gather(timeline: Timeline, op: Op) -> Floats:
-    """Channel, stage, microbatch, start and end of every instruction of one op, sorted by channel and microbatch.
+class _Places:
+    """Takes from one array a rank what stands at (rank, position), for many of them."""
 
-    Waits need not come in the channel's order, so the two ends are matched by microbatch: on one channel a microbatch
-    may pass more than once (interleaved stages), always from lower to higher position in the model for activations.
-    """
-    parts = []
-    for columns, starts, ends in zip(timeline.program.columns, timeline.starts, timeline.ends, strict=True):
-        row = np.flatnonzero(columns[0] == op)
-        parts.append(np.stack([columns[5, row], columns[1, row], columns[2, row], starts[row], ends[row]]))
-    found = np.concatenate(parts, axis=1).astype(np.float64)
-    return found[:, np.lexsort((found[1], found[2], found[0]))]
+    def __init__(self, rank: Ints, position: Ints, num_ranks: int) -> None:
+        self.position = position
+        self.by_rank = [np.flatnonzero(rank == number) for number in range(num_ranks)]
+
+    def of(self, values: Sequence[npt.NDArray[Any]]) -> Floats:
+        """The values, as float64."""
+        found = np.empty(len(self.position))
+        for mine, array in zip(self.by_rank, values, strict=True):
+            found[mine] = array[self.position[mine]]
+        return found
 
 
 def live_activations(drawn: Bars, rank: int) -> tuple[Floats, Ints]:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas, colours
-from fastpipe.visualize.bars import Bars, bars, live_activations, messages
-from fastpipe.visualize.waits import critical_bars, limited_by, waited_for
+from fastpipe.visualize.bars import Bars, Ints, bars, live_activations, transfers
+from fastpipe.visualize.waits import critical_bars, critical_transfers, limited_by, runs, waited_for
 
 _SCRIPTS = ("data.js", "draw.js", "memory.js", "page.js")
 _INTEGERS = (("Uint8Array", np.uint8), ("Uint16Array", np.uint16), ("Int32Array", np.int32))
@@ -51,6 +51,7 @@ def to_html(timeline: Timeline, path: str | Path) -> Path:
 def page_data(timeline: Timeline) -> dict[str, Any]:
     """What the page's code reads: the numbers of the heading, colours, and columns."""
     program, drawn = timeline.program, bars(timeline)
+    critical = critical_bars(timeline, drawn)
     kinds, fused = canvas.kinds_of([timeline])
     chunks = range(drawn.num_chunks)
     return {
@@ -70,16 +71,18 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
         "shades": {kind: [colours.shade(kind, chunk, drawn.num_chunks) for chunk in chunks] for kind in colours.KINDS},
         "transfer": colours.COLOURS["comm"],
         "critical": colours.CRITICAL,
-        "bars": _bar_columns(timeline, drawn),
+        "bars": _bar_columns(drawn, critical),
         "messages": _message_columns(timeline),
         "memory": _memory_columns(drawn),
+        "criticalRuns": runs(drawn, critical),
+        "criticalTransfers": critical_transfers(timeline),
     }
 
 
-def _bar_columns(timeline: Timeline, drawn: Bars) -> dict[str, Any]:
+def _bar_columns(drawn: Bars, critical: Ints) -> dict[str, Any]:
     needed = waited_for(drawn)
-    critical = np.zeros(len(drawn), dtype=np.int64)
-    critical[critical_bars(timeline, drawn)] = 1
+    is_critical = np.zeros(len(drawn), dtype=np.int64)
+    is_critical[critical] = 1
     integers = {
         "first": drawn.first,
         "op": drawn.op,
@@ -94,14 +97,14 @@ def _bar_columns(timeline: Timeline, drawn: Bars) -> dict[str, Any]:
         "needs1": needed[:, 1] + 1,
         "needs2": needed[:, 2] + 1,
         "decided": limited_by(drawn, needed) + 1,
-        "critical": critical,
+        "critical": is_critical,
     }
     columns = {name: _integers(values) for name, values in integers.items()}
     return {**columns, "start": _reals(drawn.start), "end": _reals(drawn.end)}
 
 
 def _message_columns(timeline: Timeline) -> dict[str, Any]:
-    sent = messages(timeline)
+    sent = transfers(timeline)
     order = np.argsort(sent.start, kind="stable")
     order = order[~np.isnan(sent.start[order])]
     return {

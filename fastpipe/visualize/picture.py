@@ -60,7 +60,7 @@ def plot(
     figure, panels = _layout(shown, width, height)
     lines = any(panel.wants_transfers() for panel in panels) if transfers is None else transfers
     for panel in panels:
-        panel.draw(with_labels=labels, transfers=lines, critical_path=critical_path)
+        panel.draw(with_labels=labels, with_transfers=lines, critical_path=critical_path)
         panel.describe(_heading(panel.timeline, role=len(shown) > 1))
         panel.axes.set_xlabel(f"time ({panel.unit})", color=canvas.INK)
     _head(figure, title or _title(shown), canvas.legend_handles(shown, critical_path=critical_path, transfers=lines))

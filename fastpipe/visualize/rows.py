@@ -11,8 +11,8 @@ import numpy.typing as npt
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas, colours, labels
-from fastpipe.visualize.bars import Floats, Ints, bars, messages
-from fastpipe.visualize.waits import critical_bars
+from fastpipe.visualize.bars import Floats, Ints, bars, transfers
+from fastpipe.visualize.waits import critical_bars, critical_transfers, runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,17 +68,17 @@ class Panel:
         self.inches = size[0]
         self.parts = {kind: self._parts(kind) for kind in colours.KINDS}
 
-    def draw(self, *, with_labels: bool, transfers: bool, critical_path: bool) -> None:
+    def draw(self, *, with_labels: bool, with_transfers: bool, critical_path: bool) -> None:
         """Everything inside the axes."""
         for kind, parts in self.parts.items():
             if len(parts.index):
                 self._draw_bars(kind, parts)
         if with_labels:
             self._draw_labels()
-        if transfers:
+        if with_transfers:
             self._draw_transfers()
         if critical_path:
-            self._outline(critical_bars(self.timeline, self.bars))
+            self._outline_critical_path()
 
     def describe(self, heading: str) -> None:
         """Everything around it: ranks on the left, peaks on the right, the heading above."""
@@ -98,7 +98,7 @@ class Panel:
 
     def wants_transfers(self) -> bool:
         """Whether transfers take time and are few enough to be told from each other."""
-        sent = messages(self.timeline)
+        sent = transfers(self.timeline)
         return 0 < len(sent) <= _FEW_TRANSFERS and float(np.nanmax(sent.end - sent.start)) > 0.01 * self._typical()
 
     def _typical(self) -> float:
@@ -107,7 +107,8 @@ class Panel:
     def _write_peaks(self, shown: range, size: float) -> None:
         style: dict[str, Any] = {"transform": self.axes.get_yaxis_transform(), "ha": "center", "color": canvas.INK}
         centre = 1 + 0.34 / self.inches
-        self.axes.text(centre, 0, "peak\nlive", va="bottom", fontsize=7.5, linespacing=0.95, **style)
+        above = -3.5 / self.points_a_row
+        self.axes.text(centre, above, "peak\nlive", va="bottom", fontsize=7.5, linespacing=0.95, **style)
         for rank in shown:
             peak = self.timeline.peak_activations[rank]
             self.axes.text(centre, rank + 0.5, str(peak), va="center", fontsize=size, **style)
@@ -179,26 +180,35 @@ class Panel:
         self.axes.add_patch(PathPatch(path, facecolor=ink, linewidth=0, gid="labels"))
 
     def _draw_transfers(self) -> None:
-        """A line from the middle of the sender's row to that of the receiver's."""
+        """A line from the sender's row to the receiver's."""
         from matplotlib.collections import LineCollection
 
-        sent = messages(self.timeline)
-        down = np.sign(sent.destination - sent.source) * _FILL / 2
-        from_y, to_y = sent.source + 0.5 + down, sent.destination + 0.5 - down
+        sent = transfers(self.timeline)
+        from_y, to_y = _edge(sent.source, sent.destination), _edge(sent.destination, sent.source)
         ends = [np.stack([sent.start * self.scale, from_y], 1), np.stack([sent.end * self.scale, to_y], 1)]
         lines = np.stack(ends, axis=1)[~np.isnan(sent.start)]
         collection = LineCollection(list(lines), colors=colours.COLOURS["comm"], linewidths=0.8, gid="transfers")
         self.axes.add_collection(collection, autolim=False)
 
-    def _outline(self, index: Ints) -> None:
-        from matplotlib.collections import PolyCollection
+    def _outline_critical_path(self) -> None:
+        """A box around every run of neighbours on the path, and the path's transfers."""
+        from matplotlib.collections import LineCollection, PolyCollection
 
-        low = self.bars.rank[index] + (1 - _FILL) / 2
-        collection = PolyCollection(
-            list(self._boxes(index, low, low + _FILL)),
-            facecolors="none",
-            edgecolors=colours.CRITICAL,
-            linewidths=1.4,
-            gid="critical-path",
-        )
-        self.axes.add_collection(collection, autolim=False)
+        drawn = self.bars
+        ends = np.array(runs(drawn, critical_bars(self.timeline, drawn)), dtype=np.int64).reshape(-1, 2)
+        left, right = drawn.start[ends[:, 0]] * self.scale, drawn.end[ends[:, 1]] * self.scale
+        low = drawn.rank[ends[:, 0]] + (1 - _FILL) / 2
+        high = low + _FILL
+        style: dict[str, Any] = {"edgecolors": colours.CRITICAL, "linewidths": 1.6, "gid": "critical-path"}
+        boxes = np.stack([np.stack(c, 1) for c in ((left, low), (right, low), (right, high), (left, high))], 1)
+        self.axes.add_collection(PolyCollection(list(boxes), facecolors="none", **style), autolim=False)
+        lines = [
+            [(start * self.scale, _edge(source, destination)), (end * self.scale, _edge(destination, source))]
+            for source, destination, start, end in critical_transfers(self.timeline)
+        ]
+        self.axes.add_collection(LineCollection(lines, colors=colours.CRITICAL, linewidths=1.6), autolim=False)
+
+
+def _edge(rank: Any, towards: Any) -> Any:
+    """The edge of a rank's bars on the side of another rank."""
+    return rank + 0.5 + np.sign(towards - rank) * _FILL / 2

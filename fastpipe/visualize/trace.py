@@ -14,7 +14,7 @@ from typing import Any
 from fastpipe.action import NONE
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
-from fastpipe.visualize.bars import Bars, Messages, bars, messages
+from fastpipe.visualize.bars import Bars, Transfers, bars, transfers
 
 _MICROSECONDS = 1e6
 _SHORTEST = 1e-3
@@ -37,14 +37,14 @@ def to_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(trace_events(timeline)):
-            file.write((",\n" if number else "") + json.dumps(event))
+            file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
         file.write(f'\n], "otherData": {json.dumps(_summary(timeline))}}}\n')
     return path
 
 
 def trace_events(timeline: Timeline) -> Iterator[Event]:
     """The events of the trace, one by one."""
-    sent = messages(timeline)
+    sent = transfers(timeline)
     yield from _names(timeline, sent)
     yield from _compute_events(bars(timeline))
     yield from _message_events(timeline, sent)
@@ -61,7 +61,7 @@ def _summary(timeline: Timeline) -> Event:
     }
 
 
-def _names(timeline: Timeline, sent: Messages) -> Iterator[Event]:
+def _names(timeline: Timeline, sent: Transfers) -> Iterator[Event]:
     for rank in range(timeline.program.num_ranks):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -111,7 +111,7 @@ def _pair(instruction: Any, position: int) -> Event:
     }
 
 
-def _message_events(timeline: Timeline, sent: Messages) -> Iterator[Event]:
+def _message_events(timeline: Timeline, sent: Transfers) -> Iterator[Event]:
     """A slice at each end of every transfer that was recorded, and the arrow between them."""
     columns = (
         sent.channel,

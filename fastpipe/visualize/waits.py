@@ -57,14 +57,33 @@ def limited_by(drawn: Bars, needed: Ints) -> Ints:
 
 
 def critical_bars(timeline: Timeline, drawn: Bars) -> Ints:
-    """The bars of the critical path, from the first to the last.
+    """The bars of the timeline's critical path, from the first to the last."""
+    names = (drawn.op, drawn.stage, drawn.microbatch)
+    index = {name: bar for bar, name in enumerate(zip(*(column.tolist() for column in names), strict=True))}
+    computes = [span.instruction for span in timeline.critical_path() if span.lane == "compute"]
+    path = [index[int(i.op), i.stage, i.microbatch] for i in computes if i.action is not None]
+    return np.array(path, dtype=np.int64)
 
-    The timeline's own path where it has one; else back from the last end, always to what decided the start.
-    """
-    if not len(drawn):
-        return np.array([], dtype=np.int64)
-    decided = limited_by(drawn, waited_for(drawn))
-    path = [int(np.argmax(drawn.end))]
-    while decided[path[-1]] != NONE:
-        path.append(int(decided[path[-1]]))
-    return np.array(path[::-1], dtype=np.int64)
+
+def critical_transfers(timeline: Timeline) -> list[tuple[int, int, float, float]]:
+    """The transfers of the critical path: source, destination, start and end after the start of the timeline."""
+    found = []
+    for span in timeline.critical_path():
+        if span.instruction.op == Op.SEND:
+            channel = timeline.program.channels[span.instruction.channel]
+            times = span.start - timeline.start, span.end - timeline.start
+            found.append((channel.source, channel.destination, *times))
+    return found
+
+
+def runs(drawn: Bars, index: Ints) -> list[tuple[int, int]]:
+    """First and last bar of neighbours among ``index`` that touch on one rank, to be outlined as one."""
+    slack = 1e-9 * float(drawn.end.max(initial=0.0))
+    found: list[tuple[int, int]] = []
+    for bar in np.unique(index).tolist():
+        last = found[-1][1] if found else bar
+        if last == bar - 1 and drawn.rank[bar] == drawn.rank[last] and drawn.start[bar] <= drawn.end[last] + slack:
+            found[-1] = (found[-1][0], bar)
+        else:
+            found.append((bar, bar))
+    return found

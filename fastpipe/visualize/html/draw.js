@@ -37,7 +37,7 @@ function layout() {
   chart.style.height = "0px";
   const used = [...document.body.children].reduce((sum, part) => sum + part.offsetHeight, 0) - rows.offsetHeight;
   const room = window.innerHeight - used - AXIS - CHART_LEAST - 10;
-  view.row = Math.min(56, Math.max(7, Math.floor(room / DATA.ranks * 100) / 100));
+  view.row = Math.min(56, Math.max(5.5, Math.floor(room / DATA.ranks * 100) / 100));
   const height = Math.ceil(view.row * DATA.ranks + AXIS);
   rows.style.height = `${Math.min(height, Math.max(80, room + AXIS))}px`;
   view.chart = Math.min(260, Math.max(CHART_LEAST, room + CHART_LEAST - height + AXIS));
@@ -132,7 +132,7 @@ function drawNames() {
   pen.clearRect(0, 0, LEFT, view.row * DATA.ranks);
   pen.clearRect(LEFT + view.width, 0, RIGHT, view.row * DATA.ranks + AXIS);
   for (let rank = 0; rank < DATA.ranks; rank++) {
-    const y = (rank + 0.5) * view.row;
+    const y = Math.max(6, (rank + 0.5) * view.row);
     if (rank === state.rank) {
       pen.fillStyle = "#e6f0f9";
       pen.fillRect(0, rank * view.row, LEFT - 4, view.row);
@@ -181,6 +181,11 @@ function drawAxis() {
   pen.fillText(`time (${UNIT[1]})`, LEFT - 10, y + 14);
 }
 
+// The edge of a rank's bars on the side of another rank.
+function edge(rank, towards) {
+  return (rank + 0.5 + Math.sign(towards - rank) * FILL / 2) * view.row;
+}
+
 function drawTransfers() {
   const low = above(messages.reach, view.from, 0, messages.reach.length);
   const high = above(messages.start, view.to, 0, messages.start.length);
@@ -189,9 +194,8 @@ function drawTransfers() {
   pen.lineWidth = 1;
   pen.beginPath();
   for (let i = low; i < high; i++) {
-    const down = messages.destination[i] > messages.source[i] ? 1 : -1, edge = FILL / 2 * down;
-    pen.moveTo(xOf(messages.start[i]), (messages.source[i] + 0.5 + edge) * view.row);
-    pen.lineTo(xOf(messages.end[i]), (messages.destination[i] + 0.5 - edge) * view.row);
+    pen.moveTo(xOf(messages.start[i]), edge(messages.source[i], messages.destination[i]));
+    pen.lineTo(xOf(messages.end[i]), edge(messages.destination[i], messages.source[i]));
   }
   pen.stroke();
 }
@@ -204,26 +208,19 @@ function outline(index, colour, width) {
 }
 
 // Neighbours on the path are outlined as one.
-const CRITICAL = (() => {
-  const runs = [];
-  for (let rank = 0; rank < DATA.ranks; rank++) {
-    for (let index = bars.first[rank]; index < bars.first[rank + 1]; index++) {
-      if (!bars.critical[index]) continue;
-      const last = runs[runs.length - 1];
-      if (last && last.rank === rank && last.last === index - 1 && bars.start[index] <= bars.end[index - 1] + 1e-9 * LENGTH) last.last = index;
-      else runs.push({ rank, first: index, last: index });
-    }
-  }
-  return runs;
-})();
-
 function drawCritical() {
   pen.strokeStyle = DATA.critical;
   pen.lineWidth = 2;
-  for (const run of CRITICAL) {
-    const left = xOf(bars.start[run.first]), right = xOf(bars.end[run.last]);
-    if (right > LEFT && left < LEFT + view.width) pen.strokeRect(left, rowTop(run.rank), Math.max(right - left - 1, 1), view.row * FILL);
+  for (const [first, last] of DATA.criticalRuns) {
+    const left = xOf(bars.start[first]), right = xOf(bars.end[last]);
+    if (right > LEFT && left < LEFT + view.width) pen.strokeRect(left, rowTop(rankOf(first)), Math.max(right - left - 1, 1), view.row * FILL);
   }
+  pen.beginPath();
+  for (const [source, destination, start, end] of DATA.criticalTransfers) {
+    pen.moveTo(xOf(start), edge(source, destination));
+    pen.lineTo(xOf(end), edge(destination, source));
+  }
+  pen.stroke();
 }
 
 function drawSelected() {
