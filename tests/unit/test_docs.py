@@ -1,0 +1,116 @@
+"""What the documents say is so: links lead somewhere, named files and names exist, examples run, pages are current."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastpipe
+from fastpipe.schedules import FAMILIES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "fastpipe"
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
+SECONDS = 100
+EXAMPLE = "fastpipe/schedules/eager.py"
+"""The file that CONTRIBUTING.md writes as an example."""
+
+pytestmark = pytest.mark.timeout(SECONDS + 20)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a reader of Markdown gives to the headings."""
+    headings = re.findall(r"^#+ (.*)$", without_code(path.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{page.name} links to {target}"
+        assert path.is_relative_to(REPOSITORY), target
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}, and there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_named_files_exist(page: Path) -> None:
+    """A source in backticks is a file: a path from the root or from the package, or the bare name of any file."""
+    names = {path.name for folder in ("fastpipe", "csrc", "tests", "docs") for path in (REPOSITORY / folder).rglob("*")}
+    for name in re.findall(r"`([\w/.-]+\.(?:py|cpp|h|md|toml|txt))`", without_code(page.read_text())):
+        known = name in names or any((root / name).exists() for root in (REPOSITORY, PACKAGE))
+        assert known or name == EXAMPLE, f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_named_names_are_public(page: Path) -> None:
+    for name in set(re.findall(r"\bfastpipe\.([A-Za-z]\w*)\b", page.read_text())):
+        if name in fastpipe.__all__ or name in FAMILIES or name in ("git", "py"):
+            continue
+        assert (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir(), f"{page.name} names fastpipe.{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
+    commands = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    assert {m[1] for line in commands if (m := re.match(r"make ([a-z]+)", line))} <= targets
+
+
+def test_the_page_of_schedules_is_current() -> None:
+    command = [sys.executable, "docs/write_schedules.py", "--check"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, f"run `python docs/write_schedules.py` and look at what changed\n{done.stderr[-2000:]}"
+
+
+def test_the_page_of_schedules_has_them_all() -> None:
+    text = (REPOSITORY / "docs/schedules.md").read_text()
+    assert re.findall(r"^### (.*)$", text, flags=re.MULTILINE) == list(FAMILIES)
+    for family in FAMILIES.values():
+        assert family.limits in text
+        assert family.summary[1:] in text
+
+
+def test_the_page_of_schedules_shows_commands_that_work() -> None:
+    """Parsed, and their schedules generated; drawing each would take long."""
+    if not (PACKAGE / "cli").is_dir():
+        pytest.skip("there is no command line yet")
+    parse = importlib.import_module("fastpipe.cli.arguments").parser().parse_args
+    drawn = []
+    for line in (line for block in blocks(REPOSITORY / "docs/schedules.md", "sh") for line in block.splitlines()):
+        arguments = parse(line.split()[1:])
+        if line.startswith("fastpipe plot"):
+            fastpipe.make_schedule(arguments.name, num_ranks=arguments.ranks, num_microbatches=arguments.microbatches)
+            drawn.append(arguments.name)
+    assert drawn == list(FAMILIES)
+
+
+def test_the_schedule_of_the_contributing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, look = blocks(REPOSITORY / "CONTRIBUTING.md", "python")
+    (tmp_path / "eager.py").write_text(source)
+    family = runpy.run_path(str(tmp_path / "eager.py"))["EAGER"]
+    exec(compile(look, "CONTRIBUTING.md", "exec"), {"EAGER": family})
+    monkeypatch.setitem(FAMILIES, family.name, family)
+    for ranks, microbatches in ((1, 1), (2, 1), (4, 3), (4, 16)):
+        schedule = fastpipe.make_schedule("eager_1f1b", num_ranks=ranks, num_microbatches=microbatches)
+        fastpipe.simulate(fastpipe.lower(schedule.validate()))
+    slow = fastpipe.CostModel(comm=0.5)
+    plain = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=16)
+    assert fastpipe.simulate(schedule, slow).makespan < fastpipe.simulate(plain, slow).makespan
