@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import traceback
 import weakref
 
@@ -17,6 +18,7 @@ import fastpipe  # noqa: E402
 from fastpipe.program import Op  # noqa: E402
 from fastpipe.runtime import native  # noqa: E402
 from fastpipe.runtime.executor import Drained  # noqa: E402
+from fastpipe.runtime.stage import StageWork  # noqa: E402
 from tests.runtime.native_ranks import Call, NativeRanks, lowered, squares  # noqa: E402
 
 pytestmark = [
@@ -198,6 +200,22 @@ def test_autocast_is_that_of_the_calling_thread():
     ranks.step(*data(2), announce=True, mode=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
     assert not ranks.errors
     assert seen == [torch.bfloat16] * 2
+
+
+def test_the_state_of_one_thread_can_be_given_to_a_run_in_another():
+    seen = []
+    look = Call(lambda x: (seen.append(torch.is_inference_mode_enabled()), x)[1])
+    ranks = NativeRanks([look], forward_only(lowered("gpipe", 1, 1)))
+    stage, executor = ranks.stages[0], ranks.executors[0]
+    stage.begin(StageWork(args=[(torch.ones(ROWS, WIDTH),)], targets=[torch.ones(ROWS, WIDTH)]))
+    with torch.inference_mode():
+        state = native.load().ThreadState()
+    arguments = (1, True, [(stage.run, None)], print)
+    thread = threading.Thread(target=lambda: executor._native.run(*arguments, state=state))
+    thread.start()
+    thread.join()
+    executor._native.run(*arguments)
+    assert seen == [True, False]
 
 
 def test_memory_filled_under_inference_mode_serves_autograd_later():
