@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastpipe import native_plan
 from fastpipe.action import NONE, STAGE_ONLY_KINDS, Action, ActionKind
 from fastpipe.dependencies import feeds
-from fastpipe.program import Channel, ChannelKind, Instruction, Op, Program
+from fastpipe.program import Channel, ChannelKind, Columns, Instruction, Op, Program
 from fastpipe.schedule import Schedule
 
 ALL = "all"
@@ -66,17 +67,15 @@ def lower(schedule: Schedule, *, recv_lookahead: int | str = 1) -> Program:
     if recv_lookahead != ALL and (not isinstance(recv_lookahead, int) or recv_lookahead < 0):
         raise ValueError(f"recv_lookahead = {recv_lookahead!r}: give a number of at least 0, or 'all'")
     schedule = schedule.without_transfers()
-    orders = [list(rank) for rank in schedule]
-    flow = _flow(schedule, orders)
-    ahead = max(map(len, orders), default=0) if recv_lookahead == ALL else int(recv_lookahead)
-    posts = _receive_positions(flow, ahead)
-    waits = _bounded_waits(flow) if _streams(schedule) else _send_waits(flow)
-    last_use = _last_uses(orders)
-    channels = tuple(flow.channels)
-    columns = []
-    for rank, order in enumerate(orders):
-        emitter = _RankEmitter(rank, channels, flow, posts[rank], waits[rank], last_use[rank])
-        columns.append(_encode(emitter.emit(order)))
+    ahead = max(map(len, schedule), default=0) if recv_lookahead == ALL else int(recv_lookahead)
+    lowered = native_plan.lower(schedule, ahead, SENDS_UNDER_WAY if _streams(schedule) else 0)
+    if lowered is None:
+        return _lower(schedule, ahead)
+    channels = tuple(Channel(source, destination, ChannelKind(kind)) for source, destination, kind in lowered[0])
+    return _program(schedule, channels, lowered[1])
+
+
+def _program(schedule: Schedule, channels: tuple[Channel, ...], columns: Sequence[Columns]) -> Program:
     return Program(
         schedule.name,
         schedule.placement,
@@ -87,7 +86,22 @@ def lower(schedule: Schedule, *, recv_lookahead: int | str = 1) -> Program:
     )
 
 
-def _encode(instructions: Sequence[Instruction]) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+def _lower(schedule: Schedule, ahead: int) -> Program:
+    """The passes in Python: what csrc/plan does too, and what it is compared with."""
+    orders = [list(rank) for rank in schedule]
+    flow = _flow(schedule, orders)
+    posts = _receive_positions(flow, ahead)
+    waits = _bounded_waits(flow) if _streams(schedule) else _send_waits(flow)
+    last_use = _last_uses(orders)
+    channels = tuple(flow.channels)
+    columns = []
+    for rank, order in enumerate(orders):
+        emitter = _RankEmitter(rank, channels, flow, posts[rank], waits[rank], last_use[rank])
+        columns.append(_encode(emitter.emit(order)))
+    return _program(schedule, channels, columns)
+
+
+def _encode(instructions: Sequence[Instruction]) -> Columns:
     rows = np.array(instructions, dtype=np.int32).reshape(-1, len(Instruction._fields))
     columns = np.ascontiguousarray(rows.T)
     columns.setflags(write=False)

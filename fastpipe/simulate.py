@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+from fastpipe import native_plan
 from fastpipe.cost import CostModel
 from fastpipe.errors import ProgramError
 from fastpipe.machine import Lanes, Machine, lane_numbers
 from fastpipe.memory import peak_bytes
 from fastpipe.program import Program
-from fastpipe.timeline import Timeline
+from fastpipe.timeline import Seconds, Timeline
 
 
 def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: Lanes = "directed") -> Timeline:
@@ -25,6 +27,13 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
     """
     cost = cost or CostModel()
     cost.check(program.num_stages)
+    channels, numbers = program.channels, lane_numbers(lanes, program.channels)
+    times = native_plan.simulate(program, channels, numbers, cost) or _times(program, cost, numbers)
+    return Timeline(program, *times, lanes=numbers, memory=partial(peak_bytes, program, cost))
+
+
+def _times(program: Program, cost: CostModel, lanes: list[int]) -> tuple[Sequence[Seconds], Sequence[Seconds]]:
+    """The run in Python: what csrc/plan does too, and where the error comes from."""
     channels = program.channels
     machine = Machine(
         program,
@@ -35,10 +44,4 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
     outcome = machine.run()
     if outcome.blocked:
         raise ProgramError(f"{program.name} does not come to its end; validate_program names the cycle")
-    return Timeline(
-        program,
-        outcome.starts,
-        outcome.ends,
-        lanes=lane_numbers(lanes, channels),
-        memory=partial(peak_bytes, program, cost),
-    )
+    return outcome.starts, outcome.ends

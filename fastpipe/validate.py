@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
+from fastpipe import native_plan
 from fastpipe.action import COMPUTE_KINDS, NONE, STAGE_ONLY_KINDS, Action, ActionKind
 from fastpipe.dependencies import Event, Play, play, produces
 from fastpipe.errors import ScheduleError
@@ -30,6 +32,14 @@ def validate_schedule(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: naming rank, position and action; for an order that cannot run, the cycle.
     """
+    if not native_plan.is_valid_schedule(schedule):
+        _validate(schedule)
+    _warn_about_weight_order(schedule)
+    return schedule
+
+
+def _validate(schedule: Schedule) -> None:
+    """The proof in Python: what csrc/plan does too, and where the errors come from."""
     done = _collect(schedule)
     _check_complete(schedule, done)
     orders = [[a for a in rank if a.kind in COMPUTE_KINDS] for rank in schedule]
@@ -37,8 +47,6 @@ def validate_schedule(schedule: Schedule) -> Schedule:
     if played.stuck:
         raise ScheduleError(_describe_cycle(orders, played))
     check_transfers(schedule)
-    _warn_about_weight_order(schedule)
-    return schedule
 
 
 def _collect(schedule: Schedule) -> Done:
@@ -134,16 +142,11 @@ def _describe_cycle(orders: Sequence[Sequence[Action]], played: Play) -> str:
 
 
 def _warn_about_weight_order(schedule: Schedule) -> None:
-    for rank, order in enumerate(schedule):
-        inputs: dict[int, list[int]] = defaultdict(list)
-        weights: dict[int, list[int]] = defaultdict(list)
-        for action in order:
-            if action.kind is ActionKind.I:
-                inputs[action.stage].append(action.microbatch)
-            elif action.kind is ActionKind.W:
-                weights[action.stage].append(action.microbatch)
-        for stage, sequence in inputs.items():
-            if weights[stage] != sequence:
+    for rank, (kinds, stages, microbatches, *_) in enumerate(schedule.columns):
+        inputs, weights = kinds == ActionKind.I, kinds == ActionKind.W
+        for stage in np.unique(stages[inputs]).tolist():
+            mine = stages == stage
+            if not np.array_equal(microbatches[inputs & mine], microbatches[weights & mine]):
                 warnings.warn(
                     f"rank {rank}, stage {stage}: its W come in another order than its I, so its weight gradients are "
                     "summed in another order than the reference's",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from fastpipe import native_plan
 from fastpipe.action import NONE, ActionKind
 from fastpipe.deadlock import describe_cycle
 from fastpipe.dependencies import Event, feeds, needs, produces
@@ -40,6 +41,14 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
             whom.
     """
     numbers = lane_numbers(lanes, program.channels)
+    _check_distinct(program)
+    if not native_plan.is_valid_program(program, program.channels, numbers):
+        _validate(program, lanes, numbers)
+    return program
+
+
+def _validate(program: Program, lanes: Lanes, numbers: list[int]) -> None:
+    """The proof in Python: what csrc/plan does too, and where the errors come from."""
     _check_form(program)
     checks = [_RankCheck(program, rank) for rank in range(program.num_ranks)]
     for check in checks:
@@ -48,11 +57,10 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
     outcome = Machine(program, lanes).run()
     if outcome.blocked:
         raise ProgramError(describe_cycle(program, outcome, numbers))
-    return program
 
 
-def _check_form(program: Program) -> None:
-    """Channels that are what they say, and instructions whose fields are those of their kind."""
+def _check_distinct(program: Program) -> None:
+    """Channels between ranks of the program, each once."""
     ranks = range(program.num_ranks)
     seen: dict[Channel, int] = {}
     for number, channel in enumerate(program.channels):
@@ -60,6 +68,10 @@ def _check_form(program: Program) -> None:
             raise ProgramError(f"channel {number} ({channel}): ranks are 0 to {program.num_ranks - 1}")
         if seen.setdefault(channel, number) != number:
             raise ProgramError(f"channel {number} ({channel}) is channel {seen[channel]} again: one FIFO, not two")
+
+
+def _check_form(program: Program) -> None:
+    """Instructions whose fields are those of their kind."""
     for rank, columns in enumerate(program.columns):
         for position, row in enumerate(zip(*columns.tolist(), strict=True)):
             wrong = _wrong_form(row, program.channels)

@@ -18,9 +18,9 @@ PLANNING = {
     "schedule": {"action", "placement", "dependencies", "errors"},
     "program_json": {"errors"},
     "program": {"action", "placement", "errors", "program_json"},
-    "native_plan": {"errors"},
+    "native_plan": set(),
     "cost": {"program"},
-    "machine": {"action", "program", "native_plan"},
+    "machine": {"action", "program"},
     "messages": {"action", "program"},
     "timeline": {"action", "program", "messages", "critical_path"},
     "critical_path": {"action", "program", "messages"},
@@ -32,7 +32,8 @@ PLANNING = {
     "validate_transfers": {"action", "schedule", "dependencies", "errors"},
     "validate_program": {"action", "program", "dependencies", "errors", "machine", "deadlock", "native_plan"},
     "partition": {"errors"},
-    "formulas": {"placement", "cost", "errors"},
+    "closed_forms": {"placement", "cost", "errors"},
+    "formulas": {"closed_forms", "placement", "cost", "errors"},
 }
 """What each module of the planning side may import; `api`, the command line and the Pipeline import anything."""
 

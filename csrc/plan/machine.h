@@ -1,0 +1,76 @@
+// The abstract machine of fastpipe/machine.py: ranks, lanes, messages. Validation and simulation both run it.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "plan/orders.h"
+
+namespace fastpipe::plan {
+
+// Seconds of compute and transfers; null costs are all zero.
+class Clockwork {
+ public:
+  Clockwork(const Orders& program, const PlanCosts* costs) : program_(program), costs_(costs) {}
+  double compute(const Rows& rows, int64_t i) const;
+  double transfer(int32_t channel, int32_t consumer_stage) const;
+
+ private:
+  const Orders& program_;
+  const PlanCosts* costs_;
+};
+
+// A SEND or a POST_RECV in its queue.
+struct Transfer {
+  int64_t position;
+  double posted;
+  int32_t rank;
+  int32_t channel;
+  int32_t slot;
+  bool sends;
+};
+
+class Machine {
+ public:
+  // Without starts and ends no times are kept.
+  Machine(const Orders& program, const int32_t* lane_of, const PlanCosts* costs, double* const* starts,
+          double* const* ends);
+  // Whether every rank came to its end; false too for a program that only the Python code can judge.
+  bool run();
+
+ private:
+  enum class Wait : int8_t { kNothing, kReceive, kSend };
+
+  bool prepare();
+  bool measure(int32_t rank);
+  void find_ends(const int32_t* lane_of);
+  bool advance(int32_t rank);
+  bool step(int32_t rank, const Rows& rows, int64_t i);
+  bool wait(int32_t rank, bool sends, int32_t slot);
+  bool post(int32_t rank, const Rows& rows, int64_t i);
+  void match(int32_t end);
+  void complete(const Transfer& send, const Transfer& receive);
+  void finish(const Transfer& transfer, double done);
+  std::vector<double>& done(int32_t rank, bool sends) { return sends ? sends_[rank] : receives_[rank]; }
+  int32_t end_of(int32_t channel, bool sends) const { return sends ? source_end_[channel] : destination_end_[channel]; }
+
+  const Orders& program_;
+  const Clockwork clockwork_;
+  double* const* starts_;
+  double* const* ends_;
+  std::vector<double> clock_;
+  std::vector<int64_t> position_;
+  std::vector<std::vector<double>> sends_;     // by slot: when it was done, kUnderWay, or kNothing
+  std::vector<std::vector<double>> receives_;  // the same
+  std::vector<int32_t> source_end_;
+  std::vector<int32_t> destination_end_;
+  std::vector<std::deque<Transfer>> queues_;  // by end
+  std::vector<double> end_free_;
+  std::vector<Wait> blocked_;
+  std::vector<int32_t> blocked_slot_;
+  std::vector<int32_t> ready_;
+  std::vector<int32_t> pending_;
+  bool malformed_ = false;
+};
+
+}  // namespace fastpipe::plan

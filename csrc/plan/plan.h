@@ -1,0 +1,59 @@
+// The planning library's C interface: plain structs and arrays, no torch, no Python header. fastpipe/native_plan.py
+// is its only caller; the Python code in fastpipe/{validate,lower,simulate,validate_program}.py says what is computed.
+// A function that does not say yes says nothing else: the Python code then finds the words.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Rows of a rank's columns, and the placement. `columns[r]` holds `counts[r]` entries a row, row after row.
+struct PlanOrders {
+  int32_t num_ranks;
+  int32_t num_stages;
+  int32_t num_microbatches;
+  int32_t num_routes;
+  const int32_t* routes;  // rank of every stage, route after route
+  const int32_t* const* columns;
+  const int64_t* counts;
+  int32_t num_channels;     // of a program, else 0
+  const int32_t* channels;  // source, destination, kind of each
+  int32_t forward_only;
+};
+
+// Seconds by stage (a stage's fused seconds are given only where `has_overlapped`), by channel and by boundary.
+struct PlanCosts {
+  const double* forward;
+  const double* backward;
+  const double* backward_input;
+  const double* backward_weight;
+  const double* overlapped;
+  int32_t has_overlapped;
+  const double* latency;
+  const double* bandwidth;
+  const double* boundary_bytes;
+};
+
+// Changes whenever a struct, a function or the meaning of either does.
+int32_t fastpipe_plan_version();
+
+// 1 if the schedule is complete and can run, else 0.
+int32_t fastpipe_plan_validate_schedule(const PlanOrders* orders);
+
+// A lowered schedule, or null where the Python code has to say why not. `ahead`: compute actions ahead of a consumer.
+// `bounded`: the sends under way at most, 0 for as many as it takes to prove them complete.
+void* fastpipe_plan_lower(const PlanOrders* orders, int32_t ahead, int32_t bounded);
+int32_t fastpipe_plan_num_channels(const void* lowered);
+void fastpipe_plan_channels(const void* lowered, int32_t* out);
+int64_t fastpipe_plan_num_instructions(const void* lowered, int32_t rank);
+// Fills seven rows; 0 if that could not be done.
+int32_t fastpipe_plan_write(void* lowered, int32_t rank, int32_t* out);
+void fastpipe_plan_free(void* lowered);
+
+// 1 if the program cannot hang, mismatch a transfer or misuse a buffer, else 0.
+int32_t fastpipe_plan_validate_program(const PlanOrders* program, const int32_t* lane_of);
+
+// 1 if the program came to its end; starts and ends, one array a rank, are filled.
+int32_t fastpipe_plan_simulate(const PlanOrders* program, const int32_t* lane_of, const PlanCosts* costs,
+                               double* const* starts, double* const* ends);
+}

@@ -1,0 +1,228 @@
+// Can a program hang, mismatch a transfer or misuse a buffer? The meaning is that of fastpipe/validate_program.py.
+#include <exception>
+#include <limits>
+#include <vector>
+
+#include "plan/machine.h"
+#include "plan/orders.h"
+
+namespace fastpipe::plan {
+namespace {
+
+// What is known of a (stage, microbatch).
+enum State : uint8_t {
+  kForwardDone = 1,
+  kBackwardDone = 2,
+  kWeightDone = 4,
+  kArrived = 8,  // and 16 for the gradient
+  kUnsent = 32,  // and 64 for the gradient: computed for this consumer, not yet handed on
+};
+
+constexpr uint8_t of_kind(uint8_t activation, int32_t kind) {
+  return static_cast<uint8_t>(activation << kind);
+}
+
+constexpr int64_t kEmpty = -1;
+
+// A slot or a send in use.
+struct Held {
+  int64_t key = kEmpty;  // the message
+  int32_t channel = kNone;
+  bool full = false;
+};
+
+class ProgramCheck {
+ public:
+  explicit ProgramCheck(const Orders& program) : program_(program) {}
+
+  bool run() {
+    const int64_t pairs = program_.num_pairs();
+    if (pairs > program_.num_entries() * 2 || pairs > std::numeric_limits<int32_t>::max() / 2) return false;
+    state_.assign(pairs, 0);
+    sent_.resize(program_.num_channels());
+    received_.resize(program_.num_channels());
+    for (int32_t rank = 0; rank < program_.num_ranks(); ++rank) {
+      if (!check_rank(rank)) return false;
+    }
+    return sent_ == received_ && all_computed();
+  }
+
+ private:
+  bool check_rank(int32_t rank) {
+    const Rows rows = program_.rows(rank);
+    rank_ = rank;
+    slots_.clear();
+    sends_.clear();
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      const int32_t op = rows.op(i);
+      if (op < kF || op > kFree) return false;
+      if (!(op < kPostRecv ? computes(rows, i) : moves(rows, i))) return false;
+    }
+    return all_empty(slots_) && all_empty(sends_);
+  }
+
+  static bool all_empty(const std::vector<Held>& held) {
+    for (const Held& one : held) {
+      if (one.key != kEmpty) return false;
+    }
+    return true;
+  }
+
+  bool all_computed() const {
+    const uint8_t wanted = program_.forward_only() ? kForwardDone : kForwardDone | kBackwardDone | kWeightDone;
+    for (const uint8_t state : state_) {
+      if ((state & (kUnsent | kUnsent << 1)) != 0 || (state & wanted) != wanted) return false;
+    }
+    return true;
+  }
+
+  // --- compute ---
+
+  bool computes(const Rows& rows, int64_t i) {
+    const int32_t op = rows.op(i);
+    if (rows.channel(i) != kNone || rows.slot(i) != kNone) return false;
+    if (op != kOverlap && !without_pair(rows, i)) return false;
+    if (op >= kUnshard) return rows.microbatch(i) == kNone && program_.holds(rank_, rows.stage(i));
+    if (program_.forward_only() && op != kF) return false;
+    const Parts parts = rows.parts(i);
+    for (const Part& part : parts) {
+      if (!may_start(part)) return false;
+    }
+    for (const Part& part : parts) {
+      if (!finish(part)) return false;
+    }
+    return true;
+  }
+
+  static bool without_pair(const Rows& rows, int64_t i) {
+    return rows.pair_stage(i) == kNone && rows.pair_microbatch(i) == kNone;
+  }
+
+  bool may_start(const Part& part) const {
+    if (!mine(part.stage, part.microbatch)) return false;
+    const uint8_t state = state_[program_.pair(part.stage, part.microbatch)];
+    if (part.kind == kF) return part.stage == 0 || (state & of_kind(kArrived, kActivation)) != 0;
+    if (part.kind == kW) return (state & kBackwardDone) != 0;
+    const bool last = part.stage + 1 == program_.num_stages();
+    return (state & kForwardDone) != 0 && (last || (state & of_kind(kArrived, kGradient)) != 0);
+  }
+
+  bool finish(const Part& part) {
+    const uint8_t events = part.kind == kF   ? kForwardDone
+                           : part.kind == kB ? kBackwardDone | kWeightDone
+                           : part.kind == kI ? kBackwardDone
+                                             : kWeightDone;
+    uint8_t& state = state_[program_.pair(part.stage, part.microbatch)];
+    if ((state & events) != 0) return false;
+    state |= events;
+    const int32_t target = program_.target(part);
+    if (target != kNone) {
+      state_[program_.pair(target, part.microbatch)] |= of_kind(kUnsent, part.kind == kF ? kActivation : kGradient);
+    }
+    return true;
+  }
+
+  bool mine(int32_t stage, int32_t microbatch) const {
+    return program_.in_range(stage, microbatch) && program_.owner(stage, microbatch) == rank_;
+  }
+
+  // --- messages ---
+
+  bool moves(const Rows& rows, int64_t i) {
+    const int32_t op = rows.op(i), number = rows.channel(i), slot = rows.slot(i), microbatch = rows.microbatch(i);
+    if (!without_pair(rows, i) || number < 0 || number >= program_.num_channels()) return false;
+    if (slot < 0 || slot >= rows.size()) return false;
+    const Channel channel = program_.channel(number);
+    const bool sends = op == kSend || op == kWaitSend;
+    if ((sends ? channel.source : channel.destination) != rank_) return false;
+    if (op != kFree && channel.stays() != (op == kHandOver)) return false;
+    const int32_t down = channel.kind == kActivation ? 1 : -1;
+    const int32_t consumer = rows.stage(i) + (sends ? down : 0), producer = consumer - down;
+    if (!program_.in_range(consumer, microbatch) || !program_.in_range(producer, microbatch)) return false;
+    // a message for another rank's stage could never be freed, nor one of another rank's stage be there to send
+    if (!mine(sends ? producer : consumer, microbatch)) return false;
+    std::vector<Held>& held = sends ? sends_ : slots_;
+    if (static_cast<int64_t>(held.size()) <= slot) held.resize(slot + 1);
+    return move(op, {program_.pair(consumer, microbatch), producer, microbatch, number, channel.kind}, held[slot]);
+  }
+
+  struct Move {
+    int64_t pair;  // of the consumer
+    int32_t producer;
+    int32_t microbatch;
+    int32_t number;
+    int32_t kind;
+  };
+
+  bool move(int32_t op, const Move& move, Held& held) {
+    const int64_t key = 2 * move.pair + move.kind;
+    if (op == kPostRecv || op == kSend || op == kHandOver) {
+      if (held.key != kEmpty) return false;
+      held = {key, move.number, op == kHandOver};
+    } else if (held.key != key || held.channel != move.number) {
+      return false;
+    }
+    switch (op) {
+      case kPostRecv:
+        received_[move.number].push_back(static_cast<uint32_t>(key));
+        return true;
+      case kWaitRecv:
+        return arrive(move, held);
+      case kSend:
+        sent_[move.number].push_back(static_cast<uint32_t>(key));
+        return take_product(move);
+      case kHandOver:
+        state_[move.pair] |= of_kind(kArrived, move.kind);
+        return mine(move.producer, move.microbatch) && take_product(move);
+      case kFree:
+        return free(move, held);
+      default:
+        held = {};
+        return true;
+    }
+  }
+
+  bool arrive(const Move& move, Held& held) {
+    if (held.full) return false;
+    held.full = true;
+    state_[move.pair] |= of_kind(kArrived, move.kind);
+    return true;
+  }
+
+  bool take_product(const Move& move) {
+    uint8_t& state = state_[move.pair];
+    const uint8_t bit = of_kind(kUnsent, move.kind);
+    if ((state & bit) == 0) return false;
+    state &= static_cast<uint8_t>(~bit);
+    return true;
+  }
+
+  bool free(const Move& move, Held& held) {
+    uint8_t& state = state_[move.pair];
+    if (!held.full || (state & (program_.forward_only() ? kForwardDone : kWeightDone)) == 0) return false;
+    state &= static_cast<uint8_t>(~of_kind(kArrived, move.kind));
+    held = {};
+    return true;
+  }
+
+  const Orders& program_;
+  int32_t rank_ = 0;
+  std::vector<uint8_t> state_;
+  std::vector<Held> slots_;
+  std::vector<Held> sends_;
+  std::vector<std::vector<uint32_t>> sent_;  // by channel: the messages, in order
+  std::vector<std::vector<uint32_t>> received_;
+};
+
+}  // namespace
+}  // namespace fastpipe::plan
+
+extern "C" int32_t fastpipe_plan_validate_program(const PlanOrders* program, const int32_t* lane_of) {
+  try {
+    const fastpipe::plan::Orders orders(*program);
+    if (!fastpipe::plan::ProgramCheck(orders).run()) return 0;
+    return fastpipe::plan::Machine(orders, lane_of, nullptr, nullptr, nullptr).run();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
