@@ -1,6 +1,7 @@
-"""The README's text is run as it stands: every Python block, every shell command, the quickstart in several ways."""
+"""The README and the guide are run as they stand: every Python block, every shell command, the quickstart both ways."""
 
 import ast
+import itertools
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from tests.conftest import HAS_TORCH
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
+GUIDE = (REPOSITORY / "docs/guide.md").read_text()
 QUICKSTART_LINES = 20
 SECONDS = 240
 NOT_RUN = ("make", "pip")
@@ -32,19 +34,13 @@ pytestmark = [
 ]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def first_line(block: str) -> str:
-    """What a block is called in the list of tests: its first line that is no import."""
-    lines = [line for line in block.splitlines() if line and not line.startswith(("import ", "from "))]
-    return re.sub(r"\W+", "_", lines[0])[:40].strip("_")
-
-
-PYTHON = blocks("python")
-QUICKSTART = PYTHON[0]
-SHELL = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+QUICKSTART, *EXAMPLES = blocks(README, "python")
+SHELL = [line for block in blocks(README, "sh") for line in block.splitlines() if line.strip()]
+PLANNING = README.partition("## Plan before you run")[2].partition("\n## ")[0]
 
 
 @pytest.fixture
@@ -100,23 +96,23 @@ def test_the_quickstart_trains_alike_in_one_process_and_in_two(folder: Path) -> 
     assert float(alone[9].pop()) < float(alone[0].pop())
 
 
-@pytest.mark.parametrize("block", PYTHON[1:], ids=first_line)
-def test_python_blocks_run(block: str, folder: Path) -> None:
+@pytest.mark.parametrize("block", EXAMPLES, ids=itertools.count(1))
+def test_the_readme_s_examples_run(block: str, folder: Path) -> None:
     run(["python", "-c", block], folder)
 
 
-def test_planning_blocks_do_not_import_torch(folder: Path) -> None:
-    section = README.partition("## Plan before you run")[2].partition("\n## ")[0]
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL))
+@pytest.mark.parametrize("block", blocks(GUIDE, "python"), ids=itertools.count(1))
+def test_the_guide_s_examples_run(block: str, folder: Path) -> None:
+    run(["python", "-c", block], folder)
+
+
+def test_planning_does_not_import_torch(folder: Path) -> None:
+    code = "\n".join(blocks(PLANNING, "python"))
     run(["python", "-c", f"{code}\nimport sys\nassert 'torch' not in sys.modules"], folder)
 
 
 def test_the_printed_grid_is_what_is_printed(folder: Path) -> None:
-    section = README.partition("## Plan before you run")[2]
-    code = re.search(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    grid = re.search(r"^```text\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    assert code is not None and grid is not None
-    assert run(["python", "-c", code[1]], folder) == grid[1]
+    assert run(["python", "-c", blocks(PLANNING, "python")[0]], folder) == blocks(PLANNING, "text")[0]
 
 
 def test_shell_commands_run_in_their_order(folder: Path) -> None:
