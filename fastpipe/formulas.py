@@ -1,0 +1,284 @@
+"""Closed forms: bubble, peak activations and lower bounds of the schedules, with their range of validity and source.
+
+Costs here are seconds of one *rank's* share of the model for one microbatch: ``forward`` F, ``backward_input`` I,
+``backward_weight`` W, B = I + W, ``overlapped`` F&B (F + B unless given); a stage of a rank with v stages takes 1/v of
+them. `CostModel` counts per stage action: divide by v to simulate the same. ``comm`` is the latency of one hop.
+
+    >>> from fastpipe import formulas
+    >>> round(formulas.bubble("1f1b", num_ranks=4, num_microbatches=8), 4)
+    0.2727
+
+Sources: GPipe arXiv 1811.06965; Megatron 2104.04473; breadth-first 2211.05953; zero bubble 2401.10241; controllable
+memory 2405.15362; DualPipe 2412.19437 and its repository; Chimera 2107.06925. `bubble_formula` and `peak_formula` tell
+the range and the source of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fastpipe.closed_forms import BUBBLES, PEAKS, Case, Formula, mean_busy
+
+MEASURES = ("makespan", "span")
+FORMS = ("fraction", "seconds", "total")
+
+_LOOPS = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "interleaved_overlap", "hanayo")
+_VS = ("zbv", "v_half", "v_min", "1f1b_v", "dualpipev")
+
+
+def bubble(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    comm: float = 0.0,
+    overlapped: float | None = None,
+    measure: str = "makespan",
+    as_: str = "fraction",
+) -> float:
+    """How long the ranks idle, on average over the ranks.
+
+    Args:
+        name: a schedule.
+        num_ranks: p.
+        num_microbatches: m.
+        stages_per_rank: v, for schedules that leave it open; 2 unless given.
+        forward: F, seconds of a rank's share of the model, as all that follow.
+        backward_input: I.
+        backward_weight: W.
+        comm: seconds of one hop between ranks.
+        overlapped: F&B; F + I + W unless given.
+        measure: ``"makespan"``, or ``"span"``: see `Timeline`.
+        as_: ``"fraction"`` of the measure, ``"seconds"``, or ``"total"``, the measure itself in seconds.
+
+    Raises:
+        ValueError: where no closed form is known, or outside its range; it names the range.
+    """
+    if as_ not in FORMS:
+        raise ValueError(f"as_ = {as_!r}: use one of {', '.join(FORMS)}")
+    fused = forward + backward_input + backward_weight if overlapped is None else overlapped
+    case = Case(
+        num_ranks,
+        num_microbatches,
+        _stages(name, stages_per_rank),
+        forward,
+        backward_input,
+        backward_weight,
+        comm,
+        fused,
+    )
+    formula = bubble_formula(name, measure)
+    _check(name, formula, case)
+    idle, busy = float(formula.value(case)), mean_busy(name, case)
+    return {"seconds": idle, "total": idle + busy, "fraction": idle / (idle + busy) if idle else 0.0}[as_]
+
+
+def bubble_formula(name: str, measure: str = "makespan") -> Formula:
+    """The closed form of a schedule's idle seconds, with its range and source.
+
+    Raises:
+        ValueError: where none is known.
+    """
+    if measure not in MEASURES:
+        raise ValueError(f"measure = {measure!r}: use one of {', '.join(MEASURES)}")
+    if (name, measure) not in BUBBLES:
+        raise _unknown(name, f"bubble by {measure}", (known for known, by in BUBBLES if by == measure))
+    return BUBBLES[name, measure]
+
+
+def peak_activations(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    as_: str = "stages",
+) -> float:
+    """Live activations of the rank that holds most, released at the end of W.
+
+    Args:
+        name: a schedule.
+        num_ranks: p.
+        num_microbatches: m.
+        stages_per_rank: v, for schedules that leave it open; 2 unless given.
+        as_: ``"stages"`` counts stage activations; ``"ratio"`` compares with 1F1B, which holds p of a rank's share.
+
+    Raises:
+        ValueError: where no closed form is known, or outside its range; it names the range.
+    """
+    if as_ not in ("stages", "ratio"):
+        raise ValueError(f"as_ = {as_!r}: use 'stages' or 'ratio'")
+    case = Case(num_ranks, num_microbatches, _stages(name, stages_per_rank))
+    formula = peak_formula(name)
+    _check(name, formula, case)
+    peak = formula.value(case)
+    return peak if as_ == "stages" else peak / (case.p * case.v)
+
+
+def memory_ratio(first: str, second: str, **numbers: Any) -> float:
+    """Peak activation memory of one schedule over that of another, for the same model on the same ranks.
+
+    Args:
+        first: a schedule.
+        second: another.
+        numbers: as for `peak_activations`; ``stages_per_rank`` goes to those that leave it open.
+    """
+    stages = numbers.pop("stages_per_rank", None)
+
+    def ratio(name: str) -> float:
+        mine = stages if name in _LOOPS else None
+        return peak_activations(name, stages_per_rank=mine, as_="ratio", **numbers)
+
+    return ratio(first) / ratio(second)
+
+
+def smallest_num_microbatches(name: str, fraction: float, *, num_ranks: int, **costs: Any) -> int:
+    """The smallest m with which a schedule's bubble is at most ``fraction``, within the range of its formula.
+
+    Args:
+        name: a schedule.
+        fraction: of the measure, above 0 and below 1.
+        num_ranks: p.
+        costs: as for `bubble`.
+
+    Raises:
+        ValueError: when no m does; outside the range of the formula at every m, what `bubble` says.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction = {fraction}: give one above 0 and below 1")
+
+    def reaches(m: int) -> bool:
+        return bubble(name, num_ranks=num_ranks, num_microbatches=m, **costs) <= fraction
+
+    # Every formula falls with m; all but Chimera's, which holds for m = p alone, hold for every multiple of 2p.
+    period = 2 * num_ranks
+    if name == "chimera":
+        if reaches(num_ranks):
+            return num_ranks
+        raise ValueError(f"fraction = {fraction}: the formula of chimera holds for m = p = {num_ranks}, and gives more")
+    high = 1
+    while not reaches(period * high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reaches(period * middle) else (middle, high)
+    return next(m for m in range(period * low + 1, period * high + 1) if _holds(reaches, m))
+
+
+def _holds(reaches: Callable[[int], bool], m: int) -> bool:
+    """Whether m reaches the fraction; False outside the range."""
+    try:
+        return reaches(m)
+    except ValueError:
+        return False
+
+
+def ramp_bound(
+    busiest: float,
+    *,
+    num_ranks: int,
+    stages_per_rank: int = 1,
+    forward: float = 1.0,
+    comm: float = 0.0,
+    num_routes: int = 1,
+) -> float:
+    """A makespan that no order beats: the work of the busiest rank, and the way of the first microbatch to the last.
+
+    Args:
+        busiest: seconds of compute of the busiest rank, with the schedule's own durations.
+        num_ranks: p.
+        stages_per_rank: v; the first p stages are on p ranks.
+        forward: F.
+        comm: seconds of one hop.
+        num_routes: 2 for a bidirectional placement, where every rank is at most p/2 - 1 hops from an end.
+    """
+    if num_routes == 2:
+        return busiest + (num_ranks / 2 - 1) * (forward + comm)
+    return busiest + (num_ranks - 1) * (forward / stages_per_rank + comm)
+
+
+def single_stage_bound(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    live: int,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    comm: float = 0.0,
+) -> float:
+    """A span that no order with one stage a rank and at most ``live`` activations beats (arXiv 2401.10241, extended).
+
+    Raises:
+        ValueError: for m <= live, where the memory is no limit.
+    """
+    if num_microbatches <= live:
+        raise ValueError(f"num_microbatches = {num_microbatches}: the bound holds for more than live = {live}")
+    p, k, F, I, W, c = num_ranks, live, forward, backward_input, backward_weight, comm
+    ramp = max(0.0, (p - 1) * (I + 2 * c) + (p - k) * F)
+    return num_microbatches * (F + I + W) + ramp + max(0.0, (p - 1) * (F + I + 2 * c) - (k - 1) * (I + W))
+
+
+def memory_bubble_bound(live_fraction: float, *, num_ranks: int, forward: float = 1.0) -> float:
+    """Idle seconds that no placement avoids with a fraction of 1F1B's activation memory (arXiv 2405.15362)."""
+    return max(0.0, (1 - live_fraction) * num_ranks * forward)
+
+
+def v_bubble_bound(live: int, *, num_ranks: int, unit: float = 1.0) -> float:
+    """Idle seconds of the span that no order on a V of two stages avoids with ``live`` stage activations.
+
+    Args:
+        live: stage activations of the rank that holds most.
+        num_ranks: p.
+        unit: seconds of F = I = W of a *stage*.
+    """
+    return max(0.0, (6 * num_ranks - 3 * live - 1) * unit)
+
+
+def full_throughput_memory(*, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> float:
+    """The fraction of 1F1B's activation memory below which no steady state keeps every rank busy; 1/3 at F = I = W."""
+    return (forward + backward_input) / (2 * (forward + backward_input + backward_weight))
+
+
+def peak_formula(name: str) -> Formula:
+    """The closed form of a schedule's peak activations, with its range and source.
+
+    Raises:
+        ValueError: where none is known.
+    """
+    if name not in PEAKS:
+        raise _unknown(name, "peak activations", PEAKS)
+    return PEAKS[name]
+
+
+def _unknown(name: str, what: str, known: Iterable[str]) -> ValueError:
+    names = ", ".join(dict.fromkeys(known))
+    return ValueError(f"name = {name!r}: no closed form of its {what} is known; there is one for {names}")
+
+
+def _stages(name: str, stages_per_rank: int | None) -> int:
+    """v of a schedule: given where it is open, else its own."""
+    if name in _LOOPS:
+        return 2 if stages_per_rank is None else stages_per_rank
+    own = 2 if name in _VS else 1
+    if stages_per_rank not in (None, own):
+        raise ValueError(f"stages_per_rank = {stages_per_rank}: {name} has {own}; leave it out")
+    return own
+
+
+def _check(name: str, formula: Formula, case: Case) -> None:
+    for letter, what in (("p", "num_ranks"), ("m", "num_microbatches"), ("v", "stages_per_rank")):
+        number = getattr(case, letter)
+        if number < 1:
+            raise ValueError(f"{what} = {number}: give a whole number of at least 1")
+    if not formula.holds(case):
+        raise ValueError(
+            f"the formula of {name} holds for {formula.range}; asked for p = {case.p}, m = {case.m}, v = {case.v}, "
+            f"F = {case.F}, I = {case.I}, W = {case.W}, F&B = {case.FB}, comm = {case.c}: simulate it instead"
+        )
