@@ -1,0 +1,109 @@
+"""Files between fastpipe and torch.distributed.pipelining, both ways, in both of torch's formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import fastpipe
+from fastpipe import ActionKind, Schedule
+from tests.unit.planning import random_orders
+
+schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+CLASSES = [
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+]
+"""Those that can dump: torch's schedules of one stage a rank cannot."""
+OURS = ["gpipe", "1f1b", "interleaved_1f1b", "dualpipev"]
+
+
+def stage(ranks: int, stages_per_rank: int) -> Any:
+    """What torch's planner asks of a stage."""
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    made = mock.create_autospec(PipelineStage, instance=True)
+    made.group_rank, made.group_size, made.submod = 0, ranks, None
+    made.num_stages = ranks * stages_per_rank
+    made.stage_index_to_group_rank = {s: s % ranks for s in range(made.num_stages)}
+    return made
+
+
+def runtime(ranks: int, stages_per_rank: int, microbatches: int) -> Any:
+    stages = [stage(ranks, stages_per_rank)] * stages_per_rank
+    return schedules._PipelineScheduleRuntime(stages, microbatches)
+
+
+def by_torch(name: str, ranks: int, microbatches: int) -> Any:
+    """torch's own schedule, lowered by torch."""
+    made = getattr(schedules, name)([stage(ranks, 2)] * 2, microbatches)
+    loaded = runtime(ranks, 2, microbatches)
+    loaded.pipeline_order = made.pipeline_order
+    loaded._prepare_schedule_with_comms(made.pipeline_order)
+    return loaded
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("dumped", ["compute_only", "compute_comms"])
+def test_what_torch_dumps_loads_here(name: str, dumped: str, tmp_path: Path) -> None:
+    path = tmp_path / "torch.csv"
+    by_torch(name, 4, 8)._dump_csv(path, format=dumped)
+    schedule = Schedule.from_csv(path).validate()
+    cells = [cell for row in path.read_text().splitlines() for cell in row.split(",") if cell]
+    assert [str(action) for rank in schedule for action in rank] == cells
+    kinds = {action.kind for rank in schedule for action in rank}
+    assert ({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD} <= kinds) == (dumped == "compute_comms")
+    assert (ActionKind.SEND_F in kinds) == (dumped == "compute_comms")
+    assert fastpipe.simulate(schedule).makespan > 0
+
+
+def test_idle_cells_of_torch() -> None:
+    # torch writes an empty cell where a rank idles in its compute-only order
+    order = by_torch("ScheduleInterleaved1F1B", 2, 4).pipeline_order
+    assert any(action is None for rank in order.values() for action in rank)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_load_in_torch(name: str, tmp_path: Path) -> None:
+    schedule = fastpipe.make_schedule(name, num_ranks=4, num_microbatches=8)
+    count = schedule.num_stages // 4
+    for aligned in (False, True):
+        path = tmp_path / f"ours{aligned}.csv"
+        schedule.to_csv(path, aligned=aligned)
+        loaded = runtime(4, count, 8)
+        loaded._load_csv(path, format="compute_only")
+        assert loaded.pipeline_order_with_comms.keys() == set(range(4))
+        texts = [[str(a) for a in rank if a is not None] for rank in loaded.pipeline_order.values()]
+        assert texts == [[str(a) for a in rank] for rank in schedule]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_with_transfers_load_in_torch(name: str, tmp_path: Path) -> None:
+    schedule = fastpipe.make_schedule(name, num_ranks=4, num_microbatches=8)
+    path = tmp_path / "ours.csv"
+    fastpipe.lower(schedule).to_csv(path)
+    loaded = runtime(4, schedule.num_stages // 4, 8)
+    loaded._load_csv(path, format="compute_comms")
+    order = loaded.pipeline_order_with_comms
+    assert "\n".join(",".join(map(str, order[rank])) for rank in range(4)) + "\n" == path.read_text()
+    if name != "dualpipev":  # torch's simulator knows no fused pair
+        receives_late = fastpipe.lower(schedule, recv_lookahead=0).to_csv()
+        rows = [[schedules._Action.from_str(cell) for cell in row.split(",")] for row in receives_late.splitlines()]
+        schedules._simulate_comms_compute(dict(enumerate(rows)), lambda s: s % 4, schedule.num_stages)
+
+
+def test_an_order_by_hand_loads_in_torch(tmp_path: Path) -> None:
+    orders = random_orders([0, 1, 1, 0], 3, split=True, seed=5)
+    schedule = Schedule.from_actions("mine", fastpipe.Placement.custom([0, 1, 1, 0]), 3, orders)
+    path = tmp_path / "mine.csv"
+    schedule.to_csv(path)
+    loaded = runtime(2, 2, 3)
+    loaded._load_csv(path, format="compute_only")
+    assert loaded.stage_index_to_group_rank == {0: 0, 1: 1, 2: 1, 3: 0}
