@@ -1,4 +1,4 @@
-"""Every generator over its whole parameter space: what it accepts validates, lowers, simulates and peaks as it should."""
+"""Every generator over its whole parameter space: what it accepts validates, lowers, simulates, peaks as it should."""
 
 import os
 
@@ -71,17 +71,15 @@ def test_what_is_generated_runs(name, data):
     found = simulate(program, CostModel(1, 2, 1.5, comm=0.25))
     assert 0 <= found.bubble_fraction < 1
     assert found.span <= found.makespan
-    assert (
-        found.makespan
-        >= formulas.ramp_bound(max(found.busy), num_ranks=p, comm=0.25, num_routes=schedule.placement.num_routes)
-        or p > schedule.num_stages
-        or not is_ladder(schedule.placement)
-    )
+    if starts_on_every_rank(schedule.placement):
+        routes = schedule.placement.num_routes
+        ramp = formulas.ramp_bound(max(found.busy), num_ranks=p, comm=0.25, num_routes=routes)
+        assert found.makespan >= ramp - 1e-9
     check_peaks(name, p, m, options, found)
 
 
-def is_ladder(placement):
-    """Whether the first p stages are on p ranks: what the bound on the ramp asks for."""
+def starts_on_every_rank(placement):
+    """Whether the first p stages are on p ranks, which the bound on the ramp asks for."""
     return placement.num_routes == 2 or len(set(placement.routes[0][: placement.num_ranks])) == placement.num_ranks
 
 
