@@ -28,11 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for bad input.
     """
-    warnings.showwarning = _warn
     try:
-        parsed = parser().parse_args(arguments)
-        parsed.run(parsed)
-        sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _warn
+            parsed = parser().parse_args(arguments)
+            parsed.run(parsed)
+            sys.stdout.flush()
     except BrokenPipeError:
         # The interpreter flushes once more at exit, and must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

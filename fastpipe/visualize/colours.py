@@ -1,7 +1,7 @@
 """The one copy of the colours: the picture, the page, the text grid and the comparison all take theirs from here.
 
 Told apart with every common kind of colour blindness: under a simulation of protanopia, deuteranopia and tritanopia
-any two kinds differ by at least 20 in CIE L*a*b*, the shades of later stages included (a test computes it).
+any two kinds differ by at least 18 in CIE L*a*b*, the shades of later stages included (a test computes it).
 """
 
 from __future__ import annotations

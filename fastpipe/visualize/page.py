@@ -39,8 +39,8 @@ def to_html(timeline: Timeline, path: str | Path) -> Path:
         "{{title}}": html.escape(timeline.program.name),
         "/*{{style}}*/": (files / "page.css").read_text(encoding="utf-8"),
         "/*{{script}}*/": "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS),
-        # "</" could end the script element before its time.
-        "/*{{data}}*/": json.dumps(page_data(timeline)).replace("</", "<\\/"),
+        # A "<" in a name could end the script element before its time.
+        "/*{{data}}*/": json.dumps(page_data(timeline)).replace("<", "\\u003c"),
     }
     for place, content in parts.items():
         text = text.replace(place, content)

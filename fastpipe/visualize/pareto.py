@@ -142,7 +142,7 @@ def _draw_names(axes: Any, points: list[Point], size: tuple[float, float]) -> No
     for point, mark, box in zip(points, marks, places, strict=True):
         corner = np.array([box.left, box.bottom]) / scale + origin
         style = {"fontsize": _SIZE, "color": canvas.INK, "linespacing": 1.1, "path_effects": halo}
-        axes.text(*corner, point[2], clip_on=False, zorder=4, **style)
+        axes.text(*corner, point[2], clip_on=False, zorder=4, gid=f"name {point[2]}", **style)
         near = np.clip(mark, (box.left, box.bottom), (box.right, box.top))
         if np.hypot(*(near - mark)) > 14:
             ends = np.stack([np.array(mark), near]) / scale + origin

@@ -60,9 +60,8 @@ def critical_bars(timeline: Timeline, drawn: Bars) -> Ints:
     """The bars of the timeline's critical path, from the first to the last."""
     names = (drawn.op, drawn.stage, drawn.microbatch)
     index = {name: bar for bar, name in enumerate(zip(*(column.tolist() for column in names), strict=True))}
-    computes = [span.instruction for span in timeline.critical_path() if span.lane == "compute"]
-    path = [index[int(i.op), i.stage, i.microbatch] for i in computes if i.action is not None]
-    return np.array(path, dtype=np.int64)
+    path = [(int(i.op), i.stage, i.microbatch) for i in (span.instruction for span in timeline.critical_path())]
+    return np.array([index[name] for name in path if name in index], dtype=np.int64)
 
 
 def critical_transfers(timeline: Timeline) -> list[tuple[int, int, float, float]]:

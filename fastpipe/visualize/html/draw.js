@@ -69,11 +69,14 @@ function drawBars(rank, low, high) {
 
 const DIGIT = (() => { pen.font = "100px sans-serif"; return pen.measureText("0").width / 100; })();
 
+// All actions of one length are labelled alike, so what decides is the longest text there could be.
+const LONGEST = `${DATA.stages - 1}W${DATA.microbatches - 1}`.length;
+
 function drawLabel(part, left, top, width, height) {
   if (width < 9 || height < 8) return;
   const short = String(part.microbatch), full = `${part.stage}${part.kind}${part.microbatch}`;
   const size = Math.min(12, Math.floor(height * 0.86), Math.max(7, Math.floor((width - 3) / DIGIT / short.length)));
-  const text = width > 1.7 * DIGIT * size * full.length + 8 ? full : short;
+  const text = width > 1.4 * DIGIT * size * LONGEST + 8 ? full : short;
   if (width < DIGIT * size * text.length + 3) return;
   const from = Math.max(left, LEFT), to = Math.min(left + width, LEFT + view.width);
   if (to - from < DIGIT * size * text.length + 3) return;
@@ -174,7 +177,8 @@ function drawAxis() {
   for (const { x, text } of ticks()) {
     pen.moveTo(x, y);
     pen.lineTo(x, y + 5);
-    pen.fillText(text, x, y + 14);
+    const half = pen.measureText(text).width / 2;
+    pen.fillText(text, Math.min(Math.max(x, LEFT + half - 3), LEFT + view.width - half + 3), y + 14);
   }
   pen.stroke();
   pen.textAlign = "right";
@@ -231,6 +235,7 @@ function drawSelected() {
     pen.lineWidth = 1.2;
     for (const other of needs(index)) {
       outline(other, "#000", 1.2);
+      if (rankOf(other) === rankOf(index)) continue;
       pen.beginPath();
       pen.moveTo(xOf(bars.end[other]), (rankOf(other) + 0.5) * view.row);
       pen.lineTo(xOf(bars.start[index]), (rankOf(index) + 0.5) * view.row);

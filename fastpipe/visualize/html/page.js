@@ -93,6 +93,7 @@ function select(event) {
   const text = state.selected < 0 ? `rank ${rank}` : `${label(state.selected)}  \u2013  ${describe(state.selected).join("; ")}`;
   const line = document.getElementById("selected");
   line.textContent = line.title = text;
+  document.querySelector(".help").hidden = true;
   redraw();
 }
 

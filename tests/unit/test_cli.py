@@ -1,0 +1,347 @@
+"""The command: what it prints, what it writes, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fastpipe
+from fastpipe.cli import main
+from fastpipe.cli.arguments import parser
+from fastpipe.cli.checks import FORMATS, diagnosis
+
+SMALL = ["--ranks", "4", "--microbatches", "8"]
+COMMANDS = ("schedules", "show", "simulate", "compare", "plot", "html", "trace", "validate", "convert", "doctor")
+
+
+def run(capsys: Any, *arguments: str) -> str:
+    """What the command prints when all is well: nothing on the standard error."""
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return str(captured.out)
+
+
+def refused(capsys: Any, *arguments: str) -> str:
+    """The one line of a refusal, which has status 2."""
+    try:
+        status = main(arguments)
+    except SystemExit as leaving:  # argparse's way
+        status = int(leaving.code or 0)
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    assert captured.err.startswith("fastpipe") and captured.err.count("\n") == 1, captured.err
+    return str(captured.err)
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> str:
+    path = tmp_path / "mine.csv"
+    fastpipe.make_schedule("zbv", num_ranks=4, num_microbatches=8).to_csv(path)
+    return str(path)
+
+
+# What is printed
+
+
+def test_schedules_lists_every_one(capsys: Any) -> None:
+    out = run(capsys, "schedules")
+    for family in fastpipe.list_schedules():
+        assert f"{family.name}: " in out
+    listed = json.loads(run(capsys, "schedules", "--json"))
+    assert [entry["name"] for entry in listed] == [family.name for family in fastpipe.list_schedules()]
+    assert "stages_per_rank" in json.loads(run(capsys, "schedules", "interleaved_1f1b", "--json"))[0]["options"]
+
+
+def test_show_prints_the_grid(capsys: Any) -> None:
+    out = run(capsys, "show", "1f1b", *SMALL)
+    assert out.split() == str(fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)).split()
+
+
+def test_show_takes_options_by_both_ways(capsys: Any) -> None:
+    by_flag = run(capsys, "show", "interleaved_1f1b", *SMALL, "--stages-per-rank", "3")
+    by_option = run(capsys, "show", "interleaved_1f1b", *SMALL, "--option", "stages_per_rank=3")
+    assert by_flag == by_option != run(capsys, "show", "interleaved_1f1b", *SMALL)
+
+
+def test_show_prints_a_program(capsys: Any) -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8))
+    assert run(capsys, "show", "1f1b", *SMALL, "--program", "2") == f"{program[2]}\n"
+    found = json.loads(run(capsys, "show", "1f1b", *SMALL, "--program", "2", "--json"))
+    assert [each["op"] for each in found["instructions"]] == [each.op.name for each in program[2]]
+
+
+def test_simulate_prints_what_the_timeline_says(capsys: Any) -> None:
+    schedule = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)
+    timeline = fastpipe.simulate(schedule, fastpipe.CostModel(forward=2, backward=3, comm=0.5))
+    costs = ["--forward", "2", "--backward", "3", "--comm", "0.5"]
+    found = json.loads(run(capsys, "simulate", "1f1b", *SMALL, *costs, "--json", "--steps"))
+    assert found["makespan"] == timeline.makespan
+    assert found["bubble_fraction"] == timeline.bubble_fraction
+    assert found["peak_activations"] == list(timeline.peak_activations)
+    assert len(found["spans"]) == 64
+    out = run(capsys, "simulate", "1f1b", *SMALL, *costs, "--steps")
+    assert f"makespan {timeline.makespan:.6g}" in out and str(timeline) in out
+
+
+def test_costs_come_from_a_file_and_the_command_line_goes_over_them(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"forward": 5, "backward_input": [1, 2, 3, 4]}))
+    arguments = ["simulate", "1f1b", *SMALL, "--json", "--costs", str(path)]
+    expected = fastpipe.CostModel(forward=5, backward_input=(1, 2, 3, 4))
+    timeline = fastpipe.simulate(fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8), expected)
+    assert json.loads(run(capsys, *arguments))["makespan"] == timeline.makespan
+    assert json.loads(run(capsys, *arguments, "--forward", "1"))["makespan"] < timeline.makespan
+
+
+def test_a_generator_that_looks_at_costs_gets_them(capsys: Any) -> None:
+    arguments = ["show", "zb_auto", "--ranks", "4", "--microbatches", "12"]
+    plain = run(capsys, *arguments)
+    assert run(capsys, *arguments, "--option", "forward=3.0", "--option", "backward_weight=0.2") != plain
+    simulate = ["simulate", "zb_auto", "--ranks", "4", "--microbatches", "12", "--json"]
+    costs = ["--forward", "3", "--backward-weight", "0.2"]
+    by_cost = json.loads(run(capsys, *simulate, *costs))["makespan"]
+    blind = ["--option", "forward=1.0", "--option", "backward_weight=1.0"]
+    assert by_cost <= json.loads(run(capsys, *simulate, *costs, *blind))["makespan"]
+
+
+def test_compare_puts_schedules_side_by_side(capsys: Any) -> None:
+    rows = {row["name"]: row for row in json.loads(run(capsys, "compare", "gpipe", "1f1b", "zbv", *SMALL, "--json"))}
+    assert set(rows) == {"gpipe", "1f1b", "zbv"}
+    assert rows["gpipe"]["bubble_fraction"] == pytest.approx(3 / 11)
+    assert rows["zbv"]["best"] and not rows["gpipe"]["best"]
+    assert (rows["gpipe"]["peak_memory"], rows["1f1b"]["peak_memory"]) == (8, 4)
+
+
+def test_compare_all_tells_which_are_not_possible(capsys: Any, tmp_path: Path) -> None:
+    picture = tmp_path / "pareto.png"
+    out = run(capsys, "compare", "all", "--ranks", "4", "--microbatches", "3", "--plot", str(picture))
+    names = {family.name for family in fastpipe.list_schedules()}
+    assert all(name in out for name in names)
+    assert "dualpipev not possible: " in out and "1f1b " in out
+    assert picture.stat().st_size > 5000
+
+
+def test_work_of_one_rank_is_the_same_in_every_schedule() -> None:
+    rows = fastpipe.compare(["1f1b", "interleaved_1f1b", "dualpipe", "zbv"], num_ranks=4, num_microbatches=8)
+    work = {row.name: row.makespan * (1 - row.bubble_fraction) for row in rows}
+    assert all(busy == pytest.approx(24) for busy in work.values()), work
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_json_and_examples_that_run(command: str, capsys: Any, csv: str, monkeypatch: Any) -> None:
+    monkeypatch.chdir(Path(csv).parent)
+    Path("costs.json").write_text('{"forward": 1.5}')
+    with pytest.raises(SystemExit) as leaving:
+        main([command, "--help"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    examples = [line.split()[1:] for line in text.split("examples:")[1].splitlines() if "fastpipe " in line]
+    assert examples
+    for example in examples:
+        if "mine.json" in example[1:2]:
+            main(["convert", "mine.csv", "-o", "mine.json"])
+        assert main(example) == 0, example
+    assert capsys.readouterr().err == ""
+
+
+# What is written
+
+
+@pytest.mark.parametrize(("command", "suffix"), [("plot", ".png"), ("html", ".html"), ("trace", ".json")])
+def test_files_are_written_and_named(command: str, suffix: str, capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"wrote dualpipev-4x8{suffix}\n" in run(capsys, command, "dualpipev", *SMALL)
+    assert (tmp_path / f"dualpipev-4x8{suffix}").stat().st_size > 5000
+    other = tmp_path / f"other{suffix}"
+    found = json.loads(run(capsys, command, "dualpipev", *SMALL, "-o", str(other), "--json"))
+    assert found["path"] == str(other) and found["bytes"] == other.stat().st_size
+
+
+def test_validate_says_what_is_right_and_what_is_wrong(capsys: Any, csv: str) -> None:
+    assert "valid: 4 ranks, 8 stages, 8 microbatches" in run(capsys, "validate", csv)
+    assert json.loads(run(capsys, "validate", csv, "--json"))["valid"] is True
+    path = Path(csv)
+    path.write_text(path.read_text().replace("7I3,", "", 1))
+    assert "microbatch 3" in refused(capsys, "validate", csv)
+    path.write_text("0F0,oops\n")
+    assert "row 1, column 2" in refused(capsys, "validate", csv)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_convert_and_back_gives_the_same(to: str, capsys: Any, csv: str, tmp_path: Path) -> None:
+    text = run(capsys, "convert", csv, "--to", to)
+    suffix = ".json" if to in ("json", "program") else ".csv"
+    path = tmp_path / f"converted{suffix}"
+    assert run(capsys, "convert", csv, "--to", to, "-o", str(path)) == f"wrote {path}\n"
+    assert path.read_text() == text
+    if to == "program":
+        assert fastpipe.Program.from_json(path).num_ranks == 4
+        return
+    run(capsys, "validate", str(path))
+    if to != "comms":
+        assert run(capsys, "convert", str(path), "--to", "csv") == Path(csv).read_text()
+
+
+def test_doctor_looks_at_everything(capsys: Any) -> None:
+    found = diagnosis()
+    assert found["fastpipe"] == fastpipe.__version__
+    assert isinstance(found["advice"], list)
+    assert found["native"] in run(capsys, "doctor")
+    assert json.loads(run(capsys, "doctor", "--json"))["native"] == found["native"]
+
+
+def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "late.csv"
+    path.write_text("0F0,0F1,0I0,0I1,0W1,0W0\n")
+    assert main(["validate", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("fastpipe: warning: ") and captured.err.count("\n") == 1
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "nonsense"),
+        (["show"], "NAME"),
+        (["show", "1f1b"], "--ranks"),
+        (["show", "nope", *SMALL], "nope"),
+        (["show", "1f1b", "--ranks", "0", "--microbatches", "8"], "--ranks"),
+        (["show", "1f1b", "--ranks", "4", "--microbatches", "eight"], "eight"),
+        (["show", "1f1b", "--ranks", "99999999", "--microbatches", "99999999"], "ask for fewer"),
+        (["show", "1f1b", *SMALL, "--option", "stages_per_rank"], "NAME=VALUE"),
+        (["show", "1f1b", *SMALL, "--option", "colour=3"], "colour"),
+        (["show", "1f1b", *SMALL, "--program", "4"], "0 to 3"),
+        (["show", "dualpipev", "--ranks", "4", "--microbatches", "3"], "num_microbatches"),
+        (["show", "missing.csv"], "missing.csv"),
+        (["show", "missing.csv", *SMALL], "--ranks"),
+        (["simulate", "1f1b", *SMALL, "--forward", "-1"], "forward"),
+        (["simulate", "1f1b", *SMALL, "--forward", "nan"], "forward"),
+        (["simulate", "1f1b", *SMALL, "--forward", "1,2"], "forward"),
+        (["simulate", "1f1b", *SMALL, "--comm", "1,2,3"], "comm"),
+        (["simulate", "1f1b", *SMALL, "--costs", "missing.json"], "missing.json"),
+        (["simulate", "1f1b", *SMALL, "--lanes", "odd"], "odd"),
+        (["simulate", "1f1b", *SMALL, "--recv-lookahead", "-1"], "recv-lookahead"),
+        (["compare", "1f1b", "nope", *SMALL], "nope"),
+        (["compare", "1f1b", *SMALL, "--forward", "1,1,1,1"], "forward"),
+        (["compare", "1f1b", *SMALL, "--plot", "x.gif"], ".png"),
+        (["plot", "1f1b", *SMALL, "-o", "x.gif"], ".png"),
+        (["plot", "1f1b", *SMALL, "-o", "/no/such/folder/x.png"], "/no/such/folder"),
+        (["plot", "1f1b", *SMALL, "--width", "0"], "inches"),
+        (["html", "1f1b", *SMALL, "-o", "/no/such/folder/x.html"], "/no/such/folder"),
+        (["validate", "missing.csv"], "missing.csv"),
+        (["convert", "missing.json"], "missing.json"),
+        (["doctor", "--loud"], "--loud"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], named: str, capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"orders": 3}', '{"num_ranks": 1, "orders": [["0F0"]]}', "[" * 10000])
+def test_json_that_is_no_schedule_is_refused(text: str, capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    assert "mine.json" in refused(capsys, "convert", str(path))
+
+
+NAMES = ["1f1b", "zbv", "dualpipev", "nope", "all", ""]
+FLAGS = [
+    "--ranks",
+    "--microbatches",
+    "--json",
+    "--option",
+    "--forward",
+    "--comm",
+    "--costs",
+    "--program",
+    "--lanes",
+    "--",
+]
+VALUES = ["4", "8", "0", "-3", "1e9", "inf", "stages_per_rank=2", "=", "pair"]
+PRINTING = ["schedules", "show", "simulate", "compare", "validate", "convert"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(command=st.sampled_from(PRINTING), words=st.lists(st.sampled_from(NAMES + FLAGS + VALUES), max_size=9))
+def test_no_arguments_whatever_bring_a_traceback(command: str, words: list[str], capsys: Any) -> None:
+    try:
+        status = main([command, *words])
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    captured = capsys.readouterr()
+    assert status in (0, 2)
+    if status == 2:
+        assert captured.err.count("\n") == 1 and captured.out == ""
+    elif "--json" in words and "--" not in words:
+        json.loads(captured.out)
+
+
+# As a process
+
+
+def process(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastpipe", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **more)
+
+
+def test_it_runs_as_a_module_and_pipes_cleanly() -> None:
+    done = process("show", "1f1b", *SMALL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout and done.stdout.count("\n") == 5
+    bad = process("show", "nope", *SMALL)
+    assert bad.returncode == 2 and bad.stdout == "" and "Traceback" not in bad.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m fastpipe show gpipe --ranks 32 --microbatches 500 | head -c 100"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+    assert len(done.stdout) == 100
+    assert done.stderr == ""
+
+
+WITHOUT = """
+import sys
+for name in {missing!r}:
+    sys.modules[name] = None
+from fastpipe.cli import main
+status = main({arguments!r})
+assert "torch" not in [name for name, module in sys.modules.items() if module is not None]
+sys.exit(status)
+"""
+
+
+def without(missing: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = WITHOUT.format(missing=list(missing), arguments=list(arguments))
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_it_needs_neither_rich_nor_matplotlib_nor_torch(tmp_path: Path) -> None:
+    missing = ("rich", "matplotlib", "torch")
+    for command in (["simulate", "zbv", *SMALL], ["compare", "all", *SMALL], ["schedules"]):
+        done = without(missing, *command)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    done = without(missing, "plot", "zbv", *SMALL, "-o", str(tmp_path / "x.png"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "pip install fastpipe[plot]" in done.stderr
+
+
+def test_the_parser_prints_help_for_the_whole(capsys: Any) -> None:
+    text = parser().format_help()
+    assert all(command in text for command in COMMANDS)
