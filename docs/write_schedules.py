@@ -8,6 +8,7 @@ A test runs the check. Nothing here needs torch.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import fastpipe
-from fastpipe import ActionKind, ChannelKind, Op, Program, Schedule
+from fastpipe import ActionKind, ChannelKind, Op, Program, Schedule, formulas
 from fastpipe.schedules.family import Family
 
 PAGE = Path(__file__).with_name("schedules.md")
@@ -52,6 +53,9 @@ NOTE = """
 The numbers are simulated for {ranks} ranks and {microbatches} microbatches, with `F`, `I` and `W` of equal length, `B`
 as long as `I` and `W` together, a fused pair as long as its parts, and free transfers. Your costs differ: pass them to
 `fastpipe.simulate`, or as `--forward`, `--backward-input`, `--backward-weight` and `--comm` to `fastpipe compare`.
+
+Where a closed form is known, `fastpipe.formulas` has it, and refuses numbers outside its range:
+`formulas.smallest_num_microbatches("1f1b", 0.1, num_ranks=8)` is how many microbatches bring the bubble to a tenth.
 
 In this version `I` computes the whole backward and `W` nothing when a step really runs. The numbers of the schedules
 with `I` and `W` are what they will reach once weight gradients are deferred.
@@ -167,6 +171,7 @@ def section(family: Family, numbers: Numbers) -> str:
         f"* placement: {schedule.placement.name}; actions: {numbers.kinds}",
     ]
     lines += [f"* option `{name}` (`{option.default!r}`): {option.text}" for name, option in family.options.items()]
+    lines += _closed_forms(family.name)
     lines += [
         f"* code and source: [{source.__name__.rpartition('.')[2]}.py](../{source.__name__.replace('.', '/')}.py)",
         "",
@@ -176,6 +181,16 @@ def section(family: Family, numbers: Numbers) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _closed_forms(name: str) -> list[str]:
+    """Where `fastpipe.formulas` knows the numbers exactly."""
+    lines = []
+    for what, find in (("bubble", formulas.bubble_formula), ("peak activations", formulas.peak_formula)):
+        with contextlib.suppress(ValueError):
+            formula = find(name)
+            lines.append(f"* closed form of the {what}: where {formula.range} ({formula.source})")
+    return lines
 
 
 def page() -> str:
