@@ -56,8 +56,8 @@ class ProcessGroupTransport final : public Transport {
 
     State state = State::kIdle;
     Transfer transfer{};
+    std::vector<at::Tensor> tensors;  // what the works read or write: declared first, so that it outlives them
     std::vector<WorkPtr> works;       // each is waited for exactly once
-    std::vector<at::Tensor> tensors;  // what the works read or write
     TensorPayload* into = nullptr;
     bool stand_in = false;
   };
