@@ -24,7 +24,7 @@ def describe_cycle(program: Program, outcome: Outcome, lanes: Sequence[int]) -> 
         path.append(head)
         lines.append(_text(program, outcome, head, behind, peer))
         head, behind = _head_of(outcome, _what_holds_up(outcome, head, peer, lanes), lanes)
-    return "the program can hang, ranks wait in a cycle: " + "; ".join(lines[path.index(head) :])
+    return "ranks wait in a cycle: " + "; ".join(lines[path.index(head) :])
 
 
 def _head_of(outcome: Outcome, transfer: Transfer, lanes: Sequence[int]) -> tuple[Transfer, Transfer]:

@@ -49,6 +49,7 @@ class Transfer:
     sends: bool
     posted: float
     done: float | None = None
+    queued: bool = True
 
 
 @dataclass
@@ -79,6 +80,8 @@ class Machine:
         lanes: which channels share an in-order lane.
         compute_seconds: ``(op, stage, pair_stage)`` to seconds; nothing costs time unless given.
         transfer_seconds: ``(channel, consumer stage, unused)`` to seconds.
+        late: whether a receive enters its lane only when it, or a later one of its channel, is waited for, as in a
+            step whose messages are announced by headers, so that nobody knows yet how large they are.
     """
 
     def __init__(
@@ -87,11 +90,14 @@ class Machine:
         lanes: Lanes = "directed",
         compute_seconds: Seconds | None = None,
         transfer_seconds: Seconds | None = None,
+        late: bool = False,
     ) -> None:
         self.program = program
         self.lane_of = lane_numbers(lanes, program.channels)
         self.compute_seconds = compute_seconds or (lambda op, stage, pair_stage: 0.0)
         self.transfer_seconds = transfer_seconds or (lambda channel, stage, _: 0.0)
+        self.late = late
+        self.held: dict[int, deque[Transfer]] = {}
         self.rows = [list(zip(*columns.tolist(), strict=True)) for columns in program.columns]
         self.clock = [0.0] * program.num_ranks
         self.position = [0] * program.num_ranks
@@ -122,6 +128,7 @@ class Machine:
             start = self.clock[rank]
             if op in (Op.WAIT_RECV, Op.WAIT_SEND):
                 transfer = (self.receives if op == Op.WAIT_RECV else self.sends)[rank][slot]
+                self._release(transfer)
                 if transfer.done is None:
                     self.blocked[rank] = transfer
                     return
@@ -136,6 +143,20 @@ class Machine:
 
     def _post(self, transfer: Transfer, slot: int) -> None:
         (self.sends if transfer.sends else self.receives)[transfer.rank][slot] = transfer
+        if self.late and not transfer.sends:
+            transfer.queued = False
+            self.held.setdefault(transfer.channel, deque()).append(transfer)
+        else:
+            self._enqueue(transfer)
+
+    def _release(self, transfer: Transfer) -> None:
+        """Let a held receive into its lane, after those of its channel that were posted before it."""
+        while not transfer.queued:
+            first = self.held[transfer.channel].popleft()
+            first.queued = True
+            self._enqueue(first)
+
+    def _enqueue(self, transfer: Transfer) -> None:
         lane = self.lane_of[transfer.channel]
         self.queues.setdefault((lane, transfer.rank), deque()).append(transfer)
         self._match(lane, transfer.rank)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastpipe.program import Program
     from fastpipe.schedule import Schedule
 
-VERSION = 1
+VERSION = 2
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""
 
 PATH = Path(__file__).with_name("_plan" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))

@@ -10,7 +10,8 @@ namespace fastpipe::plan {
 namespace {
 
 constexpr double kUnderWay = -1.0;
-constexpr double kNothing = -2.0;
+constexpr double kHeld = -2.0;
+constexpr double kNothing = -3.0;
 
 }  // namespace
 
@@ -41,8 +42,8 @@ double Clockwork::transfer(int32_t channel, int32_t consumer_stage) const {
 }
 
 Machine::Machine(const Orders& program, const int32_t* lane_of, const PlanCosts* costs, double* const* starts,
-                 double* const* ends)
-    : program_(program), clockwork_(program, costs), starts_(starts), ends_(ends) {
+                 double* const* ends, bool late)
+    : program_(program), clockwork_(program, costs), starts_(starts), ends_(ends), late_(late) {
   const auto ranks = static_cast<size_t>(program.num_ranks());
   clock_.assign(ranks, 0.0);
   position_.assign(ranks, 0);
@@ -64,6 +65,7 @@ void Machine::find_ends(const int32_t* lane_of) {
     destination_end_.push_back(end(lane_of[c], program_.channel(c).destination));
   }
   queues_.resize(number.size());
+  held_.resize(program_.num_channels());
   end_free_.assign(number.size(), 0.0);
 }
 
@@ -127,6 +129,7 @@ bool Machine::step(int32_t rank, const Rows& rows, int64_t i) {
   const double start = clock_[rank];
   const int32_t op = rows.op(i);
   if (op == kWaitRecv || op == kWaitSend) {
+    if (op == kWaitRecv) release(rank, rows, i);
     if (!wait(rank, op == kWaitSend, rows.slot(i))) return false;
   } else if (op == kSend || op == kPostRecv) {
     if (!post(rank, rows, i)) return false;
@@ -155,15 +158,35 @@ bool Machine::wait(int32_t rank, bool sends, int32_t slot) {
 bool Machine::post(int32_t rank, const Rows& rows, int64_t i) {
   const bool sends = rows.op(i) == kSend;
   double& state = done(rank, sends)[rows.slot(i)];
-  if (state == kUnderWay) {
+  if (state == kUnderWay || state == kHeld) {
     malformed_ = true;
     return false;
   }
-  state = kUnderWay;
-  const int32_t end = end_of(rows.channel(i), sends);
-  queues_[end].push_back({i, clock_[rank], rank, rows.channel(i), rows.slot(i), sends});
-  match(end);
+  const Transfer transfer{i, clock_[rank], rank, rows.channel(i), rows.slot(i), sends};
+  state = late_ && !sends ? kHeld : kUnderWay;
+  if (state == kHeld) {
+    held_[transfer.channel].push_back(transfer);
+  } else {
+    enqueue(transfer);
+  }
   return true;
+}
+
+// Let a held receive into its lane, after those of its channel that were posted before it.
+void Machine::release(int32_t rank, const Rows& rows, int64_t i) {
+  std::deque<Transfer>& held = held_[rows.channel(i)];
+  while (receives_[rank][rows.slot(i)] == kHeld && !held.empty()) {
+    const Transfer first = held.front();
+    held.pop_front();
+    receives_[rank][first.slot] = kUnderWay;
+    enqueue(first);
+  }
+}
+
+void Machine::enqueue(const Transfer& transfer) {
+  const int32_t end = end_of(transfer.channel, transfer.sends);
+  queues_[end].push_back(transfer);
+  match(end);
 }
 
 // Complete what now stands at both heads; each completion may bring up the next, at either end.

@@ -32,9 +32,10 @@ struct Transfer {
 
 class Machine {
  public:
-  // Without starts and ends no times are kept.
+  // Without starts and ends no times are kept. `late`: a receive enters its lane only when it, or a later one of its
+  // channel, is waited for.
   Machine(const Orders& program, const int32_t* lane_of, const PlanCosts* costs, double* const* starts,
-          double* const* ends);
+          double* const* ends, bool late = false);
   // Whether every rank came to its end; false too for a program that only the Python code can judge.
   bool run();
 
@@ -48,6 +49,8 @@ class Machine {
   bool step(int32_t rank, const Rows& rows, int64_t i);
   bool wait(int32_t rank, bool sends, int32_t slot);
   bool post(int32_t rank, const Rows& rows, int64_t i);
+  void release(int32_t rank, const Rows& rows, int64_t i);
+  void enqueue(const Transfer& transfer);
   void match(int32_t end);
   void complete(const Transfer& send, const Transfer& receive);
   void finish(const Transfer& transfer, double done);
@@ -60,16 +63,18 @@ class Machine {
   double* const* ends_;
   std::vector<double> clock_;
   std::vector<int64_t> position_;
-  std::vector<std::vector<double>> sends_;     // by slot: when it was done, kUnderWay, or kNothing
+  std::vector<std::vector<double>> sends_;     // by slot: when it was done, kUnderWay, kHeld, or kNothing
   std::vector<std::vector<double>> receives_;  // the same
   std::vector<int32_t> source_end_;
   std::vector<int32_t> destination_end_;
   std::vector<std::deque<Transfer>> queues_;  // by end
+  std::vector<std::deque<Transfer>> held_;    // by channel: late receives that nobody has waited for yet
   std::vector<double> end_free_;
   std::vector<Wait> blocked_;
   std::vector<int32_t> blocked_slot_;
   std::vector<int32_t> ready_;
   std::vector<int32_t> pending_;
+  const bool late_;
   bool malformed_ = false;
 };
 

@@ -304,3 +304,30 @@ def test_a_forward_only_program_has_no_backward(program: Program) -> None:
         Program("x", forward.placement, 1, forward.channels, forward.columns, forward_only=False),
         "rank 1, position 3, FREE .*still reads it|had no B or I",
     )
+
+
+def test_a_wait_for_a_send_that_only_a_receive_posted_ahead_would_end() -> None:
+    # rank 0 waits for both its sends before it lets rank 1's message in; rank 1 has posted both receives, but waits for
+    # the second one only after its own send was taken
+    placement = fastpipe.Placement.bidirectional(2)
+    orders = [["0F0", "0F1", "1F2", "1F3"], ["0F2", "1F0", "0F3", "1F1"]]
+    program = fastpipe.lower(Schedule.from_actions("both", placement, 4, orders), recv_lookahead="all")
+
+    def wait_early(rows: list[Instruction]) -> None:
+        waits = [i for i in rows if i.op is Op.WAIT_SEND]
+        rows[:] = [i for i in rows if i.op is not Op.WAIT_SEND]
+        last = max(p for p, i in enumerate(rows) if i.op is Op.SEND)
+        rows[last + 1 : last + 1] = waits
+
+    def wait_at_once(rows: list[Instruction]) -> None:
+        for wait in [i for i in rows if i.op is Op.WAIT_SEND]:
+            rows.remove(wait)
+            at = next(p for p, i in enumerate(rows) if i.op is Op.SEND and i.slot == wait.slot)
+            rows.insert(at + 1, wait)
+
+    both = rebuilt(rebuilt(program, 0, wait_early), 1, wait_at_once)
+    with pytest.raises(ProgramError) as refusal:
+        validate_program(both)
+    assert str(refusal.value).startswith(
+        "the program can hang, in a step that makes its receives at their waits, ranks wait in a cycle: "
+    )
