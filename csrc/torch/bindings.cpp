@@ -5,14 +5,19 @@
 
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/errors.h"
 #include "core/loopback_hub.h"
 #include "core/program.h"
+#include "core/shared_memory_link.h"
+#include "core/shared_memory_source.h"
 #include "process_group.h"
 #include "python_errors.h"
 #include "runner.h"
+#include "shared_memory_codec.h"
+#include "shared_memory_endpoint.h"
 
 namespace fastpipe {
 
@@ -30,16 +35,63 @@ std::vector<Channel> to_channels(const std::vector<ChannelTuple>& tuples) {
   return channels;
 }
 
-std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
-                                    const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
-                                    TransportSource& transport, double timeout, const at::Device& device) {
+RankProgram to_program(std::int32_t rank, const Columns& columns, const std::vector<ChannelTuple>& channels) {
   if (columns.ndim() != 2 || columns.shape(0) != static_cast<py::ssize_t>(kNumColumns)) {
     throw ArgumentError("columns must be an int32 array of shape (7, number of instructions)");
   }
+  return {rank, columns.data(), static_cast<std::size_t>(columns.shape(1)), to_channels(channels)};
+}
+
+std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
+                                    const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
+                                    TransportSource& transport, double timeout, const at::Device& device) {
   std::vector<StagePlace> places;
   for (const auto& [index, is_first, is_last] : stages) places.push_back({index, is_first, is_last});
-  const RankProgram program(rank, columns.data(), static_cast<std::size_t>(columns.shape(1)), to_channels(channels));
-  return std::make_unique<Runner>(program, places, transport, timeout, device);
+  return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device);
+}
+
+std::shared_ptr<SharedMemorySource> make_shared_memory(std::shared_ptr<SharedMemoryLink> link,
+                                                       const std::vector<ChannelTuple>& channels,
+                                                       const std::vector<Columns>& columns) {
+  std::vector<ChannelNeeds> needs(channels.size());
+  for (std::size_t rank = 0; rank < columns.size(); ++rank) {
+    count_needs(to_program(static_cast<std::int32_t>(rank), columns[rank], channels), needs);
+  }
+  return std::make_shared<SharedMemorySource>(std::move(link), std::make_shared<TensorCodec>(), std::move(needs));
+}
+
+std::unique_ptr<SharedMemoryEndpoint> make_endpoint(std::int32_t rank, const Columns& columns,
+                                                    const std::vector<ChannelTuple>& channels,
+                                                    TransportSource& transport, double timeout) {
+  return std::make_unique<SharedMemoryEndpoint>(transport, to_program(rank, columns, channels), timeout);
+}
+
+void bind_shared_memory(py::module_& m) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<SharedMemoryLink, std::shared_ptr<SharedMemoryLink>>(m, "SharedMemoryLink")
+      .def(py::init<std::int32_t, std::int32_t>(), py::arg("rank"), py::arg("num_ranks"))
+      .def("address",
+           [](const SharedMemoryLink& link) {
+             const auto [process, descriptor, nonce] = link.address();
+             return std::make_tuple(process, descriptor, nonce);
+           })
+      .def(
+          "connect",
+          [](SharedMemoryLink& link, std::int32_t rank, pid_t process, int descriptor, std::uint64_t nonce) {
+            link.connect(rank, {process, descriptor, nonce});
+          },
+          py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"));
+  py::class_<SharedMemorySource, TransportSource, std::shared_ptr<SharedMemorySource>>(m, "SharedMemorySource")
+      .def(py::init(&make_shared_memory), py::arg("link"), py::arg("channels"), py::arg("columns"));
+  py::class_<SharedMemoryEndpoint>(m, "SharedMemoryEndpoint")
+      .def(py::init(&make_endpoint), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("transport"),
+           py::arg("timeout"))
+      .def("begin", &SharedMemoryEndpoint::begin, WithoutGil())
+      .def("post_receive", &SharedMemoryEndpoint::post_receive)
+      .def("wait_receive", &SharedMemoryEndpoint::wait_receive, WithoutGil())
+      .def("send", &SharedMemoryEndpoint::send, WithoutGil())
+      .def("wait_send", &SharedMemoryEndpoint::wait_send, WithoutGil())
+      .def("end", &SharedMemoryEndpoint::end, WithoutGil());
 }
 
 void translate(std::exception_ptr error) {
@@ -47,6 +99,9 @@ void translate(std::exception_ptr error) {
     if (error) std::rethrow_exception(error);
   } catch (const ArgumentError& wrong) {
     py::set_error(PyExc_ValueError, wrong.what());
+  } catch (const TransportError&) {
+    const py::object wrong = to_python(error);
+    PyErr_SetObject(py::type::handle_of(wrong).ptr(), wrong.ptr());
   } catch (const Error& wrong) {
     py::set_error(PyExc_RuntimeError, wrong.what());
   }
@@ -75,6 +130,7 @@ PYBIND11_MODULE(_runtime, m) {
           py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t,
                       const at::Device& device) { return std::make_shared<ProcessGroups>(std::move(groups), device); }),
           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
+  bind_shared_memory(m);
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   py::class_<Runner>(m, "Executor")
       .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),

@@ -1,0 +1,29 @@
+#include "shared_memory_lease.h"
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace fastpipe {
+
+SharedMemoryLease::SharedMemoryLease(std::shared_ptr<const CellSender> sender,
+                                     std::shared_ptr<SharedMemorySegment> segment, CellWords& cell)
+    : sender_(std::move(sender)), segment_(std::move(segment)), cell_(cell), process_(::getpid()) {}
+
+SharedMemoryLease::~SharedMemoryLease() {
+  // A forked process (a data loader's, say) has copies of the tensors and shares their memory: it must not free it.
+  if (::getpid() != process_) return;
+  cell_.state.store(kCellFree);
+  sender_->make_known();
+}
+
+void SharedMemoryWatch::end() {
+  CellWords* const cell = std::exchange(cell_, nullptr);
+  std::uint64_t expected = used_;
+  // It fails when the cell is free, or has the next message already, whose number differs.
+  if (cell != nullptr && cell->state.compare_exchange_strong(expected, used_ | kHeldMark)) sender_->make_known();
+  segment_.reset();
+  sender_.reset();
+}
+
+}  // namespace fastpipe

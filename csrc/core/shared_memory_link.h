@@ -1,0 +1,46 @@
+// A rank's side of the shared memory of its host, for all the programs of a pipeline.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "clock.h"
+#include "shared_memory_doorbell.h"
+#include "shared_memory_layout.h"
+#include "shared_memory_peer.h"
+#include "shared_memory_segment.h"
+
+namespace fastpipe {
+
+class SharedMemoryLink final {
+ public:
+  SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks);
+
+  std::int32_t rank() const { return rank_; }
+  BoardAddress address() const;
+  // Throws Error when its memory cannot be had, or is not what it should be.
+  void connect(std::int32_t rank, const BoardAddress& address);
+
+  const std::shared_ptr<SharedMemoryPeer>& peer(std::int32_t rank) const;
+  SharedMemoryDoorbell doorbell() const { return SharedMemoryDoorbell(board_->at<Board>(0)->doorbell); }
+  // How long to look before sleeping. Zero with as many ranks as cores: who looks would keep a core from the one that
+  // it waits for.
+  Clock::duration spin() const { return spin_; }
+
+  // The next program's number. Every rank makes its programs in the same order.
+  std::size_t number_program();
+  // Shows the others the rings that this rank sends on in a program.
+  void publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint);
+
+ private:
+  std::int32_t rank_;
+  std::uint64_t nonce_;
+  Clock::duration spin_;
+  std::shared_ptr<SharedMemorySegment> board_;
+  std::vector<std::shared_ptr<SharedMemoryPeer>> peers_;  // by rank; null for this one
+  std::size_t num_programs_ = 0;
+};
+
+}  // namespace fastpipe

@@ -1,0 +1,270 @@
+#include "shared_memory_transport.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "errors.h"
+
+namespace fastpipe {
+
+namespace {
+
+// How long a rank sleeps before it looks whether its peer still lives.
+constexpr int kSliceMilliseconds = 50;
+// Entries beyond a step's messages, so that the next step can begin before the last is taken.
+constexpr std::uint64_t kSpareEntries = 8;
+
+std::int32_t consumer(const Transfer& transfer, ChannelKind kind) {
+  return transfer.stage + (kind == ChannelKind::kActivation ? 1 : -1);
+}
+
+std::int32_t num_ranks(const std::vector<Channel>& channels) {
+  std::int32_t highest = -1;
+  for (const Channel& channel : channels) highest = std::max({highest, channel.source, channel.destination});
+  return highest + 1;
+}
+
+std::uint64_t num_entries(const ChannelNeeds& needs) {
+  return static_cast<std::uint64_t>(needs.messages) + kSpareEntries;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+SharedMemoryTransport::SharedMemoryTransport(const SharedMemorySource& source, const RankProgram& program,
+                                             double timeout_seconds)
+    : link_(source.link()),
+      codec_(source.codec()),
+      program_(program),
+      timeout_seconds_(timeout_seconds),
+      specs_(program.size()),
+      outboxes_(program.channels().size()),
+      inboxes_(program.channels().size()),
+      queues_(program.channels().size()),
+      receives_(program.num_slots()),
+      sends_(program.num_sends()),
+      send_positions_(program.num_sends()),
+      broken_(num_ranks(program.channels())) {
+  make_rings(source);
+  const std::vector<Channel>& channels = program_.channels();
+  for (std::size_t i = 0; i < channels.size(); ++i) {
+    if (channels[i].local() || channels[i].destination != program_.rank()) continue;
+    inboxes_[i] = std::make_unique<SharedMemoryInbox>(static_cast<std::int32_t>(i), link_->peer(channels[i].source),
+                                                      source.number(), source.fingerprint());
+  }
+}
+
+// A table of where each channel's ring is, and the rings of those that this rank sends on.
+void SharedMemoryTransport::make_rings(const SharedMemorySource& source) {
+  const std::vector<Channel>& channels = program_.channels();
+  const auto sends_on = [&](std::size_t i) { return !channels[i].local() && channels[i].source == program_.rank(); };
+  std::vector<std::uint64_t> offsets(channels.size());
+  std::size_t size = std::max(kSharedLine, whole_lines(channels.size() * sizeof(std::uint64_t)));
+  for (std::size_t i = 0; i < channels.size(); ++i) {
+    if (!sends_on(i)) continue;
+    offsets[i] = size;
+    size += sizeof(RingWords) + num_entries(source.needs(i)) * sizeof(RingEntry);
+  }
+  rings_ = SharedMemorySegment::make(size);
+  std::copy(offsets.begin(), offsets.end(), rings_->at<std::uint64_t>(0));
+  for (std::size_t i = 0; i < channels.size(); ++i) {
+    if (!sends_on(i)) continue;
+    const ChannelNeeds& needs = source.needs(i);
+    outboxes_[i] = std::make_unique<SharedMemoryOutbox>(
+        *codec_, static_cast<std::int32_t>(i), *rings_->at<RingWords>(offsets[i]), num_entries(needs),
+        SharedMemoryCells(needs.slots, needs.messages), link_->peer(channels[i].destination));
+  }
+  link_->publish(source.number(), *rings_, source.fingerprint());
+}
+
+void SharedMemoryTransport::begin_step(std::int64_t signature, bool announce) {
+  const auto broken = std::find(broken_.begin(), broken_.end(), true);
+  if (broken != broken_.end()) {
+    throw TransportError(static_cast<std::int32_t>(broken - broken_.begin()),
+                         "rank " + std::to_string(program_.rank()) + ": the shared-memory transport is broken (" +
+                             why_broken_ + "); build the Pipeline again");
+  }
+  hold_back();
+  specs_.open(signature, announce);
+}
+
+void SharedMemoryTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
+  Receive& receive = receives_[slot];
+  receive.watch.end();
+  receive.state = Receive::State::kIdle;
+  if (broken_[peer_of(transfer.channel)]) return;
+  receive.transfer = transfer;
+  receive.into = &into;
+  receive.state = Receive::State::kPosted;
+  queues_[transfer.channel].push_back(slot);
+}
+
+bool SharedMemoryTransport::wait_receive(std::int32_t slot) {
+  Receive& receive = receives_[slot];
+  while (receive.state == Receive::State::kPosted && !broken_[peer_of(receive.transfer.channel)]) {
+    receive_next(receive.transfer.channel);
+  }
+  const bool arrived = receive.state == Receive::State::kArrived;
+  receive.state = Receive::State::kIdle;
+  return arrived && !receive.stand_in;
+}
+
+void SharedMemoryTransport::receive_next(std::int32_t channel) {
+  SharedMemoryInbox& inbox = *inboxes_[channel];
+  Receive& receive = receives_[queues_[channel].front()];
+  wait(inbox.peer(), for_channel(channel), receive.transfer.position, [&] { return inbox.arrived(); });
+  queues_[channel].pop_front();
+  receive.state = Receive::State::kIdle;  // should it fail, it is not tried again
+  try {
+    deliver(receive, inbox.take());
+  } catch (const std::exception& error) {
+    give_up(inbox.peer().rank(), receive.transfer.position, error.what());
+  }
+  receive.state = Receive::State::kArrived;
+}
+
+void SharedMemoryTransport::deliver(Receive& receive, SharedMemoryMail mail) {
+  const Transfer& transfer = receive.transfer;
+  if (mail.stage != transfer.stage || mail.microbatch != transfer.microbatch) {
+    throw Error("it sent the message for stage " + std::to_string(mail.stage) + ", microbatch " +
+                std::to_string(mail.microbatch));
+  }
+  receive.stand_in = mail.stand_in;
+  if (mail.stand_in) return;
+  if (mail.bytes.announced != specs_.announcing()) throw Error("one rank announces this step and one does not");
+  if (mail.bytes.announced) specs_.learn(transfer.position, codec_->read_spec(mail.bytes));
+  receive.watch = std::move(mail.watch);
+  codec_->adopt(*receive.into, specs_.at(transfer.position), mail.bytes, mail.lease);
+}
+
+void SharedMemoryTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
+  if (specs_.announcing()) {
+    specs_.learn(transfer.position, from.spec());
+  } else if (!specs_.fits(transfer.position, from)) {
+    specs_.refuse(transfer.position, from, program_.place(transfer.position));
+  }
+  if (prepare(transfer, send, &from)) post(send);
+}
+
+void SharedMemoryTransport::post_stand_in(const Transfer& transfer, std::int32_t send) {
+  if (prepare(transfer, send, nullptr)) post(send);
+}
+
+// False: the peer is broken, there is nothing to do.
+bool SharedMemoryTransport::prepare(const Transfer& transfer, std::int32_t send, const Payload* from) {
+  SharedMemorySend& it = sends_[send];
+  it = SharedMemorySend{};
+  it.channel = transfer.channel;
+  it.stage = consumer(transfer, program_.channels()[transfer.channel].kind);
+  it.microbatch = transfer.microbatch;
+  it.from = from;
+  it.announced = specs_.announcing();
+  send_positions_[send] = transfer.position;
+  return !broken_[peer_of(transfer.channel)];
+}
+
+void SharedMemoryTransport::post(std::int32_t send) {
+  SharedMemorySend& it = sends_[send];
+  SharedMemoryOutbox& outbox = *outboxes_[it.channel];
+  outbox.advance();
+  outbox.post(it);
+}
+
+double SharedMemoryTransport::wait_send(std::int32_t send) {
+  SharedMemorySend& it = sends_[send];
+  const SharedMemorySend::State posted = SharedMemorySend::State::kPosted;
+  if (it.state == posted && !broken_[peer_of(it.channel)]) {
+    wait(outboxes_[it.channel]->peer(), kForSpace, send_positions_[send], [&] { return it.state != posted; });
+  }
+  it.state = SharedMemorySend::State::kIdle;
+  return it.completed;
+}
+
+bool SharedMemoryTransport::advance() {
+  bool idle = true;
+  for (const auto& outbox : outboxes_) {
+    if (outbox && !outbox->idle()) idle = outbox->advance() && idle;
+  }
+  return idle;
+}
+
+void SharedMemoryTransport::hold_back() {
+  for (Receive& receive : receives_) {
+    if (!receive.watch.empty() && receive.into->empty()) receive.watch.end();
+  }
+}
+
+void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position,
+                                 const std::function<bool()>& ready) {
+  if (look(ready) || spin(ready)) return;
+  hold_back();
+  const SharedMemoryDoorbell bell = link_->doorbell();
+  const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
+  while (true) {
+    const std::uint32_t rings = bell.lie_down(reason);
+    bool now = false;
+    try {
+      now = look(ready);
+    } catch (...) {
+      bell.get_up();
+      throw;
+    }
+    if (now) return bell.get_up();
+    const bool woken = bell.sleep(rings, kSliceMilliseconds);
+    // Asked before the last look, for what it sent before it died counts.
+    const bool alive = woken || peer.alive();
+    if (look(ready)) return;
+    if (!alive) give_up(peer.rank(), position, "its process died");
+    if (Clock::now() >= deadline) {
+      give_up(peer.rank(), position, "nothing came of it in " + std::to_string(timeout_seconds_) + " s");
+    }
+  }
+}
+
+bool SharedMemoryTransport::look(const std::function<bool()>& ready) {
+  advance();
+  return ready();
+}
+
+bool SharedMemoryTransport::spin(const std::function<bool()>& ready) {
+  if (link_->spin() == Clock::duration::zero()) return false;
+  const Clock::time_point until = Clock::now() + link_->spin();
+  while (Clock::now() < until) {
+    if (look(ready)) return true;
+    relax();
+  }
+  return false;
+}
+
+void SharedMemoryTransport::give_up(std::int32_t peer, std::size_t position, const std::string& why) {
+  broken_[peer] = true;
+  why_broken_ = "no transfer with rank " + std::to_string(peer) + ": " + why;
+  for (std::size_t channel = 0; channel < outboxes_.size(); ++channel) {
+    const Channel& it = program_.channels()[channel];
+    if (!it.local() && outboxes_[channel] && it.destination == peer) outboxes_[channel]->drop();
+  }
+  throw TransportError(peer, program_.place(position) + ": no transfer with rank " + std::to_string(peer) +
+                                 " any more (" + why + "); see what that rank was doing, or set a longer timeout");
+}
+
+void SharedMemoryTransport::end_step(bool complete) {
+  specs_.close(complete);
+  bool left = std::any_of(sends_.begin(), sends_.end(),
+                          [](const SharedMemorySend& send) { return send.state == SharedMemorySend::State::kPosted; });
+  for (const auto& queue : queues_) left = left || !queue.empty();
+  for (const auto& outbox : outboxes_) {
+    if (outbox) outbox->sweep();
+  }
+  if (!left || !why_broken_.empty()) return;
+  throw Error("rank " + std::to_string(program_.rank()) +
+              ": a channel is not empty at the end of the step; lower the schedule again and validate it");
+}
+
+}  // namespace fastpipe

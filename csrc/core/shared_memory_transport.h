@@ -1,0 +1,93 @@
+// Transport between processes of one host: messages lie in memory that both map, and the consumer computes on it there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "clock.h"
+#include "payload.h"
+#include "program.h"
+#include "shared_memory_codec.h"
+#include "shared_memory_inbox.h"
+#include "shared_memory_link.h"
+#include "shared_memory_outbox.h"
+#include "shared_memory_source.h"
+#include "spec_book.h"
+#include "transport.h"
+
+namespace fastpipe {
+
+// Why it cannot hang on a program that is proved. The proof lets a send match as soon as its receive is posted, with
+// nobody's help, and blocks ranks in WAIT_SEND and WAIT_RECV alone. Here
+// 1. post_send never blocks. Where there is no room the message waits in a queue, which is served whenever the rank
+//    blocks (and at its next send): so a rank that blocks copies all that has room, as the proof has it.
+// 2. There is room once the receive is posted. Say message n waits and its receive is posted: then at most `slots` - 1
+//    of the messages before it are posted and not freed, since that is how `slots` was counted in the receiver's
+//    program, and every other one has been freed by the program. A cell is free when its last tensor has died. For one
+//    that the program has freed and somebody still holds, the receiver says so before it sleeps (hold_back), and the
+//    sender makes another. So one of `slots` + 2 cells is free, or there is memory for one, and the ring has more
+//    entries than a step has messages on the channel. (Those of an earlier step are taken by a receiver that is on its
+//    way through it.)
+// 3. Whoever makes room looks whether the sender is starved, and rings; see SharedMemoryDoorbell for why no wake-up is
+//    lost.
+// So every send that would match in the proof is copied here, at the latest when its rank blocks, and the ranks go on.
+class SharedMemoryTransport final : public Transport {
+ public:
+  SharedMemoryTransport(const SharedMemorySource& source, const RankProgram& program, double timeout_seconds);
+
+  void begin_step(std::int64_t signature, bool announce) override;
+  void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
+  bool wait_receive(std::int32_t slot) override;
+  void post_send(const Transfer& transfer, std::int32_t send, const Payload& from) override;
+  void post_stand_in(const Transfer& transfer, std::int32_t send) override;
+  double wait_send(std::int32_t send) override;
+  void end_step(bool complete) override;
+
+ private:
+  struct Receive {
+    enum class State { kIdle, kPosted, kArrived };
+
+    State state = State::kIdle;
+    Transfer transfer{};
+    Payload* into = nullptr;
+    bool stand_in = false;
+    SharedMemoryWatch watch;
+  };
+
+  void make_rings(const SharedMemorySource& source);
+  bool prepare(const Transfer& transfer, std::int32_t send, const Payload* from);
+  void post(std::int32_t send);
+  void receive_next(std::int32_t channel);
+  void deliver(Receive& receive, SharedMemoryMail mail);
+  bool advance();
+  void hold_back();
+  // Sleeps until `ready` or the peer is given up.
+  void wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position,
+            const std::function<bool()>& ready);
+  bool look(const std::function<bool()>& ready);
+  bool spin(const std::function<bool()>& ready);
+  [[noreturn]] void give_up(std::int32_t peer, std::size_t position, const std::string& why);
+  std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
+
+  std::shared_ptr<SharedMemoryLink> link_;
+  std::shared_ptr<const SharedMemoryCodec> codec_;
+  RankProgram program_;
+  double timeout_seconds_;
+  SpecBook specs_;
+  std::shared_ptr<SharedMemorySegment> rings_;
+  std::vector<std::unique_ptr<SharedMemoryOutbox>> outboxes_;  // by channel; null for those of others
+  std::vector<std::unique_ptr<SharedMemoryInbox>> inboxes_;
+  std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of its posted receives, in order
+  std::vector<Receive> receives_;
+  std::vector<SharedMemorySend> sends_;
+  std::vector<std::size_t> send_positions_;  // for messages
+  std::vector<bool> broken_;                 // by peer
+  std::string why_broken_;
+};
+
+}  // namespace fastpipe

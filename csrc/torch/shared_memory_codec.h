@@ -1,0 +1,24 @@
+// Tensors in shared memory: one after the other, each aligned to 64 bytes, strides kept.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "core/shared_memory_codec.h"
+#include "payload.h"
+
+namespace fastpipe {
+
+class TensorCodec final : public SharedMemoryCodec {
+ public:
+  std::size_t size(const Payload& payload, bool announced) const override;
+  void write(const Payload& payload, const CellBytes& to) const override;
+  std::unique_ptr<Spec> read_spec(const CellBytes& from) const override;
+  // The tensors lie in the cell itself: it is theirs, to change as well, until the last of them and of what shares
+  // their storage is gone.
+  void adopt(Payload& into, const Spec& spec, const CellBytes& from,
+             const std::shared_ptr<SharedMemoryLease>& lease) const override;
+};
+
+}  // namespace fastpipe
