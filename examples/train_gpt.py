@@ -1,0 +1,221 @@
+"""Train a byte-level GPT over a pipeline, on the sources of the Python standard library.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py     four processes, each one rank
+    python examples/train_gpt.py                                       one process, whose threads are four ranks
+
+Every rank runs all of this script, and none asks which one it is: fastpipe takes of each batch what its rank needs, and
+the console prints on one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from console import Console
+from gpt_model import Shape, continue_text, gpt_layers, loss_fn
+from text_data import Bigram, Corpus, byte_frequencies, even_batches, random_batches, read_corpus
+from torch import Tensor, nn
+from training import Budget, GradientClipper, Meter, learning_rate, over_ranks
+
+import fastpipe
+from fastpipe.testing import reference_step
+
+Batch = tuple[Tensor, Tensor]
+
+TRACE_EVERY = 25
+PROMPT = "def read_file(path):\n"
+
+
+def positive(kind: type) -> Callable[[str], float]:
+    """A type for argparse that takes numbers above 0 alone."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return number
+
+    read.__name__ = kind.__name__
+    return read
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level GPT over a pipeline, on the sources of the Python standard library.",
+        epilog="Under torchrun every process is one rank; started alone, one process runs all ranks as threads.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    processes = int(os.environ.get("WORLD_SIZE", "0"))
+    schedules = ", ".join(family.name for family in fastpipe.list_schedules())
+    pipeline = parser.add_argument_group("pipeline")
+    pipeline.add_argument("--ranks", type=positive(int), default=processes or 4, help="how many ranks")
+    pipeline.add_argument("--schedule", default="dualpipev", help=schedules)
+    pipeline.add_argument("--microbatches", type=positive(int), default=8, help="into how many a step's batch is cut")
+    pipeline.add_argument("--executor", default="auto", choices=["auto", "native", "python"], help="what runs it")
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=positive(int), default=8, help="at least one a stage")
+    model.add_argument("--width", type=positive(int), default=160, help="a multiple of 32")
+    model.add_argument("--context", type=positive(int), default=128, help="how many bytes it sees at once")
+    training = parser.add_argument_group("training")
+    training.add_argument("--seconds", type=positive(float), default=150.0, help="how long to train")
+    training.add_argument("--steps", type=positive(int), help="how long to train, in steps, not seconds")
+    training.add_argument("--rows", type=positive(int), default=1, help="pieces of text in a microbatch")
+    training.add_argument("--rate", type=positive(float), default=5e-3, help="the highest learning rate")
+    training.add_argument("--clip", type=positive(float), default=1.0, help="the largest norm of all gradients")
+    training.add_argument("--seed", type=int, default=0, help="of weights, batches and sample")
+    training.add_argument("--sample", type=positive(int), default=320, help="how many bytes to write at the end")
+    training.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="folder for the picture")
+    return parser.parse_args()
+
+
+@dataclass
+class Session:
+    """The model, the pipeline that trains it, and the texts."""
+
+    model: nn.Sequential
+    pipe: fastpipe.Pipeline
+    corpus: Corpus
+    validation: list[Batch]
+
+
+def build(args: argparse.Namespace) -> Session:
+    corpus = read_corpus()
+    torch.manual_seed(args.seed)
+    layers = gpt_layers(Shape(args.layers, args.width, args.context), byte_frequencies(corpus.training))
+    pipe = fastpipe.Pipeline(
+        layers,
+        schedule=args.schedule,
+        num_ranks=args.ranks,
+        num_microbatches=args.microbatches,
+        loss_fn=loss_fn,
+        executor=args.executor,
+    )
+    validation = even_batches(corpus.validation, count=8, rows=8 * args.microbatches, length=args.context)
+    return Session(nn.Sequential(*layers), pipe, corpus, validation)
+
+
+def introduce(session: Session, args: argparse.Namespace, console: Console) -> None:
+    pipe, corpus = session.pipe, session.corpus
+    parameters = sum(parameter.numel() for parameter in session.model.parameters())
+    ranks = f"{args.ranks} pipeline rank{'s' if args.ranks > 1 else ''}"
+    console.say(f"\nfastpipe {fastpipe.__version__} trains a byte-level GPT over {ranks}\n")
+    console.fact(
+        "text",
+        f"{len(corpus.training) / 1e6:.1f} MB of the standard library of Python {platform.python_version()}; "
+        f"{len(corpus.validation) / 1e6:.2f} MB of other files to validate",
+    )
+    console.fact("model", f"{parameters / 1e6:.1f} M parameters: {args.layers} layers of width {args.width}")
+    console.fact(
+        "pipeline",
+        f"{args.schedule}, {pipe.num_stages} stages, {args.microbatches} microbatches of {args.rows} x {args.context} "
+        "bytes",
+    )
+    console.fact("executor", f"{args.executor}; {fastpipe.native_status()}")
+
+
+def check(session: Session, batch: Batch, console: Console) -> None:
+    """One batch through the pipeline and through the unsplit model: the same loss and gradients, to the last bit."""
+    whole = copy.deepcopy(session.model)
+    expected = reference_step(whole, batch, session.pipe.schedule, loss_fn=loss_fn)
+    result = session.pipe.step(batch[0], target=batch[1])
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    distances = [(parameter.grad - gradients[name]).abs().max() for name, parameter in session.pipe.named_parameters()]
+    furthest = over_ranks(torch.stack(distances).max())
+    console.fact(
+        "check",
+        f"against the unsplit model: loss {result.loss:.4f} differs by {abs(result.loss - expected.loss):g}, "
+        f"gradients (to {largest:.3g}) by {furthest:g}",
+    )
+
+
+def validate(session: Session) -> float:
+    """Nats a byte on the validation text."""
+    losses = [session.pipe.eval_step(inputs, target=targets).loss for inputs, targets in session.validation]
+    return torch.stack(losses).mean().item()
+
+
+def train(session: Session, args: argparse.Namespace, console: Console) -> None:
+    pipe = session.pipe
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = random_batches(session.corpus.training, args.rows * args.microbatches, args.context, args.seed)
+    clipper, meter, budget = GradientClipper(session.model, args.clip), Meter(), Budget(args.steps, args.seconds)
+    step, spent = 0, 0.0
+    while spent < 1:
+        optimizer.param_groups[0]["lr"] = learning_rate(args.rate, spent)
+        inputs, targets = next(batches)
+        traced = step % TRACE_EVERY == 0
+        optimizer.zero_grad()
+        result = pipe.step(inputs, target=targets, trace=traced)
+        clipper.clip(pipe)
+        optimizer.step()
+        step += 1
+        spent = budget.spent(step)
+        meter.update(result, inputs.numel(), traced)
+        console.progress(meter.line(step, spent))
+    console.end_progress(meter.line(step, spent))
+
+
+def gather(session: Session) -> nn.Module:
+    """The whole model with the trained weights of every rank."""
+    if dist.is_initialized():
+        states = [{}] * dist.get_world_size()
+        dist.all_gather_object(states, session.pipe.state_dict())
+        for state in states:
+            session.model.load_state_dict(state, strict=False)
+    return session.model
+
+
+def report_bubble(session: Session, batch: Batch, args: argparse.Namespace, console: Console) -> None:
+    """Trace one more step; compare it with what the simulator says of the schedule, and draw it."""
+    measured = session.pipe.step(batch[0], target=batch[1], trace=True).timeline
+    equal = fastpipe.simulate(session.pipe.schedule, fastpipe.CostModel())
+    timed = fastpipe.simulate(session.pipe.schedule, fastpipe.CostModel.from_timeline(measured))
+    text = (
+        f"predicted {equal.bubble_fraction:.1%} if all stages cost the same, "
+        f"{timed.bubble_fraction:.1%} with their measured times\nmeasured  {measured.bubble_fraction:.1%}"
+    )
+    cores = os.cpu_count() or 1
+    if cores < args.ranks:
+        text += f", much of it time-slicing: {args.ranks} ranks take turns on {cores} cores here"
+    console.fact("bubble", text)
+    console.picture(measured, args.out / "timeline.png")
+
+
+def main() -> None:
+    args = parse_arguments()
+    console = Console()
+    # One thread a rank, unless the user says otherwise: ranks share the cores.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        session = build(args)
+    except ValueError as error:
+        sys.exit(f"train_gpt.py: {error}")
+    introduce(session, args, console)
+    batch = next(random_batches(session.corpus.training, args.rows * args.microbatches, args.context, args.seed))
+    check(session, batch, console)
+    bigram = Bigram(session.corpus.training).loss(session.validation)
+    before = validate(session)
+    console.fact("validation", f"{before:.3f} nats a byte before training")
+    console.fact("bigram", f"{bigram:.3f} nats a byte, when each byte is guessed from the one before it")
+    console.say()
+    train(session, args, console)
+    after = validate(session)
+    console.fact("validation", f"{after:.3f} nats a byte after training, {bigram - after:.3f} under the bigram model")
+    report_bubble(session, batch, args, console)
+    model = gather(session)
+    console.fact("sample", "what the model makes of the first line")
+    console.quote(lambda: continue_text(model, PROMPT, args.sample, args.context, args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""examples/train_gpt.py as a newcomer runs it: small, but whole."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import skip_without_native
+
+torch = pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ["--width", "32", "--context", "32", "--sample", "8"]
+STEPS = ["--steps", "3"]
+PARTS = ["text", "model", "pipeline", "executor", "check", "validation", "bigram", "bubble", "picture", "sample"]
+
+
+def losses(shown: str) -> str:
+    """Validation loss before and after, to the digits that are printed."""
+    assert re.search(r"^  check .* loss \d\.\d{4} differs by 0, gradients \(to 0\.\d+\) by 0$", shown, re.MULTILINE)
+    before, after = re.findall(r"^  validation  (\d\.\d{3})", shown, re.MULTILINE)
+    assert float(after) < float(before)
+    return f"{before} {after}"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Run it in this process and give back what it printed."""
+    patch, threads = pytest.MonkeyPatch(), torch.get_num_threads()
+    patch.syspath_prepend(EXAMPLES)
+    for name in ("RANK", "WORLD_SIZE"):
+        patch.delenv(name, raising=False)
+    patch.setenv("COLUMNS", "200")
+    patch.setenv("MPLBACKEND", "agg")
+
+    def run(*arguments: str) -> str:
+        written = tmp_path_factory.mktemp("shown") / "output"
+        with written.open("w") as stream, patch.context() as now:
+            now.setattr(sys, "stdout", stream)
+            length = [] if "--seconds" in arguments else STEPS
+            out = ["--out", str(written.parent / "deep" / "folder")]
+            now.setattr(sys, "argv", ["train_gpt.py", *SMALL, *length, *out, *arguments])
+            importlib.import_module("train_gpt").main()
+        return written.read_text()
+
+    yield run
+    patch.undo()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def one_rank(here: Callable[..., str]) -> str:
+    """What one rank shows; with its losses all others must agree."""
+    return here("--ranks", "1", "--schedule", "1f1b", "--executor", "python")
+
+
+def test_the_report_is_whole(one_rank):
+    for name in PARTS:
+        assert re.search(rf"^  {name} ", one_rank, re.MULTILINE), name
+    assert re.search(r"^  100%   step     3   loss .* tokens/s   measured bubble \d+%$", one_rank, re.MULTILINE)
+    assert "\n  | def " in one_rank
+    picture = re.search(r"^  picture +(\S+\.png),", one_rank, re.MULTILINE)
+    assert picture is not None and Path(picture[1]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_bubble_is_predicted_and_measured(here):
+    shown = here("--ranks", "4", "--executor", "python")
+    assert re.search(r"^  bubble      predicted 11\.1% if .*, \d+\.\d% with their measured times$", shown, re.MULTILINE)
+    assert re.search(r"^ {14}measured  \d+\.\d%", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", ["--ranks 4", "--ranks 2 --schedule 1f1b", "--schedule interleaved_1f1b"])
+def test_threads_train_what_one_rank_trains(arguments, executor, one_rank, here):
+    shown = here("--executor", executor, *arguments.split())
+    assert losses(shown) == losses(one_rank)
+
+
+def test_a_run_by_the_clock_ends(here):
+    shown = here("--ranks", "2", "--seconds", "0.5")
+    assert re.search(r"^  100%   step +\d+ ", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--microbatches 4", "num_microbatches = 4"),
+        ("--schedule zigzag", "'zigzag'"),
+        ("--layers 3", "3 layers"),
+        ("--width 40", "width = 40"),
+    ],
+)
+def test_a_wrong_argument_ends_in_one_sentence(arguments, message, here):
+    with pytest.raises(SystemExit) as ended:
+        here(*arguments.split())
+    assert message in str(ended.value) and "\n" not in str(ended.value)
+
+
+@pytest.mark.parametrize("arguments", ["--steps 0", "--seconds -1", "--rows 0", "--sample many"])
+def test_a_number_that_must_be_positive_is_refused_by_name(arguments, here, capsys):
+    with pytest.raises(SystemExit):
+        here(*arguments.split())
+    assert f"argument {arguments.split()[0]}: " in capsys.readouterr().err
+
+
+def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *SMALL, *STEPS, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "MPLBACKEND": "agg"},
+    )
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_train_what_one_rank_trains(processes, one_rank, tmp_path):
+    skip_without_native()
+    finished = torchrun(processes, "--executor", "native", "--out", str(tmp_path))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert losses(finished.stdout) == losses(one_rank)
+
+
+def test_processes_that_are_not_as_many_as_the_ranks_are_refused():
+    finished = torchrun(2, "--ranks", "3")
+    assert finished.returncode != 0
+    assert "train_gpt.py: num_ranks = 3: the group has 2 processes" in finished.stderr
