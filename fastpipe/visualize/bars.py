@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -79,10 +80,11 @@ def bars(timeline: Timeline) -> Bars:
     start = np.concatenate([s[row] for s, row in zip(timeline.starts, rows, strict=True)]) - timeline.start
     end = np.concatenate([e[row] for e, row in zip(timeline.ends, rows, strict=True)]) - timeline.start
     chunks, num_chunks = _chunks(program)
-    track = np.concatenate([_tracks(start[rank == r], end[rank == r]) for r in range(len(rows))])
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    track = np.concatenate([_tracks(start[low:high], end[low:high]) for low, high in pairwise(first.tolist())])
     return Bars(
         program=program,
-        first=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        first=first,
         rank=rank,
         op=op,
         stage=stage,
@@ -176,7 +178,8 @@ class _Places:
 
     def __init__(self, rank: Ints, position: Ints, num_ranks: int) -> None:
         self.position = position
-        self.by_rank = [np.flatnonzero(rank == number) for number in range(num_ranks)]
+        order = np.argsort(rank, kind="stable")
+        self.by_rank = np.split(order, np.searchsorted(rank[order], np.arange(1, num_ranks)))
 
     def of(self, values: Sequence[npt.NDArray[Any]]) -> Floats:
         """The values, as float64."""

@@ -57,7 +57,7 @@ def plot(
     path = canvas.checked_path(path)
     shown = [timeline] if against is None else [timeline, against]
     height = row_height or _row_height(max(t.program.num_ranks for t in shown))
-    figure, panels = _layout(shown, width, height)
+    figure, panels = _layout(shown, width, height, dpi)
     lines = any(panel.wants_transfers() for panel in panels) if transfers is None else transfers
     for panel in panels:
         panel.draw(with_labels=labels, with_transfers=lines, critical_path=critical_path)
@@ -71,7 +71,7 @@ def _row_height(num_ranks: int) -> float:
     return min(0.42, max(0.13, 6.5 / num_ranks))
 
 
-def _layout(shown: Sequence[Timeline], width: float, row_height: float) -> tuple[Figure, list[Panel]]:
+def _layout(shown: Sequence[Timeline], width: float, row_height: float, dpi: int) -> tuple[Figure, list[Panel]]:
     """A figure with one panel a timeline; every panel's size is known in inches, so that text can be measured."""
     heights = [t.program.num_ranks * row_height for t in shown]
     total = _TOP + sum(heights) + _GAP * (len(shown) - 1) + _BOTTOM
@@ -82,7 +82,7 @@ def _layout(shown: Sequence[Timeline], width: float, row_height: float) -> tuple
     panels, top, inner = [], total - _TOP, width - _LEFT - _RIGHT
     for each, height, seconds in zip(shown, heights, longest, strict=True):
         axes = figure.add_axes((_LEFT / width, (top - height) / total, inner / width, height / total))
-        panels.append(Panel(axes, (inner, height), each, seconds))
+        panels.append(Panel(axes, (inner, height), each, seconds, dpi=dpi))
         top -= height + _GAP
     return figure, panels
 

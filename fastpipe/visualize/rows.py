@@ -12,6 +12,7 @@ from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas, colours, labels
 from fastpipe.visualize.bars import Floats, Ints, bars, transfers
+from fastpipe.visualize.dense import Part, pixels
 from fastpipe.visualize.waits import critical_bars, critical_transfers, runs
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _FILL = 0.86
 """How much of its row a bar takes."""
 
 _MANY = 20_000
-"""From this number of bars on an SVG or PDF holds them as pixels."""
+"""From this number of bars on they are drawn as pixels."""
 
 _FEW_TRANSFERS = 400
 _POINTS = 72.0
@@ -55,10 +56,12 @@ class Panel:
         size: of the axes, in inches.
         timeline: what.
         longest: seconds that the time axis shows.
+        dpi: pixels an inch, for what is drawn as pixels.
     """
 
-    def __init__(self, axes: Axes, size: tuple[float, float], timeline: Timeline, longest: float) -> None:
+    def __init__(self, axes: Axes, size: tuple[float, float], timeline: Timeline, longest: float, *, dpi: int) -> None:
         self.axes = axes
+        self.dpi = dpi
         self.timeline = timeline
         self.bars = bars(timeline)
         self.longest = 1.003 * longest if longest > 0 else 1.0
@@ -70,10 +73,12 @@ class Panel:
 
     def draw(self, *, with_labels: bool, with_transfers: bool, critical_path: bool) -> None:
         """Everything inside the axes."""
-        for kind, parts in self.parts.items():
-            if len(parts.index):
+        if len(self.bars) > _MANY:
+            self._draw_dense()
+        else:
+            for kind, parts in self.parts.items():
                 self._draw_bars(kind, parts)
-        if with_labels:
+        if with_labels and len(self.bars) <= _MANY:
             self._draw_labels()
         if with_transfers:
             self._draw_transfers()
@@ -146,9 +151,21 @@ class Panel:
             edgecolors="white" if roomy else "none",
             linewidths=0.5 if roomy else 0.0,
             gid=f"bars-{kind}",
-            rasterized=len(self.bars) > _MANY,
         )
         self.axes.add_collection(collection, autolim=False)
+
+    def _draw_dense(self) -> None:
+        """All bars as one picture, of as many pixels as the file will have."""
+        found: list[Part] = []
+        for kind, parts in self.parts.items():
+            fused = self.bars.fused[parts.index]
+            for chunk, colour in enumerate(colours.shades(kind, self.bars.num_chunks)):
+                whole, half = (parts.index[(parts.chunk == chunk) & (fused == state)] for state in (False, True))
+                found += [(whole, colour, True, True), (half, colour, kind == "F", kind == "B")]
+        width, height = (round(points * self.dpi / _POINTS) for points in (self.inches * _POINTS, self.points_a_row))
+        image = pixels(self.bars, found, self.longest, width, max(height, 2), _FILL)
+        extent = (0.0, self.longest * self.scale, float(self.bars.program.num_ranks), 0.0)
+        self.axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest", gid="bars")
 
     def _draw_labels(self) -> None:
         """The microbatch of every bar that it fits into."""

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastpipe.action import NONE
-from fastpipe.program import Op
+from fastpipe.action import NONE, Action, ActionKind
 from fastpipe.timeline import Timeline
 from fastpipe.visualize.bars import Bars, Transfers, bars, transfers
 
@@ -84,31 +83,22 @@ def _receive_thread(channel: int) -> int:
 
 
 def _compute_events(drawn: Bars) -> Iterator[Event]:
-    columns = (drawn.rank, drawn.position, drawn.start, drawn.end)
-    for rank, position, start, end in zip(*(column.tolist() for column in columns), strict=True):
-        instruction = drawn.program[rank][position]
+    fields = (drawn.op, drawn.stage, drawn.microbatch, drawn.pair_stage, drawn.pair_microbatch)
+    columns = (drawn.rank, drawn.start, drawn.end, *fields)
+    kinds = tuple(ActionKind)
+    for rank, start, end, op, *numbers in zip(*(column.tolist() for column in columns), strict=True):
+        action = Action(kinds[op], *numbers)
+        pair = {"backward_stage": numbers[2], "backward_microbatch": numbers[3]} if numbers[2] != NONE else {}
         yield {
             "ph": "X",
-            "name": str(instruction.action),
-            "cat": Op(instruction.op).name,
+            "name": str(action),
+            "cat": action.kind.name,
             "pid": rank,
             "tid": 0,
             "ts": start * _MICROSECONDS,
             "dur": (end - start) * _MICROSECONDS,
-            "args": {
-                "stage": instruction.stage,
-                "microbatch": instruction.microbatch,
-                **({"position": position} if instruction.pair_stage == NONE else _pair(instruction, position)),
-            },
+            "args": {"stage": action.stage, "microbatch": action.microbatch, **pair},
         }
-
-
-def _pair(instruction: Any, position: int) -> Event:
-    return {
-        "backward_stage": instruction.pair_stage,
-        "backward_microbatch": instruction.pair_microbatch,
-        "position": position,
-    }
 
 
 def _message_events(timeline: Timeline, sent: Transfers) -> Iterator[Event]:

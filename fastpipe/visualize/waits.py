@@ -26,8 +26,9 @@ def waited_for(drawn: Bars) -> Ints:
             made[event, stage, microbatch] = index
     found = np.full((len(drawn), 3), NONE, dtype=np.int64)
     for kind, (index, stage, microbatch) in parts.items():
-        for number in np.unique(stage).tolist():
-            mine = stage == number
+        order = np.argsort(stage, kind="stable")
+        by_stage = np.split(order, np.searchsorted(stage[order], np.arange(1, stages)))
+        for number, mine in enumerate(by_stage):
             for column, (event, other) in enumerate(needs(kind, number, stages), start=int(kind is not ActionKind.F)):
                 found[index[mine], column] = made[event, other, microbatch[mine]]
     return found

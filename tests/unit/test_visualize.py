@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import fastpipe
 from fastpipe.visualize import grid, pareto, plot, to_chrome_trace, to_html
 from fastpipe.visualize.bars import bars, live_activations, transfers
+from fastpipe.visualize.dense import pixels
 from fastpipe.visualize.page import page_data
 from fastpipe.visualize.places import Box, place_labels
 from fastpipe.visualize.waits import critical_bars, limited_by, runs, waited_for
@@ -297,3 +298,20 @@ def test_a_grid_keeps_to_its_width_and_colour_changes_no_text(width: int) -> Non
     assert all(len(line) <= width for line in plain.splitlines()[1:])
     assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == plain
     assert painted != plain
+
+
+# Pixels
+
+
+def test_a_pixel_has_the_mean_colour_of_what_it_covers() -> None:
+    drawn = bars(simulated("gpipe", 1, 2))  # F F B B: 1, 1, 2 and 2 seconds
+    forward, backward = (np.flatnonzero(drawn.op == op) for op in (fastpipe.Op.F, fastpipe.Op.B))
+    red, black = np.array([1.0, 0.0, 0.0]), np.zeros(3)
+    parts = [(forward, red, True, True), (backward, black, True, False)]
+    image = pixels(drawn, parts, longest=8.0, width=4, height=4, fill=1.0)
+    upper, lower = image[0], image[3]
+    assert upper.tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 1]]
+    assert lower.tolist() == [[1, 0, 0], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+    wide = pixels(drawn, parts, longest=12.0, width=2, height=4, fill=1.0)
+    assert wide[0, 0] == pytest.approx((2 * red + 4 * black) / 6)
+    assert wide[3, 0] == pytest.approx((2 * red + 4 * np.ones(3)) / 6)

@@ -85,16 +85,19 @@ function hover(event) {
   if (index !== state.hover) { state.hover = index; redraw(); }
 }
 
-function select(event) {
-  const rank = Math.floor(event.offsetY / view.row);
-  if (rank < 0 || rank >= DATA.ranks) return;
+function select(rank, index) {
   state.rank = rank;
-  state.selected = barAt(event.offsetX, event.offsetY);
-  const text = state.selected < 0 ? `rank ${rank}` : `${label(state.selected)}  \u2013  ${describe(state.selected).join("; ")}`;
+  state.selected = index;
+  const text = index < 0 ? `rank ${rank}` : `${label(index)}  \u2013  ${describe(index).join("; ")}`;
   const line = document.getElementById("selected");
   line.textContent = line.title = text;
   document.querySelector(".help").hidden = true;
   redraw();
+}
+
+function click(event) {
+  const rank = Math.floor(event.offsetY / view.row);
+  if (rank >= 0 && rank < DATA.ranks) select(rank, barAt(event.offsetX, event.offsetY));
 }
 
 let drag = null;
@@ -113,7 +116,7 @@ canvas.addEventListener("pointermove", (event) => {
   show(drag.from + time, drag.to + time);
 });
 canvas.addEventListener("pointerup", (event) => {
-  if (drag && !drag.moved) select(event);
+  if (drag && !drag.moved) click(event);
   drag = null;
   canvas.classList.remove("dragging");
 });
@@ -176,9 +179,10 @@ function head() {
   legendEntry(DATA.meanings.comm, { height: "2px", verticalAlign: "4px", background: DATA.transfer });
 }
 
-// For tests: where a bar is on the screen.
+// For tests and for whoever opens the console.
 window.fastpipe = {
   view, state, bars, label,
+  select(index) { select(rankOf(index), index); },
   place(index) {
     const box = canvas.getBoundingClientRect(), [left, top, width, height] = boxOf(index, rankOf(index), 0, 1);
     return { x: box.left + left + width / 2, y: box.top + top + height / 2 };
