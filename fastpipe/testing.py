@@ -14,7 +14,7 @@ from fastpipe.action import ActionKind
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
 from fastpipe.runtime.result import total_loss
-from fastpipe.runtime.stage import Chain, checked_loss, scale_loss
+from fastpipe.runtime.stage import Chain, checked_loss, detached, scale_loss
 from fastpipe.schedule import Schedule
 
 __all__ = ["Fault", "Loopback", "Reference", "reference_step"]
@@ -77,6 +77,7 @@ def reference_step(
             losses[i] = checked_loss(loss_fn(outputs[i], targets[i]))
             scaled[i] = scale_loss(losses[i], None if divisors is None else divisors[i])
             scaled[i].backward()
+            outputs[i] = detached(outputs[i])
     ordered = [scaled[i].detach() for i in range(count)]
     return Reference(
         total_loss(ordered), [losses[i].detach() for i in range(count)], [outputs[i] for i in range(count)]
@@ -127,20 +128,34 @@ class Fault(nn.Module):
 
     Args:
         module: what it does otherwise.
-        at_call: which call of its forward raises, counted from 0.
+        at_call: which call of its forward raises, counted from 0; or which of its backwards.
         error: what it raises.
+        backward: whether the backward raises instead of the forward.
     """
 
-    def __init__(self, module: nn.Module, at_call: int, error: BaseException) -> None:
+    def __init__(self, module: nn.Module, at_call: int, error: BaseException, *, backward: bool = False) -> None:
         super().__init__()
         self.module = module
         self.at_call = at_call
         self.error = error
+        self.backward = backward
         self.calls = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, or the fault."""
+        if not self.backward:
+            self._count()
+            return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        if first.requires_grad:
+            first.register_hook(self._in_backward)
+        return output
+
+    def _in_backward(self, grad: torch.Tensor) -> None:
+        self._count()
+
+    def _count(self) -> None:
         self.calls += 1
         if self.calls - 1 == self.at_call:
             raise self.error
-        return self.module(*args, **kwargs)

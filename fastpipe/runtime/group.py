@@ -6,15 +6,17 @@ import atexit
 import hashlib
 import logging
 import os
+from collections import Counter
 from dataclasses import dataclass
-from itertools import count
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 logger = logging.getLogger("fastpipe")
-_pipelines = count()
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,31 @@ class Membership:
     group: Any = None
     ranks: tuple[int, ...] = (0,)
 
-    def store(self) -> dist.Store:
-        """A part of the group's store for one pipeline. Every member makes its pipelines in the same order."""
-        from torch.distributed.distributed_c10d import _get_default_store
-
+    def store(self) -> Any:
+        """A part of the group's store for one pipeline. The members make their pipelines in the same order."""
         members = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
-        return dist.PrefixStore(f"fastpipe/{members}/{next(_pipelines)}", _get_default_store())
+        number = _made[self.ranks]
+        _made[self.ranks] += 1
+        return distributed_c10d.PrefixStore(f"fastpipe/{members}/{number}", distributed_c10d._get_default_store())
+
+
+def make_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
+    """Another group of the same processes.
+
+    A Gloo group stays outside torch's registry, which has two merits: it ends when nobody holds it, and it can be made
+    by processes that have made different numbers of groups before (`dist.new_group` would name it differently on
+    each, and they would wait for each other).
+    """
+    backend = str(dist.get_backend(member.group))
+    if backend != "gloo":
+        return dist.new_group(
+            list(member.ranks), backend=backend, use_local_synchronization=True, group_desc=f"fastpipe {name}"
+        )
+    store = distributed_c10d.PrefixStore(name, store)
+    group = dist.ProcessGroup(store, member.rank, member.size)
+    gloo = dist.ProcessGroupGloo(store, member.rank, member.size, timeout=timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
 
 
 def membership(group: Any, device: torch.device) -> Membership:

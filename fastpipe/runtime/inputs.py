@@ -45,6 +45,7 @@ class Inputs:
         targets: by microbatch, on a process with the last stage.
         output_grads: the same.
         rows: the rows of every microbatch, where they can be counted.
+        divisors: of the losses, where the user's own function says them.
     """
 
     args: list[tuple[Any, ...]] | None = None
@@ -52,6 +53,7 @@ class Inputs:
     targets: list[Any] | None = None
     output_grads: list[tuple[torch.Tensor, ...]] | None = None
     rows: list[int] | None = None
+    divisors: list[float] | None = None
 
     def signature(self) -> tuple[Any, ...]:
         """What the shapes between stages may depend on."""
@@ -64,7 +66,13 @@ def _looks(leaf: Any) -> Any:
     return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
 
 
-def take_inputs(request: Request, rules: Rules, stages: Sequence[Stage], loss_fn: Callable[..., Any] | None) -> Inputs:
+def take_inputs(
+    request: Request,
+    rules: Rules,
+    stages: Sequence[Stage],
+    loss_fn: Callable[..., Any] | None,
+    reduction: str | Callable[[Any], float],
+) -> Inputs:
     """Split what the local stages need; nothing else is touched, so iterators stay where they are on other ranks.
 
     Raises:
@@ -79,6 +87,10 @@ def take_inputs(request: Request, rules: Rules, stages: Sequence[Stage], loss_fn
             inputs.kwargs[name] = split(value, count, rule_for(rules, name), name)
     if any(stage.is_last for stage in stages):
         _take_for_last(inputs, request, rules, loss_fn)
+        if callable(reduction) and inputs.output_grads is None and (loss_fn is None or inputs.targets is not None):
+            inputs.divisors = loss_divisors(reduction, None, inputs.targets, count)
+    if reduction == "mean" and inputs.rows is not None and not sum(inputs.rows):
+        raise ValueError("the microbatches have no rows at all: give at least one, or loss_reduction='sum'")
     return inputs
 
 
@@ -143,7 +155,8 @@ def stage_works(
             work.kwargs = [{name: values[i] for name, values in names.items()} for i in range(count)]
         if stage.is_last:
             work.targets, work.output_grads = inputs.targets, inputs.output_grads
-            if work.output_grads is None:
+            work.divisors = inputs.divisors
+            if work.output_grads is None and isinstance(reduction, str):
                 work.divisors = loss_divisors(reduction, rows, work.targets, request.num_microbatches)
         works.append(work)
     return works

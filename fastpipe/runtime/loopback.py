@@ -48,7 +48,8 @@ class _Hub:
         lane = self.lane_of[channel]
         with self.changed:
             self.queues.setdefault((lane, rank), deque()).append(operation)
-            if self._match(lane, rank) == 0.0:
+            if self._match(lane, rank) is not None:
+                # whoever waits for a delayed send must learn until when
                 self.changed.notify_all()
         return operation
 
@@ -58,10 +59,9 @@ class _Hub:
         lane = self.lane_of[operation.channel]
         peer = peer_of(self.channels[operation.channel], rank)
         with self.changed:
-            while not operation.done:
+            while True:
                 due = self._match(lane, rank)
                 if operation.done:
-                    self.changed.notify_all()
                     return
                 now = time.monotonic()
                 if now >= deadline:
@@ -69,12 +69,11 @@ class _Hub:
                 self.changed.wait(min(deadline, due or deadline) - now)
 
     def _match(self, lane: int, rank: int) -> float | None:
-        """Complete what stands at both heads.
+        """Complete what stands at both heads, and wake who may wait for it.
 
         Returns:
-            0 when something was completed; the time at which a delayed send may go; None when there is nothing.
+            The time at which a delayed send at the head may go; None when there is none.
         """
-        completed = None
         pending = [rank]
         while pending:
             end = pending.pop()
@@ -90,9 +89,9 @@ class _Hub:
             if due > time.monotonic():
                 return due
             self._complete(queue.popleft(), other.popleft())
-            completed = 0.0
+            self.changed.notify_all()
             pending += [end, peer]
-        return completed
+        return None
 
     def _complete(self, one: _Operation, other: _Operation) -> None:
         send, receive = (one, other) if one.sends else (other, one)
@@ -149,6 +148,7 @@ class Loopback(Transport):
     """
 
     kind = "loopback"
+    lanes: Lanes = "directed"
 
     def __init__(self, lanes: str = "directed", delay: float = 0.0) -> None:
         if lanes not in ("directed", "pair"):

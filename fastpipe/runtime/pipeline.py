@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
 from fastpipe.errors import StepError
+from fastpipe.machine import Lanes
 from fastpipe.program import Program
-from fastpipe.runtime.control import DEAD, Alone, Control, Failure, Reply, StoreControl, dead_among
+from fastpipe.runtime.control import (
+    DEAD,
+    Alone,
+    Control,
+    Failure,
+    LostError,
+    Reply,
+    StoreControl,
+    cause_text,
+    dead_among,
+)
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.group import membership
@@ -27,8 +40,9 @@ from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.ranks import LocalRanks, Outcome
 from fastpipe.runtime.replicas import make_replicas, modules_by_rank
 from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans, unpack_tensors
+from fastpipe.runtime.shared_memory import SharedMemory, between_processes
 from fastpipe.runtime.stage import NoLoss, Stage
-from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.transport import Transport, TransportError
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
@@ -63,7 +77,8 @@ class Pipeline:
         device: what to compute on; that of the stages unless given.
         group: a process group, or a DeviceMesh of one dimension; all processes unless given.
         executor: ``"auto"``, ``"native"`` or ``"python"``.
-        transport: ``"auto"``, ``"loopback"``, ``"process_group"``, or a `fastpipe.runtime.transport.Transport`.
+        transport: ``"auto"``, ``"loopback"``, ``"shared_memory"``, ``"process_group"``, or a
+            `fastpipe.runtime.transport.Transport`.
         stage_to_rank: the rank of every stage, where it is not the schedule's own.
         recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`.
 
@@ -97,28 +112,58 @@ class Pipeline:
         self._check_arguments(loss_fn, loss_reduction, rng, timeout)
         self.device = find_device(stages, device)
         self._member = membership(group, self.device)
-        self.num_ranks = self._find_num_ranks(num_ranks, schedule)
         self.loss_fn = loss_fn
         self._reduction = loss_reduction
         self._split: Rules = split
         self._keep_outputs = merge is not False
         self._merge: Rules = None if isinstance(merge, bool) else merge
-        self.transport = self._choose_transport(transport)
-        options = options_with_stages(schedule, schedule_options, stages_per_rank)
-        self._plans = Plans(schedule, self.num_ranks, options, stage_to_rank, self.transport.lanes, recv_lookahead)
-        self.num_microbatches = self._find_num_microbatches(num_microbatches, schedule)
-        self.schedule = self._plans.schedule(self.num_microbatches)
-        self._plans.program(self.num_microbatches, forward_only=False)
-        self._build_stages(stages, partition)
-        self._executor = executor_class(executor)
-        self._control = self._make_control(timeout)
+        store = self._member.store() if self._member.size > 1 else None
+        self._control = self._make_control(store, timeout)
+        with self._agreeing():
+            self.num_ranks = self._find_num_ranks(num_ranks, schedule)
+            lanes = self._check_transport(transport)
+            options = options_with_stages(schedule, schedule_options, stages_per_rank)
+            self._plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
+            self.num_microbatches = self._find_num_microbatches(num_microbatches, schedule)
+            self.schedule = self._plans.schedule(self.num_microbatches)
+            self._plans.program(self.num_microbatches, forward_only=False)
+            modules = self._build_stages(stages, partition)
+            self._executor = executor_class(executor)
+        self.transport = self._make_transport(transport, timeout)
+        exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory) else None
+        self._replicas = make_replicas(self.schedule.placement, modules, exchange)
         self._ranks = LocalRanks(self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish)
         self._known: dict[tuple[Any, ...], int] = {}
-        self._forward_only = False
+        self._forward_only = not self._plans.has_backward(self.num_microbatches)
         self._elsewhere: Failure | None = None
         self._broken: Failure | None = None
         self._finalizer = weakref.finalize(self, _close, self._control, self._ranks)
         logger.info("%s", self.describe())
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """All processes build the same pipeline, or all raise: nobody waits for one that gave up."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        try:
+            found_text = {"refused": cause_text(error)} if error is not None else {"plan": self._plan_text()}
+            replies = self._control.setup(found_text)
+            if error is not None:
+                raise error
+            _check_plans(replies)
+        except LostError as lost:
+            self._control.close()
+            raise (error or lost.failure.error()) from lost
+        except BaseException:
+            self._control.close()
+            raise
+
+    def _plan_text(self) -> str:
+        """What must be the same on every rank."""
+        return f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
 
     @staticmethod
     def _check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any) -> None:
@@ -141,8 +186,8 @@ class Pipeline:
             raise ValueError(f"num_ranks = {wanted!r}: give a whole number of at least 1")
         if size > 1 and wanted != size:
             raise ValueError(
-                f"num_ranks = {wanted}: the group has {size} processes, and each is one rank; start {wanted} processes, or "
-                "one alone, whose ranks are then threads"
+                f"num_ranks = {wanted}: the group has {size} processes, each one rank; start {wanted} processes, "
+                "or one alone, whose ranks are then threads"
             )
         return wanted
 
@@ -153,25 +198,34 @@ class Pipeline:
             raise ValueError("num_microbatches is missing: give the number of microbatches of a batch")
         return num_microbatches
 
-    def _choose_transport(self, transport: str | Transport) -> Transport:
+    def _check_transport(self, transport: str | Transport) -> Lanes:
+        """Refuse a transport that cannot be here; what the transport executes in one order."""
+        alone = self._member.size == 1
         if isinstance(transport, Transport):
-            if self._member.size > 1 and isinstance(transport, Loopback):
+            if not alone and isinstance(transport, Loopback):
                 raise ValueError("transport: loopback connects threads of one process; use 'process_group' or 'auto'")
-            return transport
-        if transport not in ("auto", "loopback", "process_group"):
-            raise ValueError(f"transport = {transport!r}: use 'auto', 'loopback' or 'process_group'")
-        if self._member.size > 1:
-            if transport == "loopback":
-                raise ValueError("transport = 'loopback': there are several processes; use 'process_group' or 'auto'")
-            return ProcessGroups(self._member.group)
-        if transport == "process_group" and self.num_ranks > 1:
+            return transport.lanes
+        if transport not in ("auto", "loopback", "shared_memory", "process_group"):
+            raise ValueError(f"transport = {transport!r}: use 'auto', 'loopback', 'shared_memory' or 'process_group'")
+        if not alone and transport == "loopback":
+            raise ValueError("transport = 'loopback': there are several processes; use 'process_group' or 'auto'")
+        if alone and transport in ("shared_memory", "process_group") and self.num_ranks > 1:
             raise ValueError(
-                f"transport = 'process_group': there is one process for {self.num_ranks} ranks; start one a rank with "
+                f"transport = {transport!r}: there is one process for {self.num_ranks} ranks; start one a rank with "
                 "torchrun, or use 'loopback' or 'auto'"
             )
-        return Loopback()
+        return Loopback.lanes if alone else ProcessGroups.lanes
 
-    def _build_stages(self, stages: Stages, partition: Any) -> None:
+    def _make_transport(self, transport: str | Transport, timeout: float) -> Transport:
+        if isinstance(transport, Transport):
+            return transport
+        if self._member.size == 1:
+            return Loopback()
+        choice = os.environ.get("FASTPIPE_TRANSPORT", "process_group") if transport == "auto" else transport
+        return between_processes(choice, self._control.exchange, self._member, self.device, timeout)
+
+    def _build_stages(self, stages: Stages, partition: Any) -> dict[int, dict[int, nn.Module]]:
+        """The local stages; their modules by rank."""
         placement = self.schedule.placement
         alone = self._member.size == 1
         ranks = list(range(self.num_ranks)) if alone else [self._member.rank]
@@ -179,18 +233,15 @@ class Pipeline:
         self.stage_modules = build_modules(stages, placement.num_stages, local, partition)
         check_device(self.stage_modules, self.device)
         modules = modules_by_rank(placement, ranks, self.stage_modules)
-        exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups) else None
-        self._replicas = make_replicas(placement, modules, exchange)
         self._stages_by_rank = {
             rank: {stage: Stage(stage, module, placement.num_stages, self.loss_fn) for stage, module in held.items()}
             for rank, held in modules.items()
         }
         self._stages = [stage for held in self._stages_by_rank.values() for stage in held.values()]
+        return modules
 
-    def _make_control(self, timeout: float) -> Control:
-        if self._member.size == 1:
-            return Alone()
-        return StoreControl(self._member.store(), self._member.rank, self._member.size, timeout)
+    def _make_control(self, store: Any, timeout: float) -> Control:
+        return Alone() if store is None else StoreControl(store, self._member.rank, self._member.size, timeout)
 
     @property
     def rank(self) -> int:
@@ -249,6 +300,8 @@ class Pipeline:
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         request = Request(args, kwargs, target, output_grad, count, training=not self._forward_only)
         if self._forward_only and output_grad is not None:
+            if not self._plans.has_backward(self.num_microbatches):
+                raise ValueError(f"output_grad: {self.schedule.name} has no backward; leave it out")
             request = Request(args, kwargs, target, output_grad, count, training=True)
         return self._run(request, trace)
 
@@ -268,13 +321,11 @@ class Pipeline:
             inputs, replies = self._agree_on_inputs(request)
             program = self._plans.program(request.num_microbatches, not request.training)
             signature = (request.training, *(reply["signature"] for reply in replies))
-            if request.training:
-                self._replicas.before_step()
             with torch.set_grad_enabled(request.training):
                 outcome = self._execute(program, inputs, replies, request, signature)
-            replies = self._control.exchange("end", self._report(outcome, trace))
-            if request.training:
-                self._replicas.after_step(not any("failure" in reply or DEAD in reply for reply in replies))
+            replies = self._finish(outcome, request, trace)
+        except LostError as lost:
+            self._give_up(lost.failure, lost.__cause__)
         finally:
             self._control.end()
         if any(reply.get("no_loss") for reply in replies):
@@ -285,36 +336,61 @@ class Pipeline:
         self._known.setdefault(signature, len(self._known))
         return self._result(program, outcome, replies)
 
+    def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
+        """Learn how it went for the others, and sum the gradients of stages that two ranks hold."""
+        replies = self._control.exchange("end", self._report(outcome, trace))
+        if request.training:
+            succeeded = not any("failure" in reply or DEAD in reply for reply in replies)
+            try:
+                self._replicas.after_step(succeeded)
+            except TransportError as error:
+                raise LostError(Failure(error.peer, str(error), dead=True)) from error
+        return replies
+
+    def _give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
+        """A process is dead or silent: this pipeline is over."""
+        self._broken = failure
+        self._release()
+        raise failure.error() from cause
+
+    def _release(self) -> None:
+        """Let go of what a failed step left behind."""
+        for stage in self._stages:
+            stage.end()
+        # what was announced in a failed step may be incomplete, and what was known may have changed
+        self._known.clear()
+
     def _agree_on_inputs(self, request: Request) -> tuple[Inputs, list[Reply]]:
         """Every process takes its inputs; if one cannot, all raise."""
-        error: Exception | None = None
-        message: Reply = {}
+        error: BaseException | None = None
         inputs = Inputs()
+        message: Reply = {"call": _call_text(request)}
         try:
             self._plans.program(request.num_microbatches, not request.training)
-            inputs = take_inputs(request, self._split, self._stages, self.loss_fn)
-            message = {"rows": inputs.rows, "signature": self._signature(request, inputs)}
-        except (ValueError, TypeError) as found:
+            inputs = take_inputs(request, self._split, self._stages, self.loss_fn, self._reduction)
+            message |= {"rows": inputs.rows, "signature": self._signature(request, inputs)}
+        except BaseException as found:
+            # an iterator may raise anything, and the others must not wait for this rank
             error = found
-            message = {"refused": f"{type(found).__name__}: {found}"}
-        message["count"], message["kwargs"] = request.num_microbatches, sorted(inputs.kwargs)
+            message["refused"] = cause_text(found)
+        message["kwargs"] = sorted(inputs.kwargs)
         replies = self._control.exchange("start", message)
+        dead = dead_among(replies)
+        if dead is not None:
+            self._give_up(dead)
         if error is not None:
             raise error
         self._check_replies(request, replies)
         return inputs, replies
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
-        dead = dead_among(replies)
-        if dead is not None:
-            self._broken = dead
-            raise dead.error()
+        calls = [reply["call"] for reply in replies]
+        if len(set(calls)) > 1:
+            listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+            raise ValueError(f"the ranks do not make the same call: {listed}")
         for rank, reply in enumerate(replies):
             if "refused" in reply:
                 raise StepError(f"rank {rank} refused its input: {reply['refused']}", rank=rank, cause=reply["refused"])
-        counts = [reply["count"] for reply in replies]
-        if len(set(counts)) > 1:
-            raise ValueError(f"num_microbatches differs between ranks: {counts}; pass the same everywhere")
         taken = {name for reply in replies for name in reply["kwargs"]}
         for name in request.kwargs:
             if name not in taken:
@@ -335,6 +411,8 @@ class Pipeline:
         for stage, work in zip(stages, works, strict=True):
             stage.begin(work)
         self._ranks.prepare(program)
+        if request.training:
+            self._replicas.before_step()
         announce = signature not in self._known
         return self._ranks.run(program, self._known.get(signature, len(self._known)), announce)
 
@@ -350,6 +428,7 @@ class Pipeline:
         reply: Reply = {}
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
+            reply["first"] = asdict(outcome.first or outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
         elif last:
             reply["losses"] = pack_tensors({i: loss for work in last for i, loss in work.losses.items()})
@@ -359,22 +438,23 @@ class Pipeline:
         return reply
 
     def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
-        failures = [Failure(**reply["failure"]) for reply in replies if reply.get("failure")]
+        failures = [Failure(**reply["failure"]) for reply in replies if "failure" in reply]
         dead = dead_among(replies) or next((f for f in failures if f.dead), None)
-        first = outcome.failure or self._elsewhere or dead or (failures[0] if failures else None)
+        if dead is not None:
+            self._give_up(dead, outcome.error)
+        first = next((Failure(**reply["first"]) for reply in replies if "first" in reply), self._elsewhere)
         if first is None:
             return
-        for stage in self._stages:
-            stage.end()
-        # what was announced in a failed step may be incomplete, and what was known may have changed
-        self._known.clear()
-        if dead is not None:
-            self._broken = dead
-            raise dead.error() from outcome.error
-        if outcome.error is not None:
-            outcome.error.add_note(f"fastpipe: raised on {first.place()}")
-            raise outcome.error
-        raise first.error()
+        if first.dead:
+            self._give_up(first, outcome.error)
+        self._release()
+        if outcome.error is None or outcome.failure is None:
+            raise first.error()
+        if outcome.first is not None and outcome.first.rank not in self._stages_by_rank:
+            # it failed elsewhere before, and what it was given here since then are stand-ins
+            raise first.error() from outcome.error
+        outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
+        raise outcome.error
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> StepResult:
         losses: dict[int, torch.Tensor] = {}
@@ -445,6 +525,23 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"
+
+
+def _check_plans(replies: Sequence[Reply]) -> None:
+    for rank, reply in enumerate(replies):
+        if "refused" in reply:
+            raise StepError(f"rank {rank} could not build the pipeline: {reply['refused']}", rank=rank)
+    plans = [reply["plan"] for reply in replies if "plan" in reply]
+    if len(set(plans)) > 1:
+        listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
+        raise ValueError(f"schedule: the ranks do not build the same pipeline: {listed}")
+
+
+def _call_text(request: Request) -> str:
+    """What must be the same on every rank."""
+    names = ", ".join(["", *sorted(request.kwargs)])
+    call = "step" if request.training else "eval_step or a forward-only step"
+    return f"{call} with num_microbatches={request.num_microbatches}{names}"
 
 
 def _replayed(request: Request, inputs: Inputs) -> Request:

@@ -56,7 +56,7 @@ class Plans:
             made = self._schedule
             if made.num_microbatches != num_microbatches:
                 raise ValueError(
-                    f"num_microbatches = {num_microbatches}: the schedule given has {made.num_microbatches}; pass that, "
+                    f"num_microbatches = {num_microbatches}: the schedule given has {made.num_microbatches}; pass that "
                     "or the name of a schedule, which is made for any number"
                 )
         else:
@@ -64,6 +64,11 @@ class Plans:
                 self._schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches, **self._options
             )
         return made if self._stage_to_rank is None else relabelled(made, self._stage_to_rank)
+
+    def has_backward(self, num_microbatches: int) -> bool:
+        """Whether there is anything but forwards."""
+        kinds = {part.kind for rank in self.schedule(num_microbatches) for action in rank for part in action.parts}
+        return kinds != {ActionKind.F}
 
     def program(self, num_microbatches: int, forward_only: bool) -> Program:
         """The program, validated for the transport's lanes."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.program import Channel, Program
+from fastpipe.runtime.group import Membership, make_group
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
 from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError, peer_of
 
@@ -178,21 +179,23 @@ def group_index(channel: Channel) -> int:
 class ProcessGroups(Transport):
     """The ranks are processes, one each, of a c10d process group.
 
+    All of them make it at once.
+
     Args:
-        group: the group whose members are the ranks, in order; the default group unless given.
+        member: this process's place among them; its group is the one to imitate.
+        timeout: seconds to wait for a peer.
     """
 
     kind = "process_group"
     lanes = "directed"
 
-    def __init__(self, group: Any = None) -> None:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        backend = dist.get_backend(group)
-        self.backend = str(backend)
-        self.groups = [
-            dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=f"fastpipe {name}")
-            for name in ("activation up", "activation down", "gradient up", "gradient down")
-        ]
+    def __init__(self, member: Membership, timeout: float = 600) -> None:
+        self.rank = member.rank
+        self.timeout = timedelta(seconds=timeout)
+        self.backend = str(dist.get_backend(member.group))
+        store = member.store()
+        names = ("activation up", "activation down", "gradient up", "gradient down")
+        self.groups = [make_group(member, store, name, self.timeout) for name in names]
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side."""
@@ -204,15 +207,25 @@ class ProcessGroups(Transport):
         return runtime.ProcessGroupTransport(self.groups, channels, rank)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Swap tensors with another rank, between steps: its tensors, which look like these."""
-        rank = dist.get_group_rank(self.groups[0], dist.get_rank())
-        out, back = self.groups[int(peer < rank)], self.groups[int(rank < peer)]
+        """Swap tensors with another rank, between steps: its tensors, which look like these.
+
+        Raises:
+            TransportError: when the peer is dead or silent.
+        """
+        out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]
         own = [tensor.detach().contiguous() for tensor in tensors]
         theirs = [torch.empty_like(tensor) for tensor in own]
-        works = [out.send([tensor], peer, 0) for tensor in own] + [back.recv([tensor], peer, 0) for tensor in theirs]
-        for work in works:
-            work.wait()
+        try:
+            works = [out.send([t], peer, 0) for t in own] + [back.recv([t], peer, 0) for t in theirs]
+            for work in works:
+                work.wait(self.timeout)
+        except RuntimeError as error:
+            raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
         return theirs
+
+    def close(self) -> None:
+        """End the four groups."""
+        self.groups = []
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastpipe.program import Program
+from fastpipe.program import Op, Program
 from fastpipe.runtime.control import Failure, cause_text
 from fastpipe.runtime.executor import Drained, Executor, Seconds
 from fastpipe.runtime.result import Spans
@@ -26,11 +26,13 @@ class Outcome:
         spans: per rank, the times of its instructions.
         failure: the first failure on a local rank.
         error: the exception behind it.
+        first: the first failure anywhere, if it was known when that one happened: it may be the reason for it.
     """
 
     spans: Spans = field(default_factory=dict)
     failure: Failure | None = None
     error: BaseException | None = None
+    first: Failure | None = None
 
 
 class ThreadState:
@@ -60,7 +62,7 @@ class LocalRanks:
         executor: the class to run them with.
         transport: how ranks exchange tensors.
         timeout: seconds to wait for a peer.
-        publish: called at once with a failure of a local rank.
+        publish: called at once with a failure of a local rank; returns the first there was.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class LocalRanks:
         executor: type[Executor],
         transport: Transport,
         timeout: float,
-        publish: Callable[[Failure], None],
+        publish: Callable[[Failure], Failure],
     ) -> None:
         self.stages = stages
         self.executor = executor
@@ -90,20 +92,21 @@ class LocalRanks:
             return
         # kept, so that the id stays its own
         self._programs.append(program)
-        self._executors[id(program)] = [
-            self.executor(
-                program,
-                rank,
-                stages,
-                self.transport,
-                on_failure=lambda position, error, rank=rank, program=program: self._failed(
-                    program, rank, position, error
-                ),
-                timeout=self.timeout,
-                num_threads=self.num_threads,
-            )
-            for rank, stages in self.stages.items()
-        ]
+        self._executors[id(program)] = [self._make_executor(program, rank) for rank in self.stages]
+
+    def _make_executor(self, program: Program, rank: int) -> Executor:
+        def on_failure(position: int, error: BaseException) -> None:
+            self._failed(program, rank, position, error)
+
+        return self.executor(
+            program,
+            rank,
+            self.stages[rank],
+            self.transport,
+            on_failure=on_failure,
+            timeout=self.timeout,
+            num_threads=self.num_threads,
+        )
 
     def run(self, program: Program, signature: int, announce: bool) -> Outcome:
         """One step on every local rank."""
@@ -128,9 +131,10 @@ class LocalRanks:
             executor.fail()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and what the transport holds."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
+        self.transport.close()
 
     def _run_all(self, pool: ThreadPoolExecutor, signature: int, announce: bool) -> None:
         state = ThreadState()
@@ -150,32 +154,37 @@ class LocalRanks:
         except Drained:
             return
         except BaseException as error:
-            self._note(Failure(executor.rank, cause_text(error)), error)
+            failure = Failure(executor.rank, cause_text(error))
+            self._note(failure, error, failure)
             return
         with self._lock:
             self._outcome.spans[executor.rank] = spans
 
     def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
         """Called by an executor at once, while it goes on draining."""
-        failure = failure_at(program, rank, position, error)
-        self._note(failure, error)
-        self.publish(failure)
+        failure = failure_at(program, self.stages[rank], rank, position, error)
+        self._note(failure, error, self.publish(failure))
         with self._lock:
             others = [executor for executor in self._current if executor.rank != rank]
         for executor in others:
             executor.fail()
 
-    def _note(self, failure: Failure, error: BaseException) -> None:
+    def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:
             if self._outcome.failure is None:
-                self._outcome.failure, self._outcome.error = failure, error
+                self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
 
 
-def failure_at(program: Program, rank: int, position: int, error: BaseException) -> Failure:
+def failure_at(
+    program: Program, stages: Mapping[int, Stage], rank: int, position: int, error: BaseException
+) -> Failure:
     """The failure behind an exception: a peer that does not answer has failed itself."""
     if isinstance(error, TransportError) and error.peer is not None:
         return Failure(error.peer, str(error), dead=True)
     instruction = program[rank][position]
     action = instruction.action
     text = str(action) if action is not None else instruction.op.name
-    return Failure(rank, cause_text(error), instruction.stage, text, instruction.microbatch)
+    stage, microbatch = instruction.stage, instruction.microbatch
+    if instruction.op is Op.OVERLAP_F_B and stages[stage].running != microbatch:
+        stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
+    return Failure(rank, cause_text(error), stage, text, microbatch)

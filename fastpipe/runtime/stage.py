@@ -127,6 +127,9 @@ class Stage:
         module: the slice.
         num_stages: how many slices there are.
         loss_fn: ``loss_fn(output, target)`` on the last stage.
+
+    Attributes:
+        running: the microbatch whose forward has begun and not ended, if any.
     """
 
     def __init__(self, index: int, module: nn.Module, num_stages: int, loss_fn: LossFunction | None = None) -> None:
@@ -137,11 +140,13 @@ class Stage:
         self.loss_fn = loss_fn
         self.accepts = accepted_names(module)
         self.work = StageWork()
+        self.running: int | None = None
         self._records: dict[int, _Record] = {}
 
     def begin(self, work: StageWork) -> None:
         """Take the work of a new step."""
         self.work = work
+        self.running = None
         self._records.clear()
 
     @property
@@ -165,6 +170,13 @@ class Stage:
             The tensors for the next stage; on the last stage the loss, scaled, or the outputs when their gradients
             are given or nothing is to be differentiated.
         """
+        # stays set when something is raised, so that of two overlapped actions it is known which one failed
+        self.running = microbatch
+        outputs = self._call(microbatch, inputs)
+        self.running = None
+        return outputs
+
+    def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         work = self.work
         args = inputs if work.args is None else work.args[microbatch]
         try:
@@ -193,7 +205,7 @@ class Stage:
     def _finish(self, microbatch: int, output: Any) -> Tensors:
         work = self.work
         if work.keep_outputs:
-            work.outputs[microbatch] = _detached(output)
+            work.outputs[microbatch] = detached(output)
         if self.loss_fn is None and not isinstance(_returned_loss(output), torch.Tensor):
             if torch.is_grad_enabled() and work.output_grads is None:
                 raise NoLoss
@@ -291,5 +303,6 @@ def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
     return loss if divisor is None else loss / divisor
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """A tree of tensors without their graphs."""
     return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)

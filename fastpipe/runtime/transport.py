@@ -129,10 +129,12 @@ class Transport(ABC):
     Attributes:
         kind: its name.
         lanes: which channels it executes in one order.
+        why: why it was chosen, where something else would have been better.
     """
 
     kind: str
     lanes: Lanes
+    why: str = ""
 
     @abstractmethod
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
@@ -142,9 +144,12 @@ class Transport(ABC):
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side as an object of the extension ``runtime``."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Let go of connections. Called once, when the pipeline is gone."""
+
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
-        return f"{self.kind}, lanes {self.lanes}"
+        return f"{self.kind}, lanes {self.lanes}" + (f" ({self.why})" if self.why else "")
 
 
 def peer_of(channel: Channel, rank: int) -> int:

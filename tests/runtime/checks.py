@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fastpipe import Pipeline, StepResult
+from fastpipe.runtime.microbatch import merge
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import Reference, reference_step
 from tests.runtime.models import CASES, Batch, Case
@@ -39,7 +40,18 @@ def assert_same(pipe: Pipeline, result: StepResult, unsplit: nn.Module, referenc
     assert result.loss is not None and same_bits(result.loss, reference.loss), (result.loss, reference.loss)
     assert result.losses is not None and len(result.losses) == len(reference.losses)
     assert all(map(same_bits, result.losses, reference.losses))
+    if pipe.is_last:
+        local = [reference.outputs[i] for i in outputs_here(pipe)]
+        found, expected = tensors_in([result.outputs]), tensors_in([merge(local, None)])
+        assert len(found) == len(expected) and all(map(same_bits, found, expected)), "the outputs differ"
     assert not (wrong := unequal(pipe, unsplit)), f"the gradients of {wrong} differ"
+
+
+def outputs_here(pipe: Pipeline) -> list[int]:
+    """The microbatches whose outputs are on this process: all, or one route's where ranks are processes."""
+    placement, count = pipe.schedule.placement, pipe.schedule.num_microbatches
+    last = [placement.routes[placement.route_of(i, count)][-1] for i in range(count)]
+    return [i for i in range(count) if last[i] in pipe._stages_by_rank]
 
 
 def reference_of(unsplit: nn.Module, batch: Batch, pipe: Pipeline, case: Case, **options: Any) -> Reference:

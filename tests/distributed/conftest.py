@@ -1,0 +1,23 @@
+"""The processes that the tests here share."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.distributed.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def group_of() -> Iterator[Callable[[int], Ranks]]:
+    """``group_of(4)``: four ranks, kept from test to test unless one of them died."""
+    started: dict[int, Ranks] = {}
+
+    def group(size: int) -> Ranks:
+        if size not in started or not started[size].usable:
+            started[size] = Ranks(size)
+        return started[size]
+
+    yield group
+    for ranks in started.values():
+        if ranks.usable:
+            ranks.close()

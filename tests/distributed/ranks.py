@@ -1,0 +1,180 @@
+"""Real processes for tests: the ranks of a Gloo group, started once and given one function after the other.
+
+They are forked from a server that has imported torch already, so that starting four costs a fraction of a second.
+Whatever they print is in the error when a test fails; a rank that does not answer in time is shown with the stacks of
+its threads, and all are killed.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "fastpipe.runtime.pipeline", "tests.runtime.checks"])
+_JOIN_SECONDS = 60
+
+
+class RankError(AssertionError):
+    """What went wrong on the ranks, with their tracebacks and their output."""
+
+
+class Ranks:
+    """Processes that are the ranks of one process group.
+
+    Args:
+        size: how many.
+        host: who holds the group's store: ``"parent"``, as under torchrun, or ``"first"``, rank 0 itself.
+        environment: variables of the processes.
+    """
+
+    def __init__(self, size: int, *, host: str = "parent", environment: dict[str, str] | None = None) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="fastpipe-ranks-")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        port = self._store.port if host == "parent" else _free_port()
+        for rank in range(size):
+            ours, theirs = _CONTEXT.Pipe()
+            arguments = (rank, size, port, host, self._log(rank), theirs, environment or {})
+            process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        self.run(_joined, timeout=_JOIN_SECONDS)
+
+    def _log(self, rank: int) -> str:
+        return str(Path(self._folder.name) / f"rank{rank}.txt")
+
+    @property
+    def usable(self) -> bool:
+        """Whether all of them live."""
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Have every rank call a function of a module; `results` waits for them."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((function, args, kwargs))
+
+    def results(self, ranks: Sequence[int] | None = None, *, timeout: float = 30) -> list[Any]:
+        """What the ranks returned, in order.
+
+        Raises:
+            RankError: when one raised, died or did not answer in time.
+        """
+        waiting = {self._pipes[rank]: rank for rank in (range(self.size) if ranks is None else ranks)}
+        order = list(waiting.values())
+        answers: dict[int, Any] = {}
+        problems: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    good, answer = pipe.recv()
+                except EOFError:
+                    good, answer = False, "died"
+                (answers if good else problems)[rank] = answer
+        problems |= {rank: f"did not answer within {timeout:g} s" for rank in waiting.values()}
+        if problems:
+            raise RankError(self._story(problems, late=list(waiting.values())))
+        return [answers[rank] for rank in order]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 30, **kwargs: Any) -> list[Any]:
+        """`start` and `results`."""
+        self.start(function, *args, **kwargs)
+        return self.results(timeout=timeout)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a rank a signal."""
+        os.kill(self.processes[rank].pid, number)
+
+    def _story(self, problems: dict[int, str], late: Sequence[int]) -> str:
+        for rank in late:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(rank, signal.SIGUSR1)
+        if late:
+            time.sleep(0.5)
+        parts = [f"rank {rank}: {text}" for rank, text in sorted(problems.items())]
+        for rank in range(self.size):
+            text = Path(self._log(rank)).read_text(errors="replace").strip()
+            parts.append(f"output of rank {rank}:\n{text}" if text else f"rank {rank} printed nothing")
+        self.kill()
+        return "\n\n".join(["", *parts])
+
+    def kill(self) -> None:
+        """End all of them at once."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+
+    def close(self) -> None:
+        """Let them end by themselves; whoever does not is killed, and that is an error."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+        alive = [process.name for process in self.processes if process.is_alive()]
+        self.kill()
+        self._folder.cleanup()
+        assert not alive, f"{alive} did not end"
+
+
+@contextlib.contextmanager
+def ranks(size: int, **options: Any) -> Iterator[Ranks]:
+    """Ranks of a test's own, for one that kills or stops some."""
+    started = Ranks(size, **options)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def _free_port() -> int:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store.port
+
+
+def _joined() -> None:
+    """Every rank answers this when the group stands."""
+
+
+def _serve(rank: int, size: int, port: int, host: str, log: str, pipe: Connection, environment: dict[str, str]) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(os.dup(descriptor), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1)
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    master = host == "first" and rank == 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    while (job := pipe.recv()) is not None:
+        function, args, kwargs = job
+        try:
+            answer = True, function(*args, **kwargs)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+    dist.destroy_process_group()

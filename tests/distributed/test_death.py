@@ -1,0 +1,123 @@
+"""A rank that is killed, or silent: the others say so within seconds, nothing hangs, and survivors can start anew."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpipe import Pipeline
+from tests.distributed.ranks import ranks
+from tests.runtime.checks import rows_for, train_and_compare
+from tests.runtime.models import CASES, Block
+
+SIZE = 4
+COUNT = 8
+WITHIN = 2.0
+
+
+class Stopping(torch.nn.Module):
+    """Sends its own process a signal in one of its forwards, and writes down when."""
+
+    def __init__(self, at_call: int, number: int, note: str) -> None:
+        super().__init__()
+        self.block = Block()
+        self.at_call = at_call
+        self.number = number
+        self.note = note
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 == self.at_call:
+            Path(self.note).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), self.number)
+        return self.block(x)
+
+
+def train_until(
+    victim: int, at_call: int, number: int, note: str, executor: str, schedule: str, timeout: float, steps: int
+) -> dict[str, Any]:
+    """Runs on every rank; rank ``victim`` gets the signal in the midst of a step, or before the one after ``steps``."""
+    case = CASES["plain"]
+    mine = dist.get_rank() == victim
+    stages = [Stopping(at_call if mine else -1, number, note) for _ in range(2 * SIZE)]
+    pipe = Pipeline(stages, schedule, COUNT, case.loss_fn, executor=executor, timeout=timeout)
+    try:
+        for batch in case.batches(steps, rows_for(COUNT)):
+            pipe.step(*batch.args, target=batch.target)
+        if at_call < 0 and mine:
+            Path(note).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), number)
+        pipe.step(*batch.args, target=batch.target)
+    except Exception as error:
+        seconds = time.monotonic() - float(Path(note).read_text())
+        return report(pipe, error, seconds)
+    raise AssertionError("nothing was raised")
+
+
+def report(pipe: Pipeline, error: Exception, seconds: float) -> dict[str, Any]:
+    """What the failing step and the next one raise."""
+    batch = CASES["plain"].batches(1, rows_for(COUNT))[0]
+    start = time.monotonic()
+    try:
+        pipe.step(*batch.args, target=batch.target)
+    except Exception as again:
+        found = {"again": str(again), "again_seconds": time.monotonic() - start}
+    else:
+        found = {"again": "nothing was raised", "again_seconds": 0.0}
+    text = f"{type(error).__name__}: {error}"
+    return {"text": text, "rank": getattr(error, "rank", None), "seconds": seconds, **found}
+
+
+def check(answers: list[dict[str, Any]], victim: int, within: float) -> None:
+    """Every survivor named the victim in time, and the next step says what to do."""
+    for answer in answers:
+        assert answer["text"].startswith("StepError") and answer["rank"] == victim, answer
+        assert answer["seconds"] < within, answer
+        assert "build it again" in answer["text"] and "build it again" in answer["again"], answer
+        assert answer["again_seconds"] < 0.5, answer
+
+
+def others(victim: int) -> list[int]:
+    return [rank for rank in range(SIZE) if rank != victim]
+
+
+def rebuild(survivors: list[int], executor: str) -> None:
+    """The survivors make a group of their own and go on."""
+    group = dist.new_group(survivors, backend="gloo", use_local_synchronization=True)
+    train_and_compare("plain", "1f1b", 4, num_ranks=len(survivors), group=group, executor=executor)
+
+
+@pytest.mark.parametrize(("victim", "when"), [(0, "first step"), (2, "later step"), (3, "between steps")])
+def test_killed(victim: int, when: str, executor: str, tmp_path: Path) -> None:
+    at_call = {"first step": 3, "later step": 2 * COUNT + 3, "between steps": -1}[when]
+    schedule = "1f1b" if victim else "dualpipev"
+    with ranks(SIZE) as group:
+        arguments = (victim, at_call, int(signal.SIGKILL), str(tmp_path / "note"), executor, schedule, 60.0, 3)
+        group.start(train_until, *arguments)
+        check(group.results(others(victim)), victim, WITHIN)
+        if when == "later step":
+            group.start(rebuild, others(victim), executor)
+            group.results(others(victim))
+
+
+def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
+    """Started by hand, rank 0 holds the store: with it the others lose their control plane, too."""
+    with ranks(SIZE, host="first") as group:
+        group.start(train_until, 0, COUNT + 3, int(signal.SIGKILL), str(tmp_path / "note"), executor, "1f1b", 60.0, 3)
+        check(group.results(others(0)), 0, WITHIN)
+
+
+@pytest.mark.parametrize(("victim", "when"), [(3, "in a step"), (0, "between steps")])
+def test_silent(victim: int, when: str, executor: str, tmp_path: Path) -> None:
+    """A stopped process is alive and says nothing: after the timeout the others give up."""
+    at_call, timeout = (COUNT + 3 if when == "in a step" else -1), 1.0
+    with ranks(SIZE) as group:
+        note = str(tmp_path / "note")
+        group.start(train_until, victim, at_call, int(signal.SIGSTOP), note, executor, "1f1b", timeout, 3)
+        check(group.results(others(victim)), victim, 3 * timeout + WITHIN)

@@ -1,0 +1,54 @@
+"""A failing stage, one process a rank: its rank raises its own exception, the others say where; the next step works."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fastpipe import StepError
+from tests.distributed.ranks import Ranks
+from tests.runtime.faults import Boom, FaultyTraining, Scenario
+
+
+def fail_and_recover(scenario: Scenario) -> dict[str, Any]:
+    """Runs on every rank: good steps, the bad one, good steps."""
+    training = FaultyTraining(scenario)
+    for _ in range(scenario.step):
+        training.good_step()
+    error, seconds = training.bad_step()
+    for _ in range(2):
+        training.good_step()
+    return {
+        "type": type(error),
+        "text": str(error),
+        "notes": getattr(error, "__notes__", []),
+        "where": [getattr(error, name, None) for name in ("rank", "stage", "action", "microbatch")],
+        "cause": getattr(error, "cause", None),
+        "seconds": seconds,
+        "stage": training.stage,
+        "places": training.places(),
+    }
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("schedule", "stage"), [("1f1b", 0), ("1f1b", 2), ("1f1b", -1), ("dualpipev", 3), ("dualpipe", 0)]
+)
+def test_everybody_learns_of_it(
+    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
+) -> None:
+    scenario = Scenario(schedule, stage, 1, step, backward, executor)
+    answers = group_of(4).run(fail_and_recover, scenario)
+    stage = answers[0]["stage"]
+    ((rank, action),) = answers[0]["places"]
+    own = answers[rank]
+    assert own["type"] is Boom and own["text"] == f"stage {stage} fails on purpose"
+    assert any(f"rank {rank}, stage {stage}, action {action}, microbatch 1" in note for note in own["notes"])
+    for other, answer in enumerate(answers):
+        assert answer["seconds"] < 2
+        if other != rank:
+            assert answer["type"] is StepError
+            assert answer["where"] == [rank, stage, action, 1]
+            assert answer["cause"] == f"Boom: stage {stage} fails on purpose"
+            assert f"rank {rank}, stage {stage}, action {action}, microbatch 1" in answer["text"]
