@@ -55,11 +55,8 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
-                object.__setattr__(self, field.name, tuple(value))
-            elif isinstance(value, Mapping):
-                object.__setattr__(self, field.name, dict(value))
             if value is not None:
+                object.__setattr__(self, field.name, _plain(value))
                 _check(field.name, getattr(self, field.name))
 
     def __hash__(self) -> int:
@@ -186,6 +183,17 @@ class CostModel:
         )
 
 
+def _plain(value: Any) -> Any:
+    """A copy that nobody else can change, of Python's own numbers, so that JSON can be written."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {link: _plain(number) for link, number in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(map(_plain, value))
+    return value
+
+
 def _of(value: Any, stage: int) -> float:
     return float(value[stage] if isinstance(value, tuple) else value)
 
@@ -216,9 +224,9 @@ def _check_links(name: str, value: Mapping[Any, Any]) -> None:
 
 
 def _is_cost(number: Any, infinite: bool) -> bool:
-    if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
+    if isinstance(number, bool) or not isinstance(number, int | float):
         return False
-    return bool(number >= 0) and (infinite or math.isfinite(number))
+    return number >= 0 and (infinite or math.isfinite(number))
 
 
 def _links(name: str, value: Any) -> Any:

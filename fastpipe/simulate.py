@@ -23,7 +23,7 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
         lanes: which channels share an in-order lane; see `fastpipe.machine.lane_numbers`.
 
     Raises:
-        ProgramError: when the program does not come to its end.
+        ProgramError: when the program is none, or does not come to its end.
     """
     cost = cost or CostModel()
     cost.check(program.num_stages)
@@ -41,7 +41,10 @@ def _times(program: Program, cost: CostModel, lanes: list[int]) -> tuple[Sequenc
         cost.compute_seconds,
         lambda channel, stage, _: cost.transfer_seconds(channels[channel], stage),
     )
-    outcome = machine.run()
+    try:
+        outcome = machine.run()
+    except (LookupError, ValueError):  # a slot that was never posted, a channel or a stage that there is not
+        raise ProgramError(f"{program.name} is no valid program; validate_program names what is wrong") from None
     if outcome.blocked:
         raise ProgramError(f"{program.name} does not come to its end; validate_program names the cycle")
     return outcome.starts, outcome.ends

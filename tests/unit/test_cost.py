@@ -63,6 +63,7 @@ def test_sequences_are_kept_as_tuples() -> None:
     costs = [1.0, 2.0]
     cost = CostModel(forward=costs, backward_input=np.array([1.0, 2.0]))
     costs[0] = 7
+    assert CostModel.from_json(CostModel(forward=np.array([1, 2]), comm=np.float32(0.5)).to_json()).forward == (1, 2)
     assert cost.forward == cost.backward_input == (1.0, 2.0)
     assert hash(cost) == hash(CostModel(forward=(1.0, 2.0), backward_input=(1.0, 2.0)))
     assert hash(CostModel(comm={(0, 1): 1.0})) == hash(CostModel(comm={(0, 1): 1.0}))

@@ -16,12 +16,19 @@ import fastpipe
 from fastpipe import CostModel, Program, ProgramError, Schedule, ScheduleError, native_plan
 from fastpipe.lower import lower
 from fastpipe.simulate import simulate_program
+from tests.conftest import native_expected
 from tests.unit.planning import random_schedules, small_schedules, with_columns
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*its W come in another order"),
-    pytest.mark.skipif(native_plan.library() is None, reason=native_plan.status()),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+
+
+@pytest.fixture(autouse=True)
+def needs_the_library() -> None:
+    """Skip without it; fail where it is expected to be."""
+    if native_plan.library() is None:
+        give_up = pytest.fail if native_expected() else pytest.skip
+        give_up(native_plan.status())
+
 
 COSTS = [
     CostModel(),

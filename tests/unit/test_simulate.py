@@ -5,7 +5,7 @@ from hypothesis import given, settings
 import fastpipe
 from fastpipe import CostModel, ProgramError, Schedule, simulate
 from fastpipe.dependencies import play
-from tests.unit.planning import hand, random_schedules, small_schedules
+from tests.unit.planning import hand, random_schedules, rebuilt, small_schedules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
 
@@ -116,6 +116,16 @@ def test_a_program_that_cannot_end_is_refused() -> None:
     program = fastpipe.lower(fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8))
     with pytest.raises(ProgramError, match="does not come to its end; validate_program names the cycle"):
         simulate(program, lanes="pair")
+
+
+def test_what_is_no_program_is_refused() -> None:
+    program = fastpipe.lower(hand(["0F0 0B0", "1F0 1B0"], [0, 1], 1))
+    unposted = rebuilt(program, 1, lambda rows: rows.pop(0))
+    nowhere = rebuilt(program, 1, lambda rows: rows.__setitem__(0, rows[0]._replace(channel=9)))
+    unknown = rebuilt(program, 1, lambda rows: rows.__setitem__(2, rows[2]._replace(stage=9)))
+    for wrong in (unposted, nowhere, unknown):
+        with pytest.raises(ProgramError, match="is no valid program; validate_program names what is wrong"):
+            simulate(wrong, CostModel(forward=(1, 1)))
 
 
 def test_costs_for_another_number_of_stages() -> None:

@@ -1,0 +1,70 @@
+"""The planning library under the address and undefined-behaviour sanitizers, on right and on mutated input."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "csrc" / "plan").glob("*.cpp"))
+FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+RUN = """
+import sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from fastpipe import Schedule, ScheduleError, native_plan
+native_plan.PATH = Path(sys.argv[1])
+assert native_plan.library() is not None, native_plan.status()
+from tests.unit import test_native_plan as same
+from tests.unit.planning import small_schedules, with_columns
+for schedule in small_schedules():
+    same.check_schedule(schedule)
+    program = same.lower(schedule)
+    lanes = list(range(len(program.channels)))
+    for seed in range(60):
+        columns = same.mutated_columns(program.columns, 15, seed)
+        mutated = with_columns(program, columns)
+        native_plan.is_valid_program(mutated, mutated.channels, lanes)
+        native_plan.simulate(mutated, mutated.channels, lanes, same.COSTS[1])
+        try:
+            columns = same.mutated_columns(schedule.columns, 8, seed)
+            wrong = Schedule("mutated", schedule.placement, schedule.num_microbatches, columns)
+        except ScheduleError:
+            continue
+        native_plan.is_valid_schedule(wrong)
+        native_plan.lower(wrong, seed % 3, 0)
+print("clean")
+"""
+
+
+def runtime_libraries(compiler: str) -> list[str]:
+    """What has to be loaded before an interpreter that was not built with the sanitizers."""
+    asked = [[compiler, f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan")]
+    return [subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip() for ask in asked]
+
+
+def test_no_memory_error_and_no_undefined_behaviour(tmp_path: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None or not all(map(os.path.isabs, libraries := runtime_libraries(compiler))):
+        pytest.skip("no g++ with its sanitizers")
+    library = tmp_path / "_plan.so"
+    command = [compiler, *FLAGS, *SANITIZERS, f"-I{ROOT / 'csrc'}", *map(str, SOURCES), "-o", str(library)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert built.returncode == 0, built.stderr
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own are none of ours
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(library)], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "clean", done.stderr[-4000:]
