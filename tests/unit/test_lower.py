@@ -1,8 +1,11 @@
+from random import Random
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fastpipe
-from fastpipe import Op, Program, Schedule, validate_program
+from fastpipe import Op, Placement, Program, Schedule, validate_program
 from fastpipe.lower import lower
 from fastpipe.program import COMPUTE_OPS, ChannelKind
 from tests.unit.planning import forward_only, hand, random_schedules, small_schedules
@@ -123,3 +126,13 @@ def test_frees_come_with_the_last_compute_that_may_read() -> None:
 def test_transfers_that_were_loaded_are_left_aside() -> None:
     mine = hand(["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"], [0, 1], 1)
     assert str(lower(mine)) == str(lower(mine.without_transfers()))
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_streaming_cannot_hang_whatever_the_order_of_microbatches(ranks: int, count: int, random: Random) -> None:
+    places = random.sample(range(ranks), ranks)
+    orders = [[f"{places.index(r)}F{m}" for m in random.sample(range(count), count)] for r in range(ranks)]
+    schedule = Schedule.from_actions("stream", Placement.custom(places), count, orders)
+    program = validate_program(lower(schedule.validate()))
+    assert max(rank.num_sends for rank in program) <= 2
