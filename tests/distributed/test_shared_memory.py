@@ -1,0 +1,174 @@
+"""Shared memory between processes: the same bits, whoever runs what; nothing hangs, nothing is left, whoever dies."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpipe import Pipeline
+from fastpipe.runtime import native
+from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.test_death import SIZE, WITHIN, check, others, train_until
+from tests.runtime.checks import rows_for, train_and_compare
+from tests.runtime.models import CASES
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason=native.native_status())
+SHARED = {"FASTPIPE_TRANSPORT": "shared_memory"}
+
+
+def compare(executors: list[str], schedule: str, num_microbatches: int) -> str:
+    """Runs on every rank, with an executor each."""
+    executor = executors[dist.get_rank() % len(executors)]
+    pipe = train_and_compare("plain", schedule, num_microbatches, executor=executor, transport="shared_memory")
+    return pipe.describe()
+
+
+@pytest.mark.parametrize("executors", [["native"], ["python"], ["native", "python"]], ids="-".join)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipev", "dualpipe"])
+def test_bits(schedule: str, executors: list[str], group_of: Callable[[int], Ranks]) -> None:
+    for text in group_of(4).run(compare, executors, schedule, 8):
+        assert "shared_memory, lanes directed, 4 processes of one host" in text
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8])
+def test_more_ranks_than_cores(size: int, executor: str) -> None:
+    with ranks(size, environment=SHARED) as group:
+        group.run(compare_auto, executor, timeout=60)
+
+
+def compare_auto(executor: str) -> None:
+    """Runs on every rank."""
+    train_and_compare("plain", "1f1b", 2 * dist.get_world_size(), executor=executor)
+
+
+def choose(without: int, transport: str) -> str:
+    """Runs on every rank; one cannot load the extension."""
+    if dist.get_rank() == without:
+        native.load, keep = lambda: None, native.load
+    try:
+        layers = CASES["plain"].layers(2 * dist.get_world_size())
+        return Pipeline(layers, "1f1b", 4, CASES["plain"].loss_fn, executor="python", transport=transport).describe()
+    except ValueError as error:
+        return str(error)
+    finally:
+        if dist.get_rank() == without:
+            native.load = keep
+
+
+@pytest.mark.parametrize("without", [-1, 0, 2])
+def test_all_choose_the_same(without: int) -> None:
+    with ranks(4, environment=SHARED) as group:
+        shared = group.run(choose, without, "shared_memory")
+    if without < 0:
+        assert all("shared_memory" in text and "4 processes of one host" in text for text in shared)
+    else:
+        assert all(f"transport = 'shared_memory': rank {without}: native extension" in text for text in shared)
+
+
+@pytest.mark.parametrize("victim", [0, 2, 3])
+@pytest.mark.parametrize("at_call", [3, 20])
+def test_killed(victim: int, at_call: int, executor: str, tmp_path: Path) -> None:
+    """In the first step, which announces, and in a later one."""
+    with ranks(SIZE, environment=SHARED) as group:
+        group.start(
+            train_until, victim, at_call, int(signal.SIGKILL), str(tmp_path / "note"), executor, "1f1b", 60.0, 3
+        )
+        check(group.results(others(victim)), victim, WITHIN)
+
+
+def train(executor: str, num_steps: int, num_microbatches: int = 8) -> dict[str, Any]:
+    """Runs on every rank: many steps; what the process holds after some, and after all."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(9), "1f1b", num_microbatches, case.loss_fn, executor=executor)
+    batch = case.batches(1, rows_for(num_microbatches))[0]
+    held = []
+    for step in range(num_steps):
+        pipe.step(*batch.args, target=batch.target)
+        if step in (num_steps // 5, num_steps - 1):
+            held.append(holds())
+    return {"held": held, "transport": pipe.describe()}
+
+
+def holds() -> tuple[int, int, int]:
+    """Descriptors, mappings of shared memory and resident kilobytes."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    resident = int(status.partition("VmRSS:")[2].split()[0])
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:fastpipe"), resident
+
+
+@pytest.mark.timeout(240)
+def test_nothing_grows_in_500_steps(executor: str) -> None:
+    with ranks(2, environment=SHARED) as group:
+        for answer in group.run(train, executor, 500, 4, timeout=200):
+            (files, maps, before), (files_after, maps_after, after) = answer["held"]
+            assert "shared_memory" in answer["transport"]
+            assert (files, maps) == (files_after, maps_after)
+            assert after - before < 4096, answer
+
+
+def test_paused_and_resumed_at_random() -> None:
+    with ranks(4, environment=SHARED) as group:
+        group.start(train, "native", 150)
+        choice = random.Random(3)
+        for _ in range(60):
+            rank = choice.randrange(4)
+            group.signal(rank, signal.SIGSTOP)
+            time.sleep(choice.random() * 0.03)
+            group.signal(rank, signal.SIGCONT)
+            time.sleep(choice.random() * 0.01)
+        assert all("shared_memory" in answer["transport"] for answer in group.results(timeout=60))
+
+
+def test_nothing_is_left_when_all_are_killed() -> None:
+    before = names()
+    with ranks(4, environment=SHARED) as group:
+        group.start(train, "native", 100000)
+        deadline = time.monotonic() + 30
+        maps = [Path(f"/proc/{process.pid}/maps") for process in group.processes]
+        while not all("memfd:fastpipe" in path.read_text() for path in maps):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        group.kill()
+    assert names() <= before
+
+
+def names() -> set[str]:
+    """Whatever shared memory or a socket with a name would show up in, as far as it is ours."""
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    ours = {line.split()[-1] for line in sockets if "fastpipe" in line and "fastpipe-ranks" not in line}
+    return ours | {name for name in os.listdir("/dev/shm") if "fastpipe" in name}
+
+
+def test_a_copy_of_a_tensor_is_the_consumers_own(group_of: Callable[[int], Ranks]) -> None:
+    group_of(2).run(keep_outputs)
+
+
+def keep_outputs() -> None:
+    """Runs on every rank: what a stage was given stays as it was, however long it is held."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Keep(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append((x.detach(), x.detach().clone()))
+            return x
+
+    case = CASES["plain"]
+    middle = len(case.layers(4)) // 2
+    layers: list[Any] = case.layers(4)
+    layers.insert(middle, Keep())
+    pipe = Pipeline(layers, "gpipe", 6, case.loss_fn, transport="shared_memory")
+    for batch in case.batches(20, rows_for(6)):
+        pipe.step(*batch.args, target=batch.target)
+    assert all(torch.equal(one, copy) for one, copy in kept)
