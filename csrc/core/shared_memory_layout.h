@@ -13,7 +13,7 @@ namespace fastpipe {
 
 constexpr std::size_t kSharedLine = 64;  // what one writer has for itself; torch's alignment, too
 constexpr std::uint64_t kSharedMagic = 0x3165706970747366;
-constexpr std::size_t kMaxSharedPrograms = 1024;
+constexpr std::size_t kSharedNotices = 64;
 
 using SharedWord = std::atomic<std::uint32_t>;
 using SharedNumber = std::atomic<std::uint64_t>;
@@ -28,17 +28,23 @@ struct alignas(kSharedLine) DoorbellWords {
   SharedWord sleeper;  // what the owner sleeps for; set by the owner, unset by whoever wakes it
 };
 
+// Of the programs whose number leaves the same remainder the last one's: a rank makes a program and runs it with the
+// others, and has opened their rings when it comes to the next.
 struct ProgramNotice {
-  SharedNumber ready;  // the descriptor's number plus one; written last
+  SharedNumber ready;  // ready_notice(); written last
   std::uint64_t bytes;
   std::uint64_t fingerprint;
 };
+
+constexpr std::uint64_t ready_notice(std::size_t program, int descriptor) {
+  return (static_cast<std::uint64_t>(program) + 1) << 32 | static_cast<std::uint32_t>(descriptor);
+}
 
 struct Board {
   std::uint64_t magic;
   std::uint64_t nonce;
   DoorbellWords doorbell;
-  ProgramNotice programs[kMaxSharedPrograms];
+  ProgramNotice programs[kSharedNotices];
 };
 
 // Of one channel. Its entries follow.

@@ -29,10 +29,14 @@ std::uint64_t random_number() {
 
 }  // namespace
 
-SharedMemoryLink::SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks)
+Clock::duration SharedMemoryLink::usual_spin(std::int32_t num_ranks) {
+  return num_ranks < num_cores() ? Clock::duration(kSpin) : Clock::duration::zero();
+}
+
+SharedMemoryLink::SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
     : rank_(rank),
       nonce_(random_number()),
-      spin_(num_ranks < num_cores() ? Clock::duration(kSpin) : Clock::duration::zero()),
+      spin_(spin),
       board_(SharedMemorySegment::make(sizeof(Board))),
       peers_(num_ranks) {
   Board& board = *board_->at<Board>(0);
@@ -54,17 +58,11 @@ const std::shared_ptr<SharedMemoryPeer>& SharedMemoryLink::peer(std::int32_t ran
                       " by shared memory; connect every rank of the program first");
 }
 
-std::size_t SharedMemoryLink::number_program() {
-  if (num_programs_ < kMaxSharedPrograms) return num_programs_++;
-  throw Error("shared memory: this pipeline has run " + std::to_string(kMaxSharedPrograms) +
-              " different numbers of microbatches, as many as it can; build the Pipeline again");
-}
-
 void SharedMemoryLink::publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint) {
-  ProgramNotice& notice = board_->at<Board>(0)->programs[program];
+  ProgramNotice& notice = board_->at<Board>(0)->programs[program % kSharedNotices];
   notice.bytes = rings.size();
   notice.fingerprint = fingerprint;
-  notice.ready.store(static_cast<std::uint64_t>(rings.descriptor()) + 1);
+  notice.ready.store(ready_notice(program, rings.descriptor()));
   for (const auto& peer : peers_) {
     if (peer) peer->doorbell().ring_always();
   }

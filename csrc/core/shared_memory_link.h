@@ -16,7 +16,10 @@ namespace fastpipe {
 
 class SharedMemoryLink final {
  public:
-  SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks);
+  // spin: how long to look before sleeping.
+  SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin);
+  SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks)
+      : SharedMemoryLink(rank, num_ranks, usual_spin(num_ranks)) {}
 
   std::int32_t rank() const { return rank_; }
   BoardAddress address() const;
@@ -25,16 +28,17 @@ class SharedMemoryLink final {
 
   const std::shared_ptr<SharedMemoryPeer>& peer(std::int32_t rank) const;
   SharedMemoryDoorbell doorbell() const { return SharedMemoryDoorbell(board_->at<Board>(0)->doorbell); }
-  // How long to look before sleeping. Zero with as many ranks as cores: who looks would keep a core from the one that
-  // it waits for.
   Clock::duration spin() const { return spin_; }
 
   // The next program's number. Every rank makes its programs in the same order.
-  std::size_t number_program();
+  std::size_t number_program() { return num_programs_++; }
   // Shows the others the rings that this rank sends on in a program.
   void publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint);
 
  private:
+  // A few microseconds; zero with as many ranks as cores: who looks would keep a core from the one that it waits for.
+  static Clock::duration usual_spin(std::int32_t num_ranks);
+
   std::int32_t rank_;
   std::uint64_t nonce_;
   Clock::duration spin_;

@@ -44,14 +44,15 @@ std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::open(int descriptor, std:
 }
 
 std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::rings(std::size_t program, std::uint64_t fingerprint) const {
-  ProgramNotice& notice = board().programs[program];
+  ProgramNotice& notice = board().programs[program % kSharedNotices];
   const std::uint64_t ready = notice.ready.load();
-  if (ready == 0) return nullptr;
+  const auto descriptor = static_cast<int>(ready & 0xffffffff);
+  if (ready != ready_notice(program, descriptor)) return nullptr;
   if (notice.fingerprint != fingerprint) {
     throw Error("shared memory: rank " + std::to_string(rank_) +
                 " runs another program; call step and eval_step in the same order on every rank");
   }
-  return open(static_cast<int>(ready) - 1, notice.bytes);
+  return open(descriptor, notice.bytes);
 }
 
 }  // namespace fastpipe

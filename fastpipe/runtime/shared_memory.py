@@ -153,6 +153,8 @@ def between_processes(
     Raises:
         ValueError: for ``"shared_memory"`` where it cannot be; it says why.
     """
+    if choice not in ("auto", "shared_memory", "process_group"):
+        raise ValueError(f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto', 'shared_memory' or 'process_group'")
     if choice == "process_group":
         return ProcessGroups(member, timeout)
     found = connect(exchange, member, device, timeout)

@@ -1,13 +1,14 @@
 // The executor's loop over shared memory with a stub in place of torch: ranks as threads, under the sanitizers, and as
 // processes, some of which die.
-// Build: g++ -std=c++17 -g -O1 -fsanitize=thread -Icsrc -Itests/native tests/native/shared_memory_test.cpp csrc/core/*.cpp
-// Run:   shared_memory_test [number of programs] [first seed]
+// Build: g++ -std=c++17 -g -O1 -fsanitize=thread -Icsrc -Itests/native tests/native/shared_memory_test.cpp
+// csrc/core/*.cpp Run:   shared_memory_test [number of programs] [first seed]
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -135,7 +136,8 @@ class Rank final {
 
  private:
   static std::shared_ptr<SharedMemoryLink> make_link(const Shape& shape, std::int32_t rank) {
-    return std::make_shared<SharedMemoryLink>(rank, shape.num_ranks);
+    const auto spin = std::chrono::microseconds(shape.num_microbatches % 2 == 0 ? 20 : 0);
+    return std::make_shared<SharedMemoryLink>(rank, shape.num_ranks, spin);
   }
 
   Shape shape_;
