@@ -14,6 +14,9 @@ namespace fastpipe {
 
 namespace {
 
+// As torch's pipelines label theirs. Without it torch's profiler takes "2F0" for a mangled C++ name and shows "F0".
+const std::string kLabelPrefix = "PP:";
+
 std::size_t count(const std::vector<StagePlace>& stages) {
   std::int32_t highest = -1;
   for (const StagePlace& stage : stages) highest = std::max(highest, stage.index);
@@ -32,7 +35,8 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
     owned.at(index) = std::move(stage);
   }
   for (std::size_t position = 0; position < program.size(); ++position) {
-    labels_.push_back(program.action_text(position));
+    const std::string text = program.action_text(position);
+    labels_.push_back(text.empty() ? text : kLabelPrefix + text);
   }
   executor_ = std::make_unique<Executor>(program, std::move(owned), transport.connect(program, timeout_seconds),
                                          [device] { return std::make_unique<TensorPayload>(device); });

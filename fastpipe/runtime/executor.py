@@ -18,7 +18,7 @@ OnFailure = Callable[[int, BaseException], None]
 """Called at once, with the position in the program and the exception, before the rank goes on draining."""
 
 
-class Drained(Exception):
+class Drained(Exception):  # noqa: N818 - not an error of its own
     """A step was drained on this rank because it failed on another."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
+from fastpipe.runtime.microbatch import Rule, Rules, loss_divisors, rows_of, rule_for, split
 from fastpipe.runtime.stage import Stage, StageWork, chosen
 from fastpipe.runtime.tensors import boundary_tensors
 
@@ -45,6 +45,7 @@ class Inputs:
         targets: by microbatch, on a process with the last stage.
         output_grads: the same.
         rows: the rows of every microbatch, where they can be counted.
+        whole: the same for what was given as a whole batch, the input and the target.
         divisors: of the losses, where the user's own function says them.
     """
 
@@ -53,6 +54,7 @@ class Inputs:
     targets: list[Any] | None = None
     output_grads: list[tuple[torch.Tensor, ...]] | None = None
     rows: list[int] | None = None
+    whole: dict[str, list[int]] = field(default_factory=dict)
     divisors: list[float] | None = None
 
     def signature(self) -> tuple[Any, ...]:
@@ -82,6 +84,8 @@ def take_inputs(
     count = request.num_microbatches
     if any(stage.is_first for stage in stages):
         inputs.args, inputs.rows = _split_args(request, rules)
+        if inputs.rows is not None and isinstance(request.args[0], torch.Tensor) and _is_dim(rule_for(rules, 0)):
+            inputs.whole["the input"] = inputs.rows
     for name, value in request.kwargs.items():
         if any(stage.accepts is None or name in stage.accepts for stage in stages):
             inputs.kwargs[name] = split(value, count, rule_for(rules, name), name)
@@ -124,6 +128,28 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
     rule = rule_for(rules, "target")
     inputs.targets = split(request.target, count, rule, "target")
     inputs.rows = rows_of(inputs.targets, rule) or inputs.rows
+    if inputs.rows is not None and isinstance(request.target, torch.Tensor) and _is_dim(rule):
+        inputs.whole["target"] = inputs.rows
+
+
+def _is_dim(rule: Rule) -> bool:
+    return isinstance(rule, int) and not isinstance(rule, bool)
+
+
+def check_cuts(whole: Mapping[str, list[int]]) -> None:
+    """Refuse an input and a target whose microbatches do not belong together.
+
+    Raises:
+        ValueError: when their rows are not in the same proportion in every microbatch.
+    """
+    if len(whole) < 2:
+        return
+    rows, targets = whole["the input"], whole["target"]
+    if any(sum(targets) * row != sum(rows) * target for row, target in zip(rows, targets, strict=True)):
+        raise ValueError(
+            f"target has {sum(targets)} rows and the input has {sum(rows)}: as microbatches of {targets} and {rows} "
+            "rows they do not belong together; give batches of the same length, or lists of microbatches"
+        )
 
 
 def stage_works(

@@ -31,7 +31,7 @@ from fastpipe.runtime.control import (
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.group import membership
-from fastpipe.runtime.inputs import Inputs, Request, stage_works, take_inputs
+from fastpipe.runtime.inputs import Inputs, Request, check_cuts, stage_works, take_inputs
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import Rules, check_reduction
 from fastpipe.runtime.modules import Stages, build_modules, check_device, find_device, state_prefix
@@ -46,6 +46,8 @@ from fastpipe.runtime.transport import Transport, TransportError
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
+_MAX_KNOWN = 64
+"""How many combinations of input shapes are remembered; another one costs a step with headers."""
 
 
 class Pipeline:
@@ -77,7 +79,9 @@ class Pipeline:
         device: what to compute on; that of the stages unless given.
         group: a process group, or a DeviceMesh of one dimension; all processes unless given.
         executor: ``"auto"``, ``"native"`` or ``"python"``.
-        transport: ``"auto"``, ``"loopback"``, ``"shared_memory"``, ``"process_group"``, or a
+        transport: ``"loopback"`` (the ranks are threads), ``"shared_memory"`` (processes of one host, on CPU),
+            ``"process_group"`` (any), or ``"auto"``: the first of these that can be. The variable FASTPIPE_TRANSPORT
+            says what "auto" means for several processes; set it alike for all. Or a
             `fastpipe.runtime.transport.Transport`.
         stage_to_rank: the rank of every stage, where it is not the schedule's own.
         recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`.
@@ -221,7 +225,7 @@ class Pipeline:
             return transport
         if self._member.size == 1:
             return Loopback()
-        choice = os.environ.get("FASTPIPE_TRANSPORT", "process_group") if transport == "auto" else transport
+        choice = os.environ.get("FASTPIPE_TRANSPORT", "auto") if transport == "auto" else transport
         return between_processes(choice, self._control.exchange, self._member, self.device, timeout)
 
     def _build_stages(self, stages: Stages, partition: Any) -> dict[int, dict[int, nn.Module]]:
@@ -333,7 +337,7 @@ class Pipeline:
             self._forward_only = True
             return self._run(_replayed(request, inputs), trace)
         self._raise_failure(outcome, replies)
-        self._known.setdefault(signature, len(self._known))
+        self._remember(signature)
         return self._result(program, outcome, replies)
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
@@ -368,7 +372,8 @@ class Pipeline:
         try:
             self._plans.program(request.num_microbatches, not request.training)
             inputs = take_inputs(request, self._split, self._stages, self.loss_fn, self._reduction)
-            message |= {"rows": inputs.rows, "signature": self._signature(request, inputs)}
+            signature = self._signature(request, inputs)
+            message |= {"rows": inputs.rows, "whole": inputs.whole, "signature": signature}
         except BaseException as found:
             # an iterator may raise anything, and the others must not wait for this rank
             error = found
@@ -391,6 +396,7 @@ class Pipeline:
         for rank, reply in enumerate(replies):
             if "refused" in reply:
                 raise StepError(f"rank {rank} refused its input: {reply['refused']}", rank=rank, cause=reply["refused"])
+        check_cuts({name: rows for reply in replies for name, rows in reply["whole"].items()})
         taken = {name for reply in replies for name in reply["kwargs"]}
         for name in request.kwargs:
             if name not in taken:
@@ -414,7 +420,22 @@ class Pipeline:
         if request.training:
             self._replicas.before_step()
         announce = signature not in self._known
-        return self._ranks.run(program, self._known.get(signature, len(self._known)), announce)
+        return self._ranks.run(program, self._number(signature), announce)
+
+    def _number(self, signature: tuple[Any, ...]) -> int:
+        """What transports call these shapes; the number of the oldest is given again when many are known."""
+        if signature in self._known:
+            return self._known[signature]
+        return len(self._known) if len(self._known) < _MAX_KNOWN else next(iter(self._known.values()))
+
+    def _remember(self, signature: tuple[Any, ...]) -> None:
+        """The shapes of this step need not be announced again."""
+        if signature in self._known:
+            return
+        number = self._number(signature)
+        if len(self._known) == _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[signature] = number
 
     def _failed_elsewhere(self, failure: Failure) -> None:
         """From the watcher: another process failed or died."""
@@ -466,6 +487,8 @@ class Pipeline:
             spans.update(unpack_spans(reply.get("spans", {})))
         found = {i: output for stage in self._stages for i, output in stage.work.outputs.items()}
         outputs = [found[i] for i in sorted(found)] or None
+        for stage in self._stages:
+            stage.end()
         return StepResult(_by_microbatch(losses), _by_microbatch(scaled), outputs, self._merge, program, spans)
 
     def profile(self, *args: Any, target: Any = None, **kwargs: Any) -> CostModel:

@@ -16,6 +16,9 @@ from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.tensors import Tensors, handed_over
 from fastpipe.runtime.transport import Message, Transport
 
+_LABEL_PREFIX = "PP:"
+"""As torch's pipelines label theirs. Without it torch's profiler takes "2F0" for a mangled C++ name and shows "F0"."""
+
 
 class PythonExecutor(Executor):
     """Interprets one rank's program; see `Executor`."""
@@ -97,7 +100,7 @@ class PythonExecutor(Executor):
             if instruction.action is None:
                 handler(instruction)
             elif not self.failed:
-                with torch.profiler.record_function(str(instruction.action)):
+                with torch.profiler.record_function(f"{_LABEL_PREFIX}{instruction.action}"):
                     handler(instruction)
         except BaseException as error:
             self._fail_at(position, error)

@@ -19,7 +19,7 @@ from fastpipe.runtime.tensors import Tensors, boundary_tensors
 LossFunction = Callable[..., Any]
 
 
-class NoLoss(Exception):
+class NoLoss(Exception):  # noqa: N818 - it is caught, and the step goes on without a backward
     """The last stage returned no loss, and neither a loss function nor an output gradient was given."""
 
 
@@ -68,10 +68,7 @@ class Chain(nn.Module):
         value: Any = args
         for layer, names in zip(self.children(), self._names, strict=True):
             inputs = value if isinstance(value, tuple) else (value,)
-            if kwargs:
-                value = layer(*inputs, **chosen(kwargs, names))
-            else:
-                value = layer(*inputs)
+            value = layer(*inputs, **chosen(kwargs, names)) if kwargs else layer(*inputs)
         return value
 
 
@@ -108,6 +105,11 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
         ctx.caught[ctx.index] = grads[0]
         return None, None, None
+
+
+def _enter(tensor: torch.Tensor, caught: dict[int, torch.Tensor], index: int) -> torch.Tensor:
+    entered: torch.Tensor = _Entry.apply(tensor, caught, index)  # type: ignore[no-untyped-call]
+    return entered
 
 
 @dataclass
@@ -206,12 +208,12 @@ class Stage:
         work = self.work
         if work.keep_outputs:
             work.outputs[microbatch] = detached(output)
-        if self.loss_fn is None and not isinstance(_returned_loss(output), torch.Tensor):
-            if torch.is_grad_enabled() and work.output_grads is None:
-                raise NoLoss
-            return boundary_tensors(output, "the last stage") if work.output_grads is not None else ()
         if work.output_grads is not None:
-            return boundary_tensors(output, "the last stage")
+            return _fitting(boundary_tensors(output, "the last stage"), work.output_grads[microbatch])
+        if self.loss_fn is None and not isinstance(_returned_loss(output), torch.Tensor):
+            if torch.is_grad_enabled():
+                raise NoLoss
+            return ()
         if self.loss_fn is not None and work.targets is None:
             return ()
         return (self._loss(microbatch, output),)
@@ -234,7 +236,7 @@ class Stage:
         if not torch.is_grad_enabled():
             return self.run(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
-        entered = tuple(_Entry.apply(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
+        entered = tuple(_enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
         outputs = self.run(microbatch, entered)
         self._records[microbatch] = _Record(inputs, outputs, caught)
         return outputs
@@ -272,8 +274,20 @@ class Stage:
         """Backward for the weights: nothing is left to do, `backward_input` did it."""
 
     def end(self) -> None:
-        """Let go of all that a failed step left behind."""
+        """Let go of all that a step left behind, the batch too."""
+        self.work = StageWork()
         self._records.clear()
+
+
+def _fitting(outputs: Tensors, grads: Tensors) -> Tensors:
+    """The outputs, if the gradients that the caller gave are theirs."""
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (grads, outputs)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"output_grad has the shapes {shapes[0]} for a microbatch whose outputs have {shapes[1]}: give one "
+            "gradient of the same shape for each output"
+        )
+    return outputs
 
 
 def _returned_loss(output: Any) -> Any:

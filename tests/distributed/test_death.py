@@ -116,7 +116,7 @@ def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("victim", "when"), [(3, "in a step"), (0, "between steps")])
 def test_silent(victim: int, when: str, executor: str, tmp_path: Path) -> None:
     """A stopped process is alive and says nothing: after the timeout the others give up."""
-    at_call, timeout = (COUNT + 3 if when == "in a step" else -1), 1.0
+    at_call, timeout = (COUNT + 3 if when == "in a step" else -1), 3.0
     with ranks(SIZE) as group:
         note = str(tmp_path / "note")
         group.start(train_until, victim, at_call, int(signal.SIGSTOP), note, executor, "1f1b", timeout, 3)

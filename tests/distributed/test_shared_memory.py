@@ -67,12 +67,21 @@ def choose(without: int, transport: str) -> str:
 
 @pytest.mark.parametrize("without", [-1, 0, 2])
 def test_all_choose_the_same(without: int) -> None:
-    with ranks(4, environment=SHARED) as group:
+    with ranks(4) as group:
+        auto = group.run(choose, without, "auto")
         shared = group.run(choose, without, "shared_memory")
-    if without < 0:
-        assert all("shared_memory" in text and "4 processes of one host" in text for text in shared)
-    else:
+    chosen = "shared_memory, lanes directed, 4 processes of one host"
+    if without >= 0:
+        chosen = f"process_group, lanes directed (no shared memory: rank {without}: native extension"
         assert all(f"transport = 'shared_memory': rank {without}: native extension" in text for text in shared)
+    assert all(chosen in text for text in auto)
+    assert without >= 0 or all(chosen in text for text in shared)
+
+
+def test_the_variable_says_what_auto_means() -> None:
+    for value, expected in (("process_group", "process_group, lanes"), ("nonsense", "FASTPIPE_TRANSPORT = 'nonsense'")):
+        with ranks(2, environment={"FASTPIPE_TRANSPORT": value}) as group:
+            assert all(expected in text for text in group.run(choose, -1, "auto"))
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3])

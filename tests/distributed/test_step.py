@@ -1,0 +1,293 @@
+"""What only several processes show: who takes which input, who is told what, and what all have alike."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastpipe import Pipeline
+from fastpipe.runtime.stage import Chain
+from tests.distributed.ranks import Ranks, ranks
+from tests.runtime.checks import same_bits, train_and_compare
+from tests.runtime.models import CASES, WIDTH, Block, squared
+
+GroupOf = Callable[[int], Ranks]
+
+
+def pipeline(executor: str = "auto", schedule: str = "1f1b", **options: Any) -> Pipeline:
+    layers = CASES["plain"].layers(8)
+    return Pipeline(**{"stages": layers, "schedule": schedule, "num_microbatches": 4, "loss_fn": squared, **options})
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    made = CASES["plain"].batches(1, 9)[0]
+    return made.args[0], made.target
+
+
+class Counted(Iterator[torch.Tensor]):
+    """An iterator that knows how much of it was taken."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = iter(parts)
+        self.taken = 0
+
+    def __next__(self) -> torch.Tensor:
+        part = next(self.parts)
+        self.taken += 1
+        return part
+
+
+def take(executor: str, schedule: str) -> dict[str, Any]:
+    pipe = pipeline(executor, schedule)
+    x, y = batch()
+    inputs, targets = Counted(x.tensor_split(4)), Counted(y.tensor_split(4))
+    result = pipe.step(inputs, target=targets, trace=True)
+    nothing = pipe.step(x if pipe.needs_input else None, target=y if pipe.needs_target else None)
+    spans = {rank: sum(span.rank == rank for span in result.timeline) for rank in range(pipe.num_ranks)}
+    return {
+        "taken": (inputs.taken, targets.taken),
+        "needs": (pipe.needs_input, pipe.needs_target),
+        "ends": (pipe.is_first, pipe.is_last),
+        "loss": (float(result.loss), float(nothing.loss)),
+        "losses": [float(loss) for loss in result.losses],
+        "outputs": result.outputs is not None,
+        "keys": list(pipe.state_dict()),
+        "spans": spans,
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_each_rank_takes_what_it_needs_and_all_have_the_loss(schedule: str, executor: str, group_of: GroupOf) -> None:
+    answers = group_of(2).run(take, executor, schedule)
+    both = schedule == "dualpipev"
+    for rank, answer in enumerate(answers):
+        first, last = rank == 0, rank == (0 if both else 1)
+        assert answer["needs"] == answer["ends"] == (first, last)
+        assert answer["taken"] == (4 * first, 4 * last)
+        assert answer["outputs"] == last
+        assert answer["loss"] == answers[0]["loss"] and answer["losses"] == answers[0]["losses"]
+        assert answer["spans"] == answers[0]["spans"] and min(answer["spans"].values()) > 4
+    keys = [key for answer in answers for key in answer["keys"]]
+    assert sorted(keys) == sorted(Chain(dict(enumerate(CASES["plain"].layers(8)))).state_dict())
+
+
+def caught(call: Callable[[], Any]) -> tuple[str, str, int | None, float]:
+    """The type, text and rank of what a call raises, and the seconds until then."""
+    start = time.perf_counter()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "rank", None), time.perf_counter() - start
+    return "nothing", "", None, 0.0
+
+
+def broken_loader() -> Iterator[torch.Tensor]:
+    yield torch.zeros(2, WIDTH)
+    raise OSError("the disk is gone")
+
+
+def mistakes(rank: int) -> dict[str, Callable[[Pipeline], Any]]:
+    """Steps with a mistake on one rank, or on all."""
+    x, y = batch()
+    return {
+        "no target": lambda p: p.step(x),
+        "a short list": lambda p: p.step([x] * 3, target=y),
+        "a broken loader": lambda p: p.step(broken_loader(), target=y),
+        "unequal counts": lambda p: p.step(x, target=y, num_microbatches=4 + rank),
+        "unequal calls": lambda p: p.step(x, target=y) if rank else p.eval_step(x, target=y),
+        "unequal keywords": lambda p: p.step(x, target=y, **({"scale": 1.0} if rank else {})),
+        "an unknown keyword": lambda p: p.step(x, target=y, scale=1.0),
+        "unequal rows": lambda p: p.step(x, target=y[:8]),
+    }
+
+
+def make_mistakes(executor: str) -> dict[str, Any]:
+    pipe = pipeline(executor)
+    x, y = batch()
+    found = {}
+    for name, mistake in mistakes(pipe.rank).items():
+        found[name] = caught(lambda mistake=mistake: mistake(pipe))
+        pipe.step(x, target=y)
+    return found
+
+
+def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str, group_of: GroupOf) -> None:
+    zero, one = group_of(2).run(make_mistakes, executor)
+    assert all(answer[3] < 2 for answers in (zero, one) for answer in answers.values())
+
+    def check(name: str, rank: int, kind: str, text: str) -> None:
+        own, other = (zero, one) if rank == 0 else (one, zero)
+        assert own[name][0] == kind and text in own[name][1], own[name]
+        assert other[name][0] == "StepError" and other[name][2] == rank and text in other[name][1], other[name]
+
+    check("no target", 1, "ValueError", "target = None")
+    check("a short list", 0, "ValueError", "the input has 3 microbatches")
+    check("a broken loader", 0, "OSError", "the disk is gone")
+    for name, text in {
+        "unequal counts": "num_microbatches=4; rank 1: step with num_microbatches=5",
+        "unequal calls": "the ranks do not make the same call",
+        "unequal keywords": "the ranks do not make the same call",
+        "an unknown keyword": "scale: no stage's forward takes",
+        "unequal rows": "target has 8 rows and the input has 9",
+    }.items():
+        assert zero[name][:2] == one[name][:2]
+        assert zero[name][0] == "ValueError" and text in zero[name][1], zero[name]
+
+
+def build_badly() -> dict[str, Any]:
+    rank = dist.get_rank()
+    found = {
+        "one rank": caught(lambda: pipeline(partition=[5] if rank == 1 else "layers")),
+        "different": caught(lambda: pipeline(num_microbatches=4 + rank)),
+        "schedules": caught(lambda: pipeline(schedule="gpipe" if rank else "1f1b")),
+        "loopback": caught(lambda: pipeline(transport="loopback")),
+        "too many ranks": caught(lambda: pipeline(num_ranks=3)),
+    }
+    train_and_compare("plain", "1f1b", 4)
+    return found
+
+
+def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:
+    zero, one = group_of(2).run(build_badly)
+    assert all(answer[3] < 2 for answers in (zero, one) for answer in answers.values())
+    assert one["one rank"][0] == "ValueError" and "partition = [5]" in one["one rank"][1]
+    assert zero["one rank"][0] == "StepError" and zero["one rank"][2] == 1
+    for name in ("different", "schedules"):
+        assert zero[name][0] == one[name][0] == "ValueError" and "do not build the same pipeline" in zero[name][1]
+    assert "there are several processes" in zero["loopback"][1]
+    assert "num_ranks = 3: the group has 2 processes" in zero["too many ranks"][1]
+
+
+class Picky(nn.Module):
+    """Cannot stand zeros, which is what stands in for an activation that was never computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.any():
+            raise ArithmeticError("zeros")
+        return x * 1
+
+
+class FailsOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 4 + 2:
+            raise OSError("the true reason")
+        return self.block(x)
+
+
+def fail_upstream(executor: str) -> tuple[str, str, int | None, float]:
+    stages = [FailsOnce(), Picky(), Picky(), Block()]
+    pipe = pipeline(executor, stages=stages)
+    x, y = batch()
+    pipe.step(x, target=y)
+    answer = caught(lambda: pipe.step(x, target=y))
+    pipe.step(x, target=y)
+    return answer
+
+
+def test_who_chokes_on_stand_ins_names_the_true_reason(executor: str, group_of: GroupOf) -> None:
+    answers = group_of(4).run(fail_upstream, executor)
+    assert answers[0][0] == "OSError"
+    for answer in answers[1:]:
+        assert answer[0] == "StepError" and answer[2] == 0 and "the true reason" in answer[1], answer
+
+
+def count_leftovers(executor: str) -> list[int]:
+    """Threads and descriptors after pipelines have come and gone, and after many steps."""
+    x, y = batch()
+    found = []
+    for number in range(6):
+        pipe = pipeline(executor)
+        for _ in range(100 if number == 3 else 2):
+            pipe.step(x, target=y)
+        if number in (2, 3):
+            found += [threading.active_count(), len(os.listdir("/proc/self/fd"))]
+        del pipe
+        gc.collect()
+        dist.barrier()
+    return [*found, threading.active_count(), len(os.listdir("/proc/self/fd"))]
+
+
+def test_nothing_is_left_of_dropped_pipelines(executor: str) -> None:
+    with ranks(2) as group:
+        for threads, files, more_threads, more_files, last_threads, last_files in group.run(count_leftovers, executor):
+            assert more_threads <= threads and more_files <= files
+            assert last_threads < threads and last_files < files
+
+
+def in_halves(executor: str) -> None:
+    """Two pipelines of two ranks each, side by side, and then one of all four."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    # the processes have made different numbers of pipelines before the one that all of them share
+    for _ in range(1 + rank // 2):
+        train_and_compare("plain", "1f1b", 4, num_ranks=2, group=halves[rank // 2], executor=executor)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    train_and_compare("plain", "1f1b", 4, num_ranks=2, group=mesh["pp"], executor=executor)
+    train_and_compare("plain", "zbv", 4, num_ranks=4, executor=executor)
+    text = caught(lambda: pipeline(executor, group=mesh))[1]
+    assert "DeviceMesh has 2 dimensions" in text, text
+
+
+def test_pipelines_in_parts_of_the_processes(executor: str, group_of: GroupOf) -> None:
+    group_of(4).run(in_halves, executor, timeout=60)
+
+
+def script(folder: str) -> None:
+    """A training script as a user writes it: no process group, no question which rank it is."""
+    torch.manual_seed(0)
+    layers = [Block() for _ in range(4)]
+    pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=2)
+    optimizer = torch.optim.SGD(list(pipe.parameters()), 0.1)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    for _ in range(3):
+        optimizer.zero_grad()
+        result = pipe.step(x, target=y)
+        optimizer.step()
+    rank = os.environ.get("RANK", "alone")
+    torch.save((result.loss, pipe.state_dict()), Path(folder) / f"{rank}.pt")
+
+
+def test_the_same_script_alone_and_as_processes(tmp_path: Path) -> None:
+    """With RANK set a group is made and ended by fastpipe itself; the numbers are those of one process."""
+    import subprocess
+    import sys
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    for name in ("RANK", "WORLD_SIZE"):
+        common.pop(name, None)
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    code = f"from tests.distributed.test_step import script; script({str(tmp_path)!r})"
+    environments = [common, *({**common, **master, "RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2))]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=e, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for e in environments
+    ]
+    try:
+        for process in started:
+            output, _ = process.communicate(timeout=60)
+            assert process.returncode == 0 and "Warning" not in output, output
+    finally:
+        for process in started:
+            process.kill()
+    loss, state = torch.load(tmp_path / "alone.pt")
+    for rank in range(2):
+        its_loss, its_state = torch.load(tmp_path / f"{rank}.pt")
+        assert same_bits(its_loss, loss) and its_state
+        assert all(same_bits(value, state[key]) for key, value in its_state.items())

@@ -1,0 +1,159 @@
+"""Wrong arguments: a ValueError or TypeError that names the argument, what was found, and what to give."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import Pipeline, make_schedule
+from tests.runtime.models import CASES, WIDTH, Block, squared
+
+LAYERS = CASES["plain"].layers(4)
+SCHEDULE = make_schedule("1f1b", num_ranks=2, num_microbatches=4)
+X, Y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
+
+
+def build(**wrong: Any) -> Pipeline:
+    good: dict[str, Any] = {"stages": LAYERS, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": squared}
+    return Pipeline(**{**good, "num_ranks": 2, **wrong})
+
+
+CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown schedule": ({"schedule": "2f2b"}, "'2f2b'.*use one of gpipe"),
+    "unknown option": ({"schedule_options": {"chunks": 2}}, "chunks = 2.*1f1b has no such option"),
+    "options of a made schedule": ({"schedule": SCHEDULE, "schedule_options": {"x": 1}}, "schedule_options = "),
+    "stages_per_rank of another": ({"stages_per_rank": 3}, "stages_per_rank = 3: 1f1b has 1"),
+    "no microbatches": ({"num_microbatches": None}, "num_microbatches is missing"),
+    "microbatches 0": ({"num_microbatches": 0}, "num_microbatches = 0"),
+    "microbatches a str": ({"num_microbatches": "4"}, "num_microbatches = '4'"),
+    "too few microbatches": ({"schedule": "dualpipev", "num_microbatches": 3}, "num_microbatches = 3"),
+    "microbatches of a made schedule": ({"schedule": SCHEDULE, "num_microbatches": 5}, "num_microbatches = 5.*has 4"),
+    "ranks of a made schedule": ({"schedule": SCHEDULE, "num_ranks": 3}, "num_ranks = 3.*has 2 ranks"),
+    "ranks 0": ({"num_ranks": 0}, "num_ranks = 0"),
+    "ranks true": ({"num_ranks": "two"}, "num_ranks = 'two'"),
+    "loss_fn": ({"loss_fn": 3}, "loss_fn = 3"),
+    "loss_reduction": ({"loss_reduction": "max"}, "loss_reduction = 'max'.*'mean', 'sum'"),
+    "timeout": ({"timeout": 0}, "timeout = 0"),
+    "rng": ({"rng": "per_step"}, "rng = 'per_step'"),
+    "executor": ({"executor": "cpp"}, "executor = 'cpp'.*'auto', 'native' or 'python'"),
+    "transport": ({"transport": "mpi"}, "transport = 'mpi'"),
+    "transport needs processes": ({"transport": "process_group"}, "one process for 2 ranks.*torchrun"),
+    "too few layers": ({"stages": LAYERS[:1]}, "stages has 1 layers.*2 stages"),
+    "partition": ({"partition": "blocks"}, "partition = 'blocks'"),
+    "partition too short": ({"partition": [1, 2]}, r"partition = \[1, 2\].*4 layers"),
+    "partition with 0": ({"partition": [4, 0]}, r"partition = \[4, 0\]"),
+    "no layers": ({"stages": [Block(), 3]}, r"stages\[1\] is a int"),
+    "a module": ({"stages": Block()}, "stages is a Block: give the list"),
+    "a function to nothing": ({"stages": lambda index: None}, r"stages\(0\) returned a NoneType"),
+    "a dict with a hole": ({"stages": {0: Block()}}, "stages lacks stage 1"),
+    "a dict with too much": ({"stages": {0: Block(), 1: Block(), 2: Block()}}, "stages has the key 2"),
+    "stage_to_rank too short": ({"stage_to_rank": [0]}, r"stage_to_rank = \[0\]"),
+    "stage_to_rank no renaming": ({"stage_to_rank": [1, 1]}, r"stage_to_rank = \[1, 1\]"),
+    "another device": ({"device": "meta"}, "weight of stage 0 is on cpu and device = meta"),
+    "recv_lookahead": ({"recv_lookahead": -1}, "recv_lookahead = -1"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), CONSTRUCTION.values(), ids=CONSTRUCTION)
+def test_building(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        build(**wrong)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def no_scalar(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target) ** 2
+
+
+def no_tensor(output: torch.Tensor, target: torch.Tensor) -> Any:
+    return squared(output, target), {"accuracy": 0.5}
+
+
+class Wordy(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, "and a word"
+
+
+def raising() -> Any:
+    yield X[:2]
+    raise KeyError("the loader broke")
+
+
+STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
+    "no target": ({}, lambda p: p.step(X), "target = None.*pass target="),
+    "a target for nobody": ({"loss_fn": None}, lambda p: p.step(X, target=Y), "target.*no loss_fn"),
+    "a list too short": ({}, lambda p: p.step([X] * 3, target=Y), "the input has 3 microbatches.*num_microbatches = 4"),
+    "an iterator too short": ({}, lambda p: p.step(iter([X] * 3), target=Y), "the input .an iterator. has 3"),
+    "a target list too long": ({}, lambda p: p.step(X, target=[Y] * 5), "target has 5 microbatches"),
+    "too few rows": ({}, lambda p: p.step(X[:3], target=Y), "the input has 3 rows"),
+    "too few target rows": ({}, lambda p: p.step(X, target=Y[:2]), "target has 2 rows"),
+    "another type": ({}, lambda p: p.step(object(), target=Y), "the input is a object"),
+    "no such dimension": ({"split": 2}, lambda p: p.step(X, target=Y), "has no dimension 2"),
+    "a bad rule": ({"split": {0: "halves"}}, lambda p: p.step(X, target=Y), "split.*'halves'"),
+    "a function that splits wrongly": (
+        {"split": {0: lambda v, n: [v]}},
+        lambda p: p.step(X, target=Y),
+        "split.* has 1",
+    ),
+    "an unknown keyword": ({}, lambda p: p.step(X, target=Y, mask=X), "mask: no stage's forward takes"),
+    "microbatches 0": ({}, lambda p: p.step(X, target=Y, num_microbatches=0), "num_microbatches = 0"),
+    "output_grad with too few": ({"loss_fn": None}, lambda p: p.step(X, output_grad=[X]), "output_grad has 1"),
+    "output_grad of another kind": (
+        {"loss_fn": None},
+        lambda p: p.step(X, output_grad=[{}] * 4),
+        "output_grad returned a dict|output_grad.*dict",
+    ),
+    "output_grad of another shape": ({"loss_fn": None}, lambda p: p.step(X, output_grad=X[:, :2]), "output_grad"),
+    "a loss that is no scalar": ({"loss_fn": no_scalar}, lambda p: p.step(X, target=Y), r"shape \(3, 6\).*reduce"),
+    "a loss that is no tensor": ({"loss_fn": no_tensor}, lambda p: p.step(X, target=Y), "loss_fn returned a tuple"),
+    "rows and targets that differ": ({}, lambda p: p.step(X, target=Y[:8]), "target has 8 rows.*the input has 9"),
+    "weights that sum to 0": (
+        {"loss_reduction": lambda t: 0.0},
+        lambda p: p.step(X, target=Y),
+        "loss_reduction.*sum to",
+    ),
+    "another dtype": ({}, lambda p: p.step(X.double(), target=Y), "stage 0 has parameters of torch.float32.*float64"),
+    "what cannot be handed on": (
+        {"stages": [Block(), Wordy(), Block(), Block()]},
+        lambda p: p.step(X, target=Y),
+        "stage 0 returned a tuple of Tensor, str",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "step", "message"), STEPS.values(), ids=STEPS)
+def test_stepping_and_then_a_good_step(
+    options: dict[str, Any], step: Callable[[Pipeline], Any], message: str, executor: str
+) -> None:
+    pipe = build(**options, executor=executor)
+    with pytest.raises(ValueError) as caught:
+        step(pipe)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    if not options:
+        assert pipe.step(X, target=Y).loss is not None
+
+
+def test_an_iterator_that_raises(executor: str) -> None:
+    pipe = build(executor=executor)
+    with pytest.raises(KeyError, match="the loader broke"):
+        pipe.step(raising(), target=Y)
+    assert pipe.step(X, target=Y).loss is not None
+
+
+def test_a_shape_that_changes_without_the_inputs(executor: str) -> None:
+    class Growing(nn.Module):
+        width = WIDTH
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :1].expand(-1, self.width)
+
+    growing = Growing()
+    pipe = build(stages=[growing, nn.Identity()], loss_fn=lambda o, t: o.sum(), executor=executor)
+    pipe.step(X.requires_grad_(), target=Y)
+    Growing.width = WIDTH + 1
+    with pytest.raises(ValueError, match=r"expected.*3, 6.*found.*3, 7"):
+        pipe.step(X, target=Y)
+    assert pipe.step(X, target=Y).outputs.shape == (9, WIDTH + 1)

@@ -1,0 +1,106 @@
+"""Nothing is left behind: by two hundred steps, by one step, by a pipeline that is dropped."""
+
+import gc
+import os
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import Pipeline
+from fastpipe.testing import Fault
+from tests.runtime.models import CASES, WIDTH, Block, squared
+
+X, Y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
+
+
+def pipeline(layers: list[nn.Module], schedule: str = "dualpipev", **options: Any) -> Pipeline:
+    return Pipeline(layers, schedule, 4, squared, num_ranks=2, **options)
+
+
+def resident_kilobytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+def test_two_hundred_steps(executor: str) -> None:
+    torch.manual_seed(0)
+    width = 128
+    pipe = pipeline([Block(width) for _ in range(4)], executor=executor, merge=False)
+    x, y = torch.randn(64, width), torch.randn(64, width)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            pipe.step(x, target=y)
+
+    steps(50)
+    before = tensors_alive(), threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kilobytes()
+    steps(200)
+    after = tensors_alive(), threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kilobytes()
+    assert after[:3] == before[:3]
+    # one microbatch's activations kept at every step would be over 25 MB
+    assert after[3] - before[3] < 8_000
+
+
+class Watched(nn.Module):
+    """Remembers its activations weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x)
+        self.seen += [weakref.ref(x), weakref.ref(y)]
+        return 1 * y
+
+
+@pytest.mark.parametrize("how", ["step", "eval_step", "failed step"])
+def test_activations_die_with_their_step(how: str, executor: str) -> None:
+    watched = [Watched() for _ in range(4)]
+    layers: list[nn.Module] = [*watched]
+    if how == "failed step":
+        layers[2] = Fault(watched[2], 2, RuntimeError("on purpose"))
+    pipe = pipeline(layers, executor=executor, merge=False)
+    try:
+        (pipe.eval_step if how == "eval_step" else pipe.step)(X, target=Y)
+    except RuntimeError as error:
+        # a traceback holds the frames, and they the activations, as for any exception
+        error.with_traceback(None).__context__ = None
+        del error
+    assert [len(module.seen) for module in watched] >= [2] * 4
+    layers_alive = [ref() for module in watched for ref in module.seen if ref() is not None]
+    # the first layer's inputs are views of the batch, which autograd needs no more either
+    assert not layers_alive
+
+
+def test_a_dropped_pipeline_ends_its_threads(executor: str) -> None:
+    before = set(threading.enumerate())
+    layers = CASES["plain"].layers(4)
+    pipe = pipeline(layers, executor=executor)
+    pipe.step(X, target=Y)
+    started = set(threading.enumerate()) - before
+    assert started
+    gone = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert gone() is None
+    for thread in started:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_pipeline_that_was_refused_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match="partition"):
+        pipeline(CASES["plain"].layers(4), partition=[1])
+    assert set(threading.enumerate()) <= before

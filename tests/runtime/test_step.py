@@ -1,0 +1,352 @@
+"""The forms of a step: how inputs come in, what a loss may be, how losses are weighed, what comes out."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import Pipeline, Schedule, make_schedule
+from fastpipe.runtime.stage import Chain
+from fastpipe.testing import reference_step
+from tests.runtime.checks import reference_of, same_bits, train_and_compare, unequal
+from tests.runtime.models import CASES, WIDTH, Batch, Block, squared
+
+CASE = CASES["plain"]
+
+
+def pipeline(layers: list[nn.Module] | None = None, schedule: str = "1f1b", count: int = 4, **options: Any) -> Pipeline:
+    options = {"loss_fn": squared, "num_ranks": 2, "executor": "auto", **options}
+    return Pipeline(CASE.layers(4) if layers is None else layers, schedule, count, **options)
+
+
+def batch_of(rows: int = 9) -> Batch:
+    return CASE.batches(1, rows)[0]
+
+
+def grads(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def test_a_batch_a_list_and_an_iterator_are_the_same(executor: str) -> None:
+    batch = batch_of()
+    x, y = batch.args[0], batch.target
+    forms: list[tuple[Any, Any]] = [
+        (x, y),
+        (list(x.tensor_split(4)), list(y.tensor_split(4))),
+        (iter(x.tensor_split(4)), (part for part in y.tensor_split(4))),
+        ([(part,) for part in x.tensor_split(4)], y),
+    ]
+    found = []
+    for inputs, target in forms:
+        pipe = pipeline(executor=executor)
+        found.append((pipe.step(inputs, target=target), grads(pipe)))
+    for result, gradients in found[1:]:
+        assert same_bits(result.loss, found[0][0].loss)
+        assert all(same_bits(gradients[name], found[0][1][name]) for name in gradients)
+
+
+def test_an_iterator_is_taken_as_far_as_needed() -> None:
+    source = iter(torch.randn(10, 2, WIDTH).unbind())
+    pipe = pipeline()
+    pipe.step(source, target=torch.randn(8, WIDTH))
+    assert len(list(source)) == 6
+
+
+class Attends(nn.Module):
+    """Takes a batch in its second dimension, a table for all, and two keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor, *, every: torch.Tensor, pairs: Any) -> torch.Tensor:
+        return self.linear(x) + table + every.sum() + sum(pairs)
+
+
+def test_each_argument_is_split_its_own_way(executor: str) -> None:
+    def in_pairs(value: list[float], count: int) -> list[tuple[float, ...]]:
+        return [tuple(value[2 * i : 2 * i + 2]) for i in range(count)]
+
+    torch.manual_seed(1)
+    rules = {0: 1, 1: "replicate", "every": None, "pairs": in_pairs, "target": 1}
+    layers = [Attends(), Block(), Block(), Block()]
+    unsplit = Chain(dict(enumerate([*map(copy.deepcopy, layers)])))
+    x, y, table = torch.randn(3, 9, WIDTH), torch.randn(3, 9, WIDTH), torch.randn(WIDTH)
+    kwargs = {"every": torch.randn(2), "pairs": [float(i) for i in range(8)]}
+    pipe = pipeline(layers, split=rules, merge={0: 1}, executor=executor)
+    result = pipe.step(x, table, target=y, **kwargs)
+    reference = reference_step(
+        unsplit, ((x, table), y), pipe.schedule, loss_fn=squared, split_rules=rules, kwargs=kwargs
+    )
+    assert same_bits(result.loss, reference.loss) and not unequal(pipe, unsplit)
+    assert result.outputs.shape == x.shape
+
+
+def test_outputs_are_merged_by_rule() -> None:
+    class Several(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"rows": x, "same": torch.tensor([5]), "count": len(x), "scalar": x.sum(), "listed": x}
+
+    rules = {"same": "replicate", "listed": lambda parts: [len(part) for part in parts]}
+    layers = [*CASE.layers(3), Several()]
+    pipe = pipeline(layers, loss_fn=lambda output, target: squared(output["rows"], target), merge=rules)
+    batch = batch_of()
+    outputs = pipe.step(batch.args[0], target=batch.target).outputs
+    assert outputs["rows"].shape == (9, WIDTH) and outputs["same"].tolist() == [5]
+    assert outputs["count"] == [3, 2, 2, 2] == outputs["listed"] and outputs["scalar"].shape == (4,)
+    assert not outputs["rows"].requires_grad
+
+
+def test_outputs_are_not_kept_if_not_wanted() -> None:
+    batch = batch_of()
+    assert pipeline(merge=False).step(batch.args[0], target=batch.target).outputs is None
+
+
+def test_gradients_of_the_outputs_instead_of_a_loss(executor: str) -> None:
+    batch = batch_of()
+    pipe = pipeline(loss_fn=None, executor=executor)
+    output_grad = torch.randn(9, WIDTH)
+    result = pipe.step(batch.args[0], output_grad=output_grad)
+    unsplit = Chain(dict(enumerate(CASE.layers(4))))
+    for x, g in zip(batch.args[0].tensor_split(4), output_grad.tensor_split(4), strict=True):
+        unsplit(x).backward(g)
+    assert result.loss is None and result.losses is None and not unequal(pipe, unsplit)
+
+
+class LossInside(nn.Module):
+    """A last stage that returns its loss, alone or in a dict."""
+
+    def __init__(self, in_dict: bool) -> None:
+        super().__init__()
+        self.block = Block()
+        self.in_dict = in_dict
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.block(x)
+        loss = x.square().mean()
+        return {"logits": x, "loss": loss} if self.in_dict else loss
+
+
+@pytest.mark.parametrize("in_dict", [False, True], ids=["alone", "in a dict"])
+def test_the_last_stage_returns_the_loss(in_dict: bool, executor: str) -> None:
+    layers = [*CASE.layers(3), LossInside(in_dict)]
+    unsplit = Chain(dict(enumerate(map(copy.deepcopy, layers))))
+    batch = batch_of()
+    pipe = pipeline(layers, loss_fn=None, executor=executor)
+    result = pipe.step(batch.args[0])
+
+    def its_loss(output: Any, target: Any) -> torch.Tensor:
+        return output["loss"] if in_dict else output
+
+    reference = reference_step(unsplit, (batch.args, batch.target), pipe.schedule, loss_fn=its_loss)
+    assert same_bits(result.loss, reference.loss) and not unequal(pipe, unsplit)
+    if in_dict:
+        assert result.outputs["logits"].shape == (9, WIDTH)
+
+
+def test_neither_loss_nor_gradient_is_forward_only(executor: str) -> None:
+    batch = batch_of()
+    pipe = pipeline(loss_fn=None, executor=executor)
+    unsplit = Chain(dict(enumerate(CASE.layers(4))))
+    for inputs in (batch.args[0], iter(batch.args[0].tensor_split(4)), batch.args[0]):
+        result = pipe.step(inputs)
+        assert result.loss is None and not grads(pipe)
+        assert same_bits(result.outputs, torch.cat([unsplit(x).detach() for x in batch.args[0].tensor_split(4)]))
+    pipe.step(batch.args[0], output_grad=torch.ones(9, WIDTH))
+    assert grads(pipe)
+
+
+def test_a_forward_only_schedule(executor: str) -> None:
+    batch = batch_of()
+    pipe = pipeline(schedule="forward_only", executor=executor)
+    result = pipe.step(batch.args[0], target=batch.target)
+    expected = squared(Chain(dict(enumerate(CASE.layers(4))))(batch.args[0]), batch.target)
+    assert torch.allclose(result.loss, expected) and not result.loss.requires_grad and not grads(pipe)
+    with pytest.raises(ValueError, match="output_grad: forward_only has no backward"):
+        pipe.step(batch.args[0], output_grad=torch.ones(9, WIDTH))
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().sum()
+
+
+def weighed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean over the tokens that count: those whose target is above 0."""
+    keep = (target[:, 0] > 0).float()
+    return ((output - target).square().mean(1) * keep).sum() / keep.sum().clamp(min=1)
+
+
+def weight(target: torch.Tensor) -> float:
+    return float((target[:, 0] > 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("reduction", "loss_fn"), [("mean", squared), ("sum", summed), (weight, weighed)], ids=["mean", "sum", "tokens"]
+)
+def test_uneven_microbatches_weigh_as_the_whole_batch(reduction: Any, loss_fn: Any, executor: str) -> None:
+    batch = batch_of(11)
+    batch.target[0:3, 0] = -1.0  # the whole first microbatch counts nothing
+    pipe = pipeline(loss_fn=loss_fn, loss_reduction=reduction, executor=executor)
+    result = pipe.step(batch.args[0], target=batch.target)
+    unsplit = Chain(dict(enumerate(CASE.layers(4)))).double()
+    whole = loss_fn(unsplit(batch.args[0].double()), batch.target.double())
+    whole.backward()
+    assert torch.allclose(result.loss.double(), whole, rtol=1e-5)
+    for (_, mine), theirs in zip(pipe.named_parameters(), unsplit.parameters(), strict=True):
+        assert torch.allclose(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_eval_step_touches_nothing(executor: str) -> None:
+    batch = batch_of()
+    pipe = pipeline(executor=executor)
+    pipe.step(batch.args[0], target=batch.target)
+    before = {name: grad.clone() for name, grad in grads(pipe).items()}
+    with_target = pipe.eval_step(batch.args[0], target=batch.target)
+    without = pipe.eval_step(batch.args[0])
+    assert torch.allclose(with_target.loss, squared(with_target.outputs, batch.target))
+    assert without.loss is None and same_bits(without.outputs, with_target.outputs)
+    assert all(same_bits(grad, before[name]) for name, grad in grads(pipe).items())
+    assert not with_target.outputs.requires_grad
+    assert all(not stage._records for stage in pipe._stages)
+
+
+def test_microbatches_and_shapes_may_change(executor: str) -> None:
+    pipe = pipeline(executor=executor)
+    unsplit = Chain(dict(enumerate(CASE.layers(4))))
+    for count, rows in [(4, 9), (2, 5), (4, 13), (7, 20), (4, 9), (4, 13)]:
+        batch = batch_of(rows)
+        result = pipe.step(batch.args[0], target=batch.target, num_microbatches=count)
+        schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=count)
+        reference = reference_step(unsplit, (batch.args, batch.target), schedule, loss_fn=squared)
+        assert same_bits(result.loss, reference.loss) and len(result.losses) == count
+        assert not unequal(pipe, unsplit)
+
+
+def test_many_shapes_do_not_pile_up() -> None:
+    pipe = pipeline()
+    for rows in range(4, 204):
+        pipe.step(torch.zeros(rows, WIDTH), target=torch.zeros(rows, WIDTH))
+    assert len(pipe._known) <= 64
+
+
+def test_a_schedule_of_ones_own(executor: str) -> None:
+    made = make_schedule("zbv", num_ranks=2, num_microbatches=4)
+    pipe = Pipeline(CASE.layers(4), Schedule.from_csv(made.to_csv()), loss_fn=squared, executor=executor)
+    batch = batch_of()
+    unsplit = Chain(dict(enumerate(CASE.layers(4))))
+    result = pipe.step(batch.args[0], target=batch.target)
+    assert same_bits(result.loss, reference_of(unsplit, batch, pipe, CASE).loss) and not unequal(pipe, unsplit)
+
+
+def test_the_state_has_the_whole_models_keys() -> None:
+    layers = CASE.layers(10)
+    whole = nn.Sequential(*CASE.layers(10))
+    pipe = pipeline(layers, schedule="dualpipev")
+    assert set(pipe.state_dict()) == set(whole.state_dict())
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    state = {key: torch.full_like(value, 0.25) for key, value in whole.state_dict().items()}
+    pipe.load_state_dict(state)
+    assert all((value == 0.25).all() for value in pipe.state_dict().values())
+    with pytest.raises(KeyError):
+        pipe.load_state_dict({})
+
+
+def test_stages_by_function_and_by_dict(executor: str) -> None:
+    batch = batch_of()
+    losses = []
+    for stages in (CASE.layers(4), CASE.layers(4).__getitem__, dict(enumerate(CASE.layers(4)))):
+        pipe = pipeline(stages, schedule="1f1b", num_ranks=4, executor=executor)
+        losses.append(pipe.step(batch.args[0], target=batch.target).loss)
+        assert pipe.is_first and pipe.is_last and pipe.needs_input and pipe.needs_target
+    assert same_bits(losses[0], losses[1]) and same_bits(losses[0], losses[2])
+
+
+def test_autocast_is_that_of_the_caller(executor: str) -> None:
+    seen: list[torch.dtype] = []
+
+    class Spy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            seen.append(y.dtype)
+            return y
+
+    torch.manual_seed(3)
+    layers: list[nn.Module] = [Spy() for _ in range(4)]
+    unsplit = Chain(dict(enumerate(map(copy.deepcopy, layers))))
+    pipe = pipeline(layers, executor=executor)
+    batch = batch_of()
+    for enabled in (True, False, True):
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            result = pipe.step(batch.args[0], target=batch.target)
+            assert set(seen) == {torch.bfloat16 if enabled else torch.float32}
+            reference = reference_step(unsplit, (batch.args, batch.target), pipe.schedule, loss_fn=squared)
+        assert same_bits(result.loss, reference.loss) and not unequal(pipe, unsplit)
+
+
+def test_profile_leaves_gradients_alone(executor: str) -> None:
+    batch = batch_of()
+    pipe = pipeline(executor=executor)
+    cost = pipe.profile(batch.args[0], target=batch.target)
+    assert not grads(pipe)
+    pipe.step(batch.args[0], target=batch.target)
+    before = grads(pipe)
+    pipe.profile(batch.args[0], target=batch.target)
+    assert all(grads(pipe)[name] is grad for name, grad in before.items())
+    assert cost.forward is not None
+
+
+def test_the_timeline_is_measured(executor: str) -> None:
+    batch = batch_of()
+    pipe = pipeline(schedule="dualpipev", executor=executor)
+    timeline = pipe.step(batch.args[0], target=batch.target).timeline
+    assert timeline.measured and 0 < timeline.makespan < 5
+    spans = list(timeline)
+    assert {span.rank for span in spans} == {0, 1} and all(span.end >= span.start for span in spans)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_action_has_a_label_for_the_profiler(num_ranks: int, executor: str) -> None:
+    """Ranks that are threads are seen by a profiler of all threads, as any thread is."""
+    batch = batch_of()
+    pipe = pipeline(schedule="dualpipev", executor=executor, num_ranks=num_ranks)
+    pipe.step(batch.args[0], target=batch.target)
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=num_ranks > 1)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True, experimental_config=all_threads) as profile:
+        pipe.step(batch.args[0], target=batch.target)
+    names = {event.name for event in profile.events()}
+    expected = {f"PP:{action}" for rank in pipe.schedule for action in rank}
+    assert expected <= names, expected - names
+
+
+def test_one_logger(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        pipe = pipeline()
+        batch = batch_of()
+        pipe.step(batch.args[0], target=batch.target)
+    assert {record.name for record in caplog.records} == {"fastpipe"}
+    assert pipe.describe() in caplog.text
+    for word in ("1f1b", "4 microbatches", "loopback", "rank 0: "):
+        assert word in pipe.describe()
+
+
+def test_an_input_that_requires_a_gradient_gets_it(executor: str) -> None:
+    train_and_compare("input_with_gradient", "1f1b", 4, num_ranks=2, executor=executor)
+
+
+def test_a_shared_layer_is_one_layer_for_the_ranks_of_one_process(executor: str) -> None:
+    """The same module in two stages of one process: both add to the same gradients."""
+    shared = Block()
+    layers = [shared, Block(), Block(), shared]
+    pipe = pipeline(layers, executor=executor)
+    batch = batch_of()
+    pipe.step(batch.args[0], target=batch.target)
+    assert shared.linear.weight.grad is not None and shared.linear.weight.grad.isfinite().all()
