@@ -57,7 +57,9 @@ def choose(without: int, transport: str) -> str:
         native.load, keep = lambda: None, native.load
     try:
         layers = CASES["plain"].layers(2 * dist.get_world_size())
-        return Pipeline(layers, "1f1b", 4, CASES["plain"].loss_fn, executor="python", transport=transport).describe()
+        pipe = Pipeline(layers, "1f1b", 4, CASES["plain"].loss_fn, executor="python", transport=transport)
+        dist.barrier()  # it must not be gone while others still connect to it
+        return pipe.describe()
     except ValueError as error:
         return str(error)
     finally:
