@@ -32,7 +32,7 @@ from fastpipe.testing import reference_step
 Batch = tuple[Tensor, Tensor]
 
 TRACE_EVERY = 25
-PROMPT = "def read_file(path):\n"
+PROMPT = 'def read_file(path, encoding=None):\n    """'
 
 
 def positive(kind: type) -> Callable[[str], float]:
@@ -210,10 +210,11 @@ def main() -> None:
     console.say()
     train(session, args, console)
     after = validate(session)
-    console.fact("validation", f"{after:.3f} nats a byte after training, {bigram - after:.3f} under the bigram model")
+    against = f"{abs(bigram - after):.3f} {'under' if after < bigram else 'over'} the bigram model"
+    console.fact("validation", f"{after:.3f} nats a byte after training, {against}")
     report_bubble(session, batch, args, console)
     model = gather(session)
-    console.fact("sample", "what the model makes of the first line")
+    console.fact("sample", "the model goes on after three quotation marks")
     console.quote(lambda: continue_text(model, PROMPT, args.sample, args.context, args.seed))
 
 
