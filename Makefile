@@ -2,9 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# The torch that is developed and tested against. On a machine without a GPU
-#   make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
-# saves several gigabytes of CUDA, unless pip is set up to find a CPU build by itself.
+# The torch that is developed and tested against, and any options of pip's behind it. On a machine without a GPU
+# `--index-url` with PyTorch's index of CPU builds saves several gigabytes, unless pip finds a CPU build by itself.
 TORCH ?= torch==2.13.0
 # A developer wants to see a build fail; `auto` goes on without the extension, as an install does.
 FASTPIPE_BUILD_EXT ?= 1
@@ -77,8 +76,8 @@ endif
 $(STAMPS)/torch: $(STAMPS)/venv
 	$(SAY) "installing $(TORCH) (the longest step)"
 	@$(PIP) $(TORCH) || { \
-	  echo "Could not install $(TORCH). Set another release or index, as in"; \
-	  echo "  make $(MAKECMDGOALS) TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'"; \
+	  echo "Could not install $(TORCH). Set another release, or an index to take it from, as in"; \
+	  echo "  make $(MAKECMDGOALS) TORCH='torch==2.13.0 --index-url ADDRESS'"; \
 	  echo "(fastpipe needs torch>=2.11)."; exit 1; }
 	@echo "$(TORCH)" > $@
 

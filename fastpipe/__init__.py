@@ -67,7 +67,10 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fastpipe' has no attribute {name!r}")
     from importlib import import_module
+    from importlib.util import find_spec
 
+    if name != "native_status" and find_spec("torch") is None:
+        raise ImportError(f"fastpipe.{name} needs torch, which is not installed; planning works without it")
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

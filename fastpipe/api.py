@@ -103,9 +103,7 @@ def compare(
         ValueError: when a schedule refuses the numbers, or costs are given by stage.
     """
     cost = cost or CostModel()
-    by_stage = [f.name for f in fields(cost) if isinstance(getattr(cost, f.name), Sequence)]
-    if by_stage:
-        raise ValueError(f"{by_stage[0]}: compare takes one number for all stages, as schedules differ in their stages")
+    check_one_cost(cost)
     rows = []
     for work in schedules:
         try:
@@ -125,7 +123,7 @@ def _with_costs(work: str | Schedule, num_ranks: int, num_microbatches: int, cos
         return work
     family = find(work)
     names = ("forward", "backward_input", "backward_weight", "comm")
-    costs = _shared_out(cost, family.stages_per_rank)
+    costs = shared_out(cost, family.stages_per_rank)
     options = {name: value for name in names if name in family.options and is_number(value := getattr(costs, name))}
     return make_schedule(work, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
@@ -134,13 +132,20 @@ def _row(schedule: Schedule, cost: CostModel, lanes: Lanes) -> Comparison:
     if schedule.forward_only:
         raise ValueError(f"{schedule.name} has no backward")
     parts = schedule.num_stages / schedule.num_ranks
-    timeline = simulate(schedule, _shared_out(cost, parts), lanes=lanes)
+    timeline = simulate(schedule, shared_out(cost, parts), lanes=lanes)
     peak = max(timeline.peak_activations)
     exposed = max(timeline.exposed_communication)
     return Comparison(schedule.name, timeline.makespan, timeline.bubble_fraction, peak / parts, peak, exposed)
 
 
-def _shared_out(cost: CostModel, parts: float) -> CostModel:
+def check_one_cost(cost: CostModel) -> None:
+    """Refuse costs by stage where schedules with other stages stand side by side."""
+    by_stage = [f.name for f in fields(cost) if isinstance(getattr(cost, f.name), Sequence)]
+    if by_stage:
+        raise ValueError(f"{by_stage[0]}: give one number for all stages, as the schedules compared differ in theirs")
+
+
+def shared_out(cost: CostModel, parts: float) -> CostModel:
     """The costs of one stage, where a rank's share is cut into so many."""
     names = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "stage_bytes")
     values = {name: getattr(cost, name) for name in names}

@@ -80,6 +80,7 @@ _ANY = "comm = 0"
 _TWICE = "m >= 2p, F = I = W, comm = 0"
 _MEGATRON = "Megatron, arXiv 2104.04473, section 2.2"
 _ZERO = "zero bubble, arXiv 2401.10241, section 2"
+_ZBV = "zero bubble, arXiv 2401.10241, section 6"
 _MEMORY = "controllable memory, arXiv 2405.15362, section 4"
 _DUALPIPE = "deepseek-ai's DualPipe repository, README"
 _OVERLAP = "PP-Schedule-Visualization, README"
@@ -164,8 +165,8 @@ BUBBLES: dict[tuple[str, str], Formula] = {
     ),
     ("interleaved_zb", "makespan"): _INTERLEAVED_ZB,
     ("interleaved_zb", "span"): _INTERLEAVED_ZB,
-    ("zbv", "makespan"): Formula(lambda x: (x.p - 1) * x.F / 2, _TWICE, _equal_twice, f"{_ZERO} (section 6)"),
-    ("zbv", "span"): Formula(lambda x: 0.0, _TWICE, _equal_twice, f"{_ZERO} (section 6)"),
+    ("zbv", "makespan"): Formula(lambda x: (x.p - 1) * x.F / 2, _TWICE, _equal_twice, _ZBV),
+    ("zbv", "span"): Formula(lambda x: 0.0, _TWICE, _equal_twice, _ZBV),
     ("v_half", "makespan"): _V_HALF,
     ("v_half", "span"): _V_HALF,
     ("v_min", "makespan"): _V_MIN,
@@ -274,7 +275,7 @@ PEAKS: dict[str, Formula] = {
     "zb_h1": Formula(lambda x: min(x.p, x.m), "any m", lambda x: True, _ZERO),
     "zb_h2": Formula(lambda x: min(2 * x.p - 1, x.m), "any m", lambda x: True, _ZERO),
     "interleaved_zb": Formula(lambda x: x.p * x.v, "m a multiple of p", lambda x: x.m % x.p == 0, _ZERO),
-    "zbv": Formula(lambda x: 2 * x.p, _FULL, _full, f"{_ZERO} (section 6)"),
+    "zbv": Formula(lambda x: 2 * x.p, _FULL, _full, _ZBV),
     "v_half": Formula(lambda x: 2 * _half(x.p), f"p >= 2, {_FULL}", lambda x: x.p >= 2 and _full(x), _MEMORY),
     "v_min": Formula(lambda x: 2 * _third(x.p), f"p >= 2, {_FULL}", lambda x: x.p >= 2 and _full(x), _MEMORY),
     "1f1b_v": Formula(lambda x: 2 * (2 * x.p // 3 + 1), f"p >= 2, {_FULL}", lambda x: x.p >= 2 and _full(x), _MEMORY),

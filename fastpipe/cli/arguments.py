@@ -159,7 +159,11 @@ def _plot(adder: Any) -> None:
     )
     _simulation_arguments(command)
     _output_argument(command, ".png")
-    command.add_argument("--against", metavar="NAME", help="a second schedule, drawn beneath on the same time axis")
+    command.add_argument(
+        "--against",
+        metavar="NAME",
+        help="a second schedule, drawn beneath on the same time axis; costs are then of a rank's share of the model",
+    )
     command.add_argument("--title", help="the heading")
     command.add_argument("--critical-path", action="store_true", help="outline the critical path")
     command.add_argument("--transfers", action=argparse.BooleanOptionalAction, help="draw every transfer as a line")

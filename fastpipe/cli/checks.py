@@ -117,8 +117,8 @@ def _advice(found: dict[str, Any]) -> list[str]:
     """One line for everything that is missing; empty when nothing is."""
     lines = []
     if found["torch"] is None:
-        lines.append("planning works without torch; to train, install it: pip install 'fastpipe[torch]'")
-    if "not loaded" in found["native"]:
+        lines.append("planning works without torch; to train, install torch first, then fastpipe again beside it")
+    elif "not loaded" in found["native"]:
         lines.append(f"everything works in Python, slower: {found['native']}")
     if found["compiler"] is None:
         lines.append("no C++ compiler: the extension cannot be built; on Debian and Ubuntu: apt install g++")

@@ -13,8 +13,9 @@ from fastpipe.timeline import Timeline
 
 def plot(arguments: argparse.Namespace) -> None:
     """Draw a picture."""
-    timeline = work.timeline_of(arguments)
-    against = work.timeline_of(arguments, arguments.against) if arguments.against else None
+    beside = arguments.against is not None
+    timeline = work.timeline_of(arguments, share=beside)
+    against = work.timeline_of(arguments, arguments.against, share=True) if beside else None
     with output.progress("drawing"):
         path = visualize.plot(
             timeline,

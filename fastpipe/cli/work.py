@@ -103,10 +103,13 @@ def program_of(arguments: argparse.Namespace, schedule: Schedule) -> Program:
         return api.lower(schedule, recv_lookahead=arguments.recv_lookahead)
 
 
-def timeline_of(arguments: argparse.Namespace, name: str | None = None) -> Timeline:
-    """The simulated timeline of what the arguments name."""
+def timeline_of(arguments: argparse.Namespace, name: str | None = None, *, share: bool = False) -> Timeline:
+    """The simulated timeline of what the arguments name; with ``share``, costs are of a rank's share of the model."""
     cost = cost_of(arguments)
     schedule = schedule_of(arguments, name)
+    if share:
+        api.check_one_cost(cost)
+        cost = api.shared_out(cost, schedule.num_stages / schedule.num_ranks)
     cost.check(schedule.num_stages)
     program = program_of(arguments, schedule)
     with progress(f"simulating {schedule.name}"):

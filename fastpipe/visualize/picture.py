@@ -61,7 +61,7 @@ def plot(
     lines = any(panel.wants_transfers() for panel in panels) if transfers is None else transfers
     for panel in panels:
         panel.draw(with_labels=labels, with_transfers=lines, critical_path=critical_path)
-        panel.describe(_heading(panel.timeline, role=len(shown) > 1))
+        panel.describe(_heading(panel.timeline, shown))
         panel.axes.set_xlabel(f"time ({panel.unit})", color=canvas.INK)
     _head(figure, title or _title(shown), canvas.legend_handles(shown, critical_path=critical_path, transfers=lines))
     return canvas.save(figure, path, dpi)
@@ -89,15 +89,25 @@ def _layout(shown: Sequence[Timeline], width: float, row_height: float, dpi: int
 
 def _title(shown: Sequence[Timeline]) -> str:
     program = shown[0].program
-    stages = "" if program.num_stages == program.num_ranks else f", {program.num_stages} stages"
     name = " / ".join(dict.fromkeys(t.program.name for t in shown))
+    same = len({t.program.num_stages for t in shown}) == 1
+    stages = _stages(shown[0]) if same else ""
     return f"{name}   {program.num_ranks} ranks{stages}, {program.num_microbatches} microbatches"
 
 
-def _heading(timeline: Timeline, *, role: bool) -> str:
-    kind = ("measured: " if timeline.measured else "simulated: ") if role else ""
+def _stages(timeline: Timeline) -> str:
+    program = timeline.program
+    return "" if program.num_stages == program.num_ranks else f", {program.num_stages} stages"
+
+
+def _heading(timeline: Timeline, shown: Sequence[Timeline]) -> str:
+    """What a panel shows: which of the two it is, where there are two."""
     text = f"makespan {canvas.seconds(timeline.makespan)}, bubble {timeline.bubble_fraction:.1%}"
-    return kind + text
+    if len(shown) == 1:
+        return text
+    if len({t.program.name for t in shown}) > 1:
+        return f"{timeline.program.name}{_stages(timeline)}: {text}"
+    return f"{'measured' if timeline.measured else 'simulated'}: {text}"
 
 
 def _head(figure: Figure, title: str, handles: list[Any]) -> None:
