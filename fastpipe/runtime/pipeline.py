@@ -226,7 +226,14 @@ class Pipeline:
         if self._member.size == 1:
             return Loopback()
         choice = os.environ.get("FASTPIPE_TRANSPORT", "auto") if transport == "auto" else transport
-        return between_processes(choice, self._control.exchange, self._member, self.device, timeout)
+        try:
+            return between_processes(choice, self._control.exchange, self._member, self.device, timeout)
+        except LostError as lost:
+            self._control.close()
+            raise lost.failure.error() from lost
+        except BaseException:
+            self._control.close()
+            raise
 
     def _build_stages(self, stages: Stages, partition: Any) -> dict[int, dict[int, nn.Module]]:
         """The local stages; their modules by rank."""

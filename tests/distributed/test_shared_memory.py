@@ -86,6 +86,22 @@ def test_the_variable_says_what_auto_means() -> None:
             assert all(expected in text for text in group.run(choose, -1, "auto"))
 
 
+def disagree() -> str:
+    """Runs on every rank; the first wants shared memory alone."""
+    transport = "process_group" if dist.get_rank() else "shared_memory"
+    try:
+        Pipeline(CASES["plain"].layers(4), "1f1b", 4, CASES["plain"].loss_fn, transport=transport, timeout=2)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_nobody_waits_for_ever_for_one_who_chose_otherwise() -> None:
+    with ranks(2) as group:
+        alone, _ = group.run(disagree)
+    assert "rank 1 did not come to the offer of shared memory" in alone
+
+
 @pytest.mark.parametrize("victim", [0, 2, 3])
 @pytest.mark.parametrize("at_call", [3, 20])
 def test_killed(victim: int, at_call: int, executor: str, tmp_path: Path) -> None:
