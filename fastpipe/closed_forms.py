@@ -159,8 +159,8 @@ BUBBLES: dict[tuple[str, str], Formula] = {
     ("zb_h2", "makespan"): Formula(lambda x: (x.p - 1) * x.F, _TWICE, _equal_twice, _ZERO),
     ("zb_h2", "span"): Formula(
         lambda x: (x.p - 1) * max(0.0, x.F + x.I - 2 * x.W + 2 * x.c),
-        "m >= 2p, W <= min(F, I), comm <= min(F, I)",
-        lambda x: x.m >= 2 * x.p and x.light_weights and x.c <= min(x.F, x.I),
+        "m >= 2p, comm <= W <= min(F, I)",
+        lambda x: x.m >= 2 * x.p and x.light_weights and x.c <= x.W,
         _ZERO,
     ),
     ("interleaved_zb", "makespan"): _INTERLEAVED_ZB,

@@ -102,7 +102,7 @@ def test_formulas_with_transfers(name, measure, comm):
     checked = 0
     for p in (2, 3, 4):
         for m in (2 * p, 4 * p):
-            for costs in [(1, 1, 1), (2, 2, 1), (2, 3, 2), (3, 2, 2)]:
+            for costs in [(1, 1, 1), (2, 2, 1), (2, 3, 2), (3, 2, 2), (1, 1, 0.5), (1, 1, 0)]:
                 try:
                     total = expected(name, p, m, costs, comm=comm, measure=measure)
                 except ValueError:
@@ -223,6 +223,18 @@ def test_no_schedule_beats_the_lower_bounds(name):
                     backward_weight=backward_weight,
                     comm=comm,
                 )
+
+
+@pytest.mark.parametrize("name", ["1f1b_overlap", "interleaved_overlap", "dualpipe", "dualpipev"])
+def test_no_schedule_of_fused_pairs_beats_the_ramp(name):
+    """A rank with fewer fused pairs may work longer than the one that starts last."""
+    p, m = 6, 18
+    found = timeline(name, p, m, overlapped=2.4)
+    routes = found.program.placement.num_routes
+    v = 1 if routes == 2 else found.program.num_stages // p
+    last = found.busy[p // 2 - 1 if routes == 2 else p - 1]
+    assert last < max(found.busy)
+    assert found.makespan >= formulas.ramp_bound(last, num_ranks=p, stages_per_rank=v, num_routes=routes) - 1e-9
 
 
 @pytest.mark.parametrize("name", ["v_half", "v_min", "zbv"])
