@@ -76,7 +76,7 @@ def reference_step(
             outputs[i] = model(*(c[i] for c in columns), **{k: v[i] for k, v in named.items()})
             losses[i] = checked_loss(loss_fn(outputs[i], targets[i]))
             scaled[i] = scale_loss(losses[i], None if divisors is None else divisors[i])
-            scaled[i].backward()
+            torch.autograd.backward(scaled[i])
             outputs[i] = detached(outputs[i])
     ordered = [scaled[i].detach() for i in range(count)]
     return Reference(

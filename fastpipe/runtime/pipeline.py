@@ -7,8 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,38 +15,34 @@ from torch import nn
 from fastpipe.cost import CostModel
 from fastpipe.errors import StepError
 from fastpipe.machine import Lanes
-from fastpipe.program import Program
 from fastpipe.runtime.control import (
-    DEAD,
     Alone,
     Control,
-    Failure,
     LostError,
     Reply,
     StoreControl,
     cause_text,
-    dead_among,
 )
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.group import membership
-from fastpipe.runtime.inputs import Inputs, Request, check_cuts, stage_works, take_inputs
+from fastpipe.runtime.inputs import Request
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import Rules, check_reduction
 from fastpipe.runtime.modules import Stages, build_modules, check_device, find_device, state_prefix
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
-from fastpipe.runtime.ranks import LocalRanks, Outcome
+from fastpipe.runtime.ranks import LocalRanks
 from fastpipe.runtime.replicas import make_replicas, modules_by_rank
-from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans, unpack_tensors
+from fastpipe.runtime.result import StepResult
 from fastpipe.runtime.shared_memory import SharedMemory, between_processes
-from fastpipe.runtime.stage import NoLoss, Stage
-from fastpipe.runtime.transport import Transport, TransportError
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.steps import Settings, Steps
+from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
-_MAX_KNOWN = 64
-"""How many combinations of input shapes are remembered; another one costs a step with headers."""
+__all__ = ["Pipeline", "StepResult"]
 
 
 class Pipeline:
@@ -117,10 +112,8 @@ class Pipeline:
         self.device = find_device(stages, device)
         self._member = membership(group, self.device)
         self.loss_fn = loss_fn
-        self._reduction = loss_reduction
-        self._split: Rules = split
-        self._keep_outputs = merge is not False
-        self._merge: Rules = None if isinstance(merge, bool) else merge
+        merge_rules: Rules = None if isinstance(merge, bool) else merge
+        settings = Settings(loss_fn, loss_reduction, split, merge_rules, keep_outputs=merge is not False)
         store = self._member.store() if self._member.size > 1 else None
         self._control = self._make_control(store, timeout)
         with self._agreeing():
@@ -135,13 +128,11 @@ class Pipeline:
             self._executor = executor_class(executor)
         self.transport = self._make_transport(transport, timeout)
         exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory) else None
-        self._replicas = make_replicas(self.schedule.placement, modules, exchange)
-        self._ranks = LocalRanks(self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish)
-        self._known: dict[tuple[Any, ...], int] = {}
-        self._forward_only = not self._plans.has_backward(self.num_microbatches)
-        self._elsewhere: Failure | None = None
-        self._broken: Failure | None = None
-        self._finalizer = weakref.finalize(self, _close, self._control, self._ranks)
+        replicas = make_replicas(self.schedule.placement, modules, exchange)
+        ranks = LocalRanks(self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish)
+        has_backward = self._plans.has_backward(self.num_microbatches)
+        self._steps = Steps(settings, self._plans, ranks, self._control, replicas, forward_only=not has_backward)
+        self._finalizer = weakref.finalize(self, _close, self._control, ranks)
         logger.info("%s", self.describe())
 
     @contextlib.contextmanager
@@ -309,194 +300,19 @@ class Pipeline:
             StepError: when the step failed on another rank. Where it failed, what was raised there comes through.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        request = Request(args, kwargs, target, output_grad, count, training=not self._forward_only)
-        if self._forward_only and output_grad is not None:
+        request = Request(args, kwargs, target, output_grad, count, training=not self._steps.forward_only)
+        if self._steps.forward_only and output_grad is not None:
             if not self._plans.has_backward(self.num_microbatches):
                 raise ValueError(f"output_grad: {self.schedule.name} has no backward; leave it out")
             request = Request(args, kwargs, target, output_grad, count, training=True)
-        return self._run(request, trace)
+        return self._steps.run(request, trace)
 
     def eval_step(
         self, *args: Any, target: Any = None, num_microbatches: int | None = None, trace: bool = False, **kwargs: Any
     ) -> StepResult:
         """Forward alone, without gradients; the loss too when a target is given. Arguments as for `step`."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        return self._run(Request(args, kwargs, target, None, count, training=False), trace)
-
-    def _run(self, request: Request, trace: bool) -> StepResult:
-        if self._broken is not None:
-            raise self._broken.error()
-        self._elsewhere = None
-        self._control.begin(self._failed_elsewhere)
-        try:
-            inputs, replies = self._agree_on_inputs(request)
-            program = self._plans.program(request.num_microbatches, not request.training)
-            signature = (request.training, *(reply["signature"] for reply in replies))
-            with torch.set_grad_enabled(request.training):
-                outcome = self._execute(program, inputs, replies, request, signature)
-            replies = self._finish(outcome, request, trace)
-        except LostError as lost:
-            self._give_up(lost.failure, lost.__cause__)
-        finally:
-            self._control.end()
-        if any(reply.get("no_loss") for reply in replies):
-            # found out at the first step: there is nothing to differentiate, so from now on steps are forward only
-            self._forward_only = True
-            return self._run(_replayed(request, inputs), trace)
-        self._raise_failure(outcome, replies)
-        self._remember(signature)
-        return self._result(program, outcome, replies)
-
-    def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
-        """Learn how it went for the others, and sum the gradients of stages that two ranks hold."""
-        replies = self._control.exchange("end", self._report(outcome, trace))
-        if request.training:
-            succeeded = not any("failure" in reply or DEAD in reply for reply in replies)
-            try:
-                self._replicas.after_step(succeeded)
-            except TransportError as error:
-                raise LostError(Failure(error.peer, str(error), dead=True)) from error
-        return replies
-
-    def _give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
-        """A process is dead or silent: this pipeline is over."""
-        self._broken = failure
-        self._release()
-        raise failure.error() from cause
-
-    def _release(self) -> None:
-        """Let go of what a failed step left behind."""
-        for stage in self._stages:
-            stage.end()
-        # what was announced in a failed step may be incomplete, and what was known may have changed
-        self._known.clear()
-
-    def _agree_on_inputs(self, request: Request) -> tuple[Inputs, list[Reply]]:
-        """Every process takes its inputs; if one cannot, all raise."""
-        error: BaseException | None = None
-        inputs = Inputs()
-        message: Reply = {"call": _call_text(request)}
-        try:
-            self._plans.program(request.num_microbatches, not request.training)
-            inputs = take_inputs(request, self._split, self._stages, self.loss_fn, self._reduction)
-            signature = self._signature(request, inputs)
-            message |= {"rows": inputs.rows, "whole": inputs.whole, "signature": signature}
-        except BaseException as found:
-            # an iterator may raise anything, and the others must not wait for this rank
-            error = found
-            message["refused"] = cause_text(found)
-        message["kwargs"] = sorted(inputs.kwargs)
-        replies = self._control.exchange("start", message)
-        dead = dead_among(replies)
-        if dead is not None:
-            self._give_up(dead)
-        if error is not None:
-            raise error
-        self._check_replies(request, replies)
-        return inputs, replies
-
-    def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
-        calls = [reply["call"] for reply in replies]
-        if len(set(calls)) > 1:
-            listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-            raise ValueError(f"the ranks do not make the same call: {listed}")
-        for rank, reply in enumerate(replies):
-            if "refused" in reply:
-                raise StepError(f"rank {rank} refused its input: {reply['refused']}", rank=rank, cause=reply["refused"])
-        check_cuts({name: rows for reply in replies for name, rows in reply["whole"].items()})
-        taken = {name for reply in replies for name in reply["kwargs"]}
-        for name in request.kwargs:
-            if name not in taken:
-                raise ValueError(f"{name}: no stage's forward takes this keyword argument; leave it out")
-
-    def _signature(self, request: Request, inputs: Inputs) -> int:
-        """Whatever may change a shape, a dtype or a gradient flag between stages."""
-        flags = tuple(p.requires_grad for module in self.stage_modules.values() for p in module.parameters())
-        autocast = (torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu")))
-        return hash((request.num_microbatches, inputs.signature(), flags, autocast))
-
-    def _execute(
-        self, program: Program, inputs: Inputs, replies: Sequence[Reply], request: Request, signature: tuple[Any, ...]
-    ) -> Outcome:
-        stages = self._stages
-        rows = inputs.rows or next((reply["rows"] for reply in replies if reply["rows"]), None)
-        works = stage_works(inputs, stages, request, self._reduction, rows, self._keep_outputs)
-        for stage, work in zip(stages, works, strict=True):
-            stage.begin(work)
-        self._ranks.prepare(program)
-        if request.training:
-            self._replicas.before_step()
-        announce = signature not in self._known
-        return self._ranks.run(program, self._number(signature), announce)
-
-    def _number(self, signature: tuple[Any, ...]) -> int:
-        """What transports call these shapes; the number of the oldest is given again when many are known."""
-        if signature in self._known:
-            return self._known[signature]
-        return len(self._known) if len(self._known) < _MAX_KNOWN else next(iter(self._known.values()))
-
-    def _remember(self, signature: tuple[Any, ...]) -> None:
-        """The shapes of this step need not be announced again."""
-        if signature in self._known:
-            return
-        number = self._number(signature)
-        if len(self._known) == _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[signature] = number
-
-    def _failed_elsewhere(self, failure: Failure) -> None:
-        """From the watcher: another process failed or died."""
-        if self._elsewhere is None:
-            self._elsewhere = failure
-        self._ranks.fail()
-
-    def _report(self, outcome: Outcome, trace: bool) -> Reply:
-        """What the others need to know of this process's step."""
-        last = [stage.work for stage in self._stages if stage.is_last]
-        reply: Reply = {}
-        if outcome.failure is not None:
-            reply["failure"] = asdict(outcome.failure)
-            reply["first"] = asdict(outcome.first or outcome.failure)
-            reply["no_loss"] = isinstance(outcome.error, NoLoss)
-        elif last:
-            reply["losses"] = pack_tensors({i: loss for work in last for i, loss in work.losses.items()})
-            reply["scaled"] = pack_tensors({i: loss for work in last for i, loss in work.scaled.items()})
-        if trace and self._member.size > 1:
-            reply["spans"] = pack_spans(outcome.spans)
-        return reply
-
-    def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
-        failures = [Failure(**reply["failure"]) for reply in replies if "failure" in reply]
-        dead = dead_among(replies) or next((f for f in failures if f.dead), None)
-        if dead is not None:
-            self._give_up(dead, outcome.error)
-        first = next((Failure(**reply["first"]) for reply in replies if "first" in reply), self._elsewhere)
-        if first is None:
-            return
-        if first.dead:
-            self._give_up(first, outcome.error)
-        self._release()
-        if outcome.error is None or outcome.failure is None:
-            raise first.error()
-        if outcome.first is not None and outcome.first.rank not in self._stages_by_rank:
-            # it failed elsewhere before, and what it was given here since then are stand-ins
-            raise first.error() from outcome.error
-        outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
-        raise outcome.error
-
-    def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> StepResult:
-        losses: dict[int, torch.Tensor] = {}
-        scaled: dict[int, torch.Tensor] = {}
-        spans = dict(outcome.spans)
-        for reply in replies:
-            losses.update(unpack_tensors(reply.get("losses", {})))
-            scaled.update(unpack_tensors(reply.get("scaled", {})))
-            spans.update(unpack_spans(reply.get("spans", {})))
-        found = {i: output for stage in self._stages for i, output in stage.work.outputs.items()}
-        outputs = [found[i] for i in sorted(found)] or None
-        for stage in self._stages:
-            stage.end()
-        return StepResult(_by_microbatch(losses), _by_microbatch(scaled), outputs, self._merge, program, spans)
+        return self._steps.run(Request(args, kwargs, target, None, count, training=False), trace)
 
     def profile(self, *args: Any, target: Any = None, **kwargs: Any) -> CostModel:
         """Measure the costs of the stages on one batch; gradients are left as they were. Arguments as for `step`."""
@@ -565,24 +381,6 @@ def _check_plans(replies: Sequence[Reply]) -> None:
     if len(set(plans)) > 1:
         listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
         raise ValueError(f"schedule: the ranks do not build the same pipeline: {listed}")
-
-
-def _call_text(request: Request) -> str:
-    """What must be the same on every rank."""
-    names = ", ".join(["", *sorted(request.kwargs)])
-    call = "step" if request.training else "eval_step or a forward-only step"
-    return f"{call} with num_microbatches={request.num_microbatches}{names}"
-
-
-def _replayed(request: Request, inputs: Inputs) -> Request:
-    """The same request, forward only, with the microbatches that were taken from it already."""
-    args = request.args if inputs.args is None else (list(inputs.args),)
-    kwargs = {name: inputs.kwargs.get(name, value) for name, value in request.kwargs.items()}
-    return Request(args, kwargs, None, None, request.num_microbatches, training=False)
-
-
-def _by_microbatch(found: Mapping[int, torch.Tensor]) -> list[torch.Tensor] | None:
-    return [found[i] for i in sorted(found)] or None
 
 
 def _close(control: Control, ranks: LocalRanks) -> None:

@@ -46,7 +46,9 @@ def train_until(
     case = CASES["plain"]
     mine = dist.get_rank() == victim
     stages = [Stopping(at_call if mine else -1, number, note) for _ in range(2 * SIZE)]
-    pipe = Pipeline(stages, schedule, COUNT, case.loss_fn, executor=executor, timeout=timeout)
+    pipe = Pipeline(
+        stages, schedule, COUNT, case.loss_fn, executor=executor, transport="process_group", timeout=timeout
+    )
     try:
         for batch in case.batches(steps, rows_for(COUNT)):
             pipe.step(*batch.args, target=batch.target)

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from fastpipe import StepError
+from tests.conftest import skip_without_native
 from tests.distributed.ranks import Ranks
 from tests.runtime.faults import Boom, FaultyTraining, Scenario
 
 
-def fail_and_recover(scenario: Scenario) -> dict[str, Any]:
+def fail_and_recover(scenario: Scenario, transport: str) -> dict[str, Any]:
     """Runs on every rank: good steps, the bad one, good steps."""
-    training = FaultyTraining(scenario)
+    training = FaultyTraining(scenario, transport=transport)
     for _ in range(scenario.step):
         training.good_step()
     error, seconds = training.bad_step()
@@ -30,6 +31,24 @@ def fail_and_recover(scenario: Scenario) -> dict[str, Any]:
     }
 
 
+def check(group: Ranks, scenario: Scenario, transport: str) -> None:
+    """The failing rank raises its own exception, and all others where it happened."""
+    answers = group.run(fail_and_recover, scenario, transport)
+    stage = answers[0]["stage"]
+    ((rank, action),) = answers[0]["places"]
+    place = f"rank {rank}, stage {stage}, action {action}, microbatch {scenario.microbatch}"
+    own = answers[rank]
+    assert own["type"] is Boom and own["text"] == f"stage {stage} fails on purpose"
+    assert any(place in note for note in own["notes"])
+    for other, answer in enumerate(answers):
+        assert answer["seconds"] < 2
+        if other != rank:
+            assert answer["type"] is StepError
+            assert answer["where"] == [rank, stage, action, scenario.microbatch]
+            assert answer["cause"] == f"Boom: stage {stage} fails on purpose"
+            assert place in answer["text"]
+
+
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
@@ -38,17 +57,14 @@ def fail_and_recover(scenario: Scenario) -> dict[str, Any]:
 def test_everybody_learns_of_it(
     schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
 ) -> None:
-    scenario = Scenario(schedule, stage, 1, step, backward, executor)
-    answers = group_of(4).run(fail_and_recover, scenario)
-    stage = answers[0]["stage"]
-    ((rank, action),) = answers[0]["places"]
-    own = answers[rank]
-    assert own["type"] is Boom and own["text"] == f"stage {stage} fails on purpose"
-    assert any(f"rank {rank}, stage {stage}, action {action}, microbatch 1" in note for note in own["notes"])
-    for other, answer in enumerate(answers):
-        assert answer["seconds"] < 2
-        if other != rank:
-            assert answer["type"] is StepError
-            assert answer["where"] == [rank, stage, action, 1]
-            assert answer["cause"] == f"Boom: stage {stage} fails on purpose"
-            assert f"rank {rank}, stage {stage}, action {action}, microbatch 1" in answer["text"]
+    check(group_of(4), Scenario(schedule, stage, 1, step, backward, executor), "process_group")
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 2), ("dualpipev", 3)])
+def test_over_shared_memory_too(
+    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
+) -> None:
+    skip_without_native()
+    check(group_of(4), Scenario(schedule, stage, 1, step, backward, executor), "shared_memory")

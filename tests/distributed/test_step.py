@@ -24,6 +24,7 @@ GroupOf = Callable[[int], Ranks]
 
 def pipeline(executor: str = "auto", schedule: str = "1f1b", **options: Any) -> Pipeline:
     layers = CASES["plain"].layers(8)
+    options = {"transport": "process_group", "executor": executor, **options}
     return Pipeline(**{"stages": layers, "schedule": schedule, "num_microbatches": 4, "loss_fn": squared, **options})
 
 

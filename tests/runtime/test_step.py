@@ -210,7 +210,7 @@ def test_eval_step_touches_nothing(executor: str) -> None:
     assert without.loss is None and same_bits(without.outputs, with_target.outputs)
     assert all(same_bits(grad, before[name]) for name, grad in grads(pipe).items())
     assert not with_target.outputs.requires_grad
-    assert all(not stage._records for stage in pipe._stages)
+    assert all(not stage._records for stage in pipe._steps.stages)
 
 
 def test_microbatches_and_shapes_may_change(executor: str) -> None:
@@ -229,7 +229,7 @@ def test_many_shapes_do_not_pile_up() -> None:
     pipe = pipeline()
     for rows in range(4, 204):
         pipe.step(torch.zeros(rows, WIDTH), target=torch.zeros(rows, WIDTH))
-    assert len(pipe._known) <= 64
+    assert len(pipe._steps.known) <= 64
 
 
 def test_a_schedule_of_ones_own(executor: str) -> None:

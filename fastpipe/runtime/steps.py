@@ -1,0 +1,278 @@
+"""Steps: what happens in one step on this process, from the agreement on its inputs to its result or its failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from fastpipe.errors import StepError
+from fastpipe.program import Program
+from fastpipe.runtime.control import DEAD, Control, Failure, LostError, Reply, cause_text, dead_among
+from fastpipe.runtime.inputs import Inputs, Request, check_cuts, stage_works, take_inputs
+from fastpipe.runtime.microbatch import Rules
+from fastpipe.runtime.plans import Plans
+from fastpipe.runtime.ranks import LocalRanks, Outcome
+from fastpipe.runtime.replicas import Replicas
+from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans, unpack_tensors
+from fastpipe.runtime.stage import NoLoss, Stage
+from fastpipe.runtime.transport import TransportError
+
+_MAX_KNOWN = 64
+"""How many combinations of input shapes are remembered; another one costs a step with headers."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How inputs come in and results go out; see `fastpipe.Pipeline`.
+
+    Attributes:
+        loss_fn: of the last stage.
+        reduction: how the microbatches' losses become one.
+        split: how arguments are cut.
+        merge: how outputs are joined.
+        keep_outputs: whether they are kept at all.
+    """
+
+    loss_fn: Callable[..., Any] | None
+    reduction: str | Callable[[Any], float]
+    split: Rules
+    merge: Rules
+    keep_outputs: bool
+
+
+class Steps:
+    """Runs the steps of a pipeline on this process.
+
+    Args:
+        settings: the user's.
+        plans: the programs.
+        ranks: the local ranks, with their stages.
+        control: the way to the other processes.
+        replicas: what is to be done for stages that two ranks hold.
+        forward_only: whether there is no backward to begin with.
+
+    Attributes:
+        stages: the local stages.
+        known: the shapes that need not be announced again, and what transports call them.
+        broken: why the pipeline cannot go on, if it cannot.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plans: Plans,
+        ranks: LocalRanks,
+        control: Control,
+        replicas: Replicas,
+        *,
+        forward_only: bool,
+    ) -> None:
+        self.settings = settings
+        self.plans = plans
+        self.ranks = ranks
+        self.control = control
+        self.replicas = replicas
+        self.forward_only = forward_only
+        self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
+        self.known: dict[tuple[Any, ...], int] = {}
+        self.elsewhere: Failure | None = None
+        self.broken: Failure | None = None
+
+    def run(self, request: Request, trace: bool) -> StepResult:
+        """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
+        if self.broken is not None:
+            raise self.broken.error()
+        self.elsewhere = None
+        self.control.begin(self._failed_elsewhere)
+        try:
+            inputs, replies = self._agree_on_inputs(request)
+            program = self.plans.program(request.num_microbatches, not request.training)
+            signature = (request.training, *(reply["signature"] for reply in replies))
+            with torch.set_grad_enabled(request.training):
+                outcome = self._execute(program, inputs, replies, request, signature)
+            replies = self._finish(outcome, request, trace)
+        except LostError as lost:
+            self._give_up(lost.failure, lost.__cause__)
+        finally:
+            self.control.end()
+        if any(reply.get("no_loss") for reply in replies):
+            # found out at the first step: there is nothing to differentiate, so from now on steps are forward only
+            self.forward_only = True
+            return self.run(_replayed(request, inputs), trace)
+        self._raise_failure(outcome, replies)
+        self._remember(signature)
+        return self._result(program, outcome, replies)
+
+    def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
+        """Learn how it went for the others, and sum the gradients of stages that two ranks hold."""
+        replies = self.control.exchange("end", self._report(outcome, trace))
+        if request.training:
+            succeeded = not any("failure" in reply or DEAD in reply for reply in replies)
+            try:
+                self.replicas.after_step(succeeded)
+            except TransportError as error:
+                raise LostError(Failure(error.peer, str(error), dead=True)) from error
+        return replies
+
+    def _give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
+        """A process is dead or silent: this pipeline is over."""
+        self.broken = failure
+        self._release()
+        raise failure.error() from cause
+
+    def _release(self) -> None:
+        """Let go of what a failed step left behind."""
+        for stage in self.stages:
+            stage.end()
+        # what was announced in a failed step may be incomplete, and what was known may have changed
+        self.known.clear()
+
+    def _agree_on_inputs(self, request: Request) -> tuple[Inputs, list[Reply]]:
+        """Every process takes its inputs; if one cannot, all raise."""
+        error: BaseException | None = None
+        inputs = Inputs()
+        message: Reply = {"call": _call_text(request)}
+        try:
+            self.plans.program(request.num_microbatches, not request.training)
+            inputs = take_inputs(
+                request, self.settings.split, self.stages, self.settings.loss_fn, self.settings.reduction
+            )
+            signature = self._signature(request, inputs)
+            message |= {"rows": inputs.rows, "whole": inputs.whole, "signature": signature}
+        except BaseException as found:
+            # an iterator may raise anything, and the others must not wait for this rank
+            error = found
+            message["refused"] = cause_text(found)
+        message["kwargs"] = sorted(inputs.kwargs)
+        replies = self.control.exchange("start", message)
+        dead = dead_among(replies)
+        if dead is not None:
+            self._give_up(dead)
+        if error is not None:
+            raise error
+        self._check_replies(request, replies)
+        return inputs, replies
+
+    def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
+        calls = [reply["call"] for reply in replies]
+        if len(set(calls)) > 1:
+            listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+            raise ValueError(f"the ranks do not make the same call: {listed}")
+        for rank, reply in enumerate(replies):
+            if "refused" in reply:
+                raise StepError(f"rank {rank} refused its input: {reply['refused']}", rank=rank, cause=reply["refused"])
+        check_cuts({name: rows for reply in replies for name, rows in reply["whole"].items()})
+        taken = {name for reply in replies for name in reply["kwargs"]}
+        for name in request.kwargs:
+            if name not in taken:
+                raise ValueError(f"{name}: no stage's forward takes this keyword argument; leave it out")
+
+    def _signature(self, request: Request, inputs: Inputs) -> int:
+        """Whatever may change a shape, a dtype or a gradient flag between stages."""
+        flags = tuple(p.requires_grad for stage in self.stages for p in stage.module.parameters())
+        autocast = (torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu")))
+        return hash((request.num_microbatches, inputs.signature(), flags, autocast))
+
+    def _execute(
+        self, program: Program, inputs: Inputs, replies: Sequence[Reply], request: Request, signature: tuple[Any, ...]
+    ) -> Outcome:
+        stages = self.stages
+        rows = inputs.rows or next((reply["rows"] for reply in replies if reply["rows"]), None)
+        works = stage_works(inputs, stages, request, self.settings.reduction, rows, self.settings.keep_outputs)
+        for stage, work in zip(stages, works, strict=True):
+            stage.begin(work)
+        self.ranks.prepare(program)
+        if request.training:
+            self.replicas.before_step()
+        announce = signature not in self.known
+        return self.ranks.run(program, self._number(signature), announce)
+
+    def _number(self, signature: tuple[Any, ...]) -> int:
+        """What transports call these shapes; the number of the oldest is given again when many are known."""
+        if signature in self.known:
+            return self.known[signature]
+        return len(self.known) if len(self.known) < _MAX_KNOWN else next(iter(self.known.values()))
+
+    def _remember(self, signature: tuple[Any, ...]) -> None:
+        """The shapes of this step need not be announced again."""
+        if signature in self.known:
+            return
+        number = self._number(signature)
+        if len(self.known) == _MAX_KNOWN:
+            del self.known[next(iter(self.known))]
+        self.known[signature] = number
+
+    def _failed_elsewhere(self, failure: Failure) -> None:
+        """From the watcher: another process failed or died."""
+        if self.elsewhere is None:
+            self.elsewhere = failure
+        self.ranks.fail()
+
+    def _report(self, outcome: Outcome, trace: bool) -> Reply:
+        """What the others need to know of this process's step."""
+        last = [stage.work for stage in self.stages if stage.is_last]
+        reply: Reply = {}
+        if outcome.failure is not None:
+            reply["failure"] = asdict(outcome.failure)
+            reply["first"] = asdict(outcome.first or outcome.failure)
+            reply["no_loss"] = isinstance(outcome.error, NoLoss)
+        elif last:
+            reply["losses"] = pack_tensors({i: loss for work in last for i, loss in work.losses.items()})
+            reply["scaled"] = pack_tensors({i: loss for work in last for i, loss in work.scaled.items()})
+        if trace:
+            reply["spans"] = pack_spans(outcome.spans)
+        return reply
+
+    def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
+        failures = [Failure(**reply["failure"]) for reply in replies if "failure" in reply]
+        dead = dead_among(replies) or next((f for f in failures if f.dead), None)
+        if dead is not None:
+            self._give_up(dead, outcome.error)
+        first = next((Failure(**reply["first"]) for reply in replies if "first" in reply), self.elsewhere)
+        if first is None:
+            return
+        if first.dead:
+            self._give_up(first, outcome.error)
+        self._release()
+        if outcome.error is None or outcome.failure is None:
+            raise first.error()
+        if outcome.first is not None and outcome.first.rank not in self.ranks.stages:
+            # it failed elsewhere before, and what it was given here since then are stand-ins
+            raise first.error() from outcome.error
+        outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
+        raise outcome.error
+
+    def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> StepResult:
+        losses: dict[int, torch.Tensor] = {}
+        scaled: dict[int, torch.Tensor] = {}
+        spans = dict(outcome.spans)
+        for reply in replies:
+            losses.update(unpack_tensors(reply.get("losses", {})))
+            scaled.update(unpack_tensors(reply.get("scaled", {})))
+            spans.update(unpack_spans(reply.get("spans", {})))
+        found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
+        outputs = [found[i] for i in sorted(found)] or None
+        for stage in self.stages:
+            stage.end()
+        return StepResult(_by_microbatch(losses), _by_microbatch(scaled), outputs, self.settings.merge, program, spans)
+
+
+def _call_text(request: Request) -> str:
+    """What must be the same on every rank."""
+    names = ", ".join(["", *sorted(request.kwargs)])
+    call = "step" if request.training else "eval_step or a forward-only step"
+    return f"{call} with num_microbatches={request.num_microbatches}{names}"
+
+
+def _replayed(request: Request, inputs: Inputs) -> Request:
+    """The same request, forward only, with the microbatches that were taken from it already."""
+    args = request.args if inputs.args is None else (list(inputs.args),)
+    kwargs = {name: inputs.kwargs.get(name, value) for name, value in request.kwargs.items()}
+    return Request(args, kwargs, None, None, request.num_microbatches, training=False)
+
+
+def _by_microbatch(found: Mapping[int, torch.Tensor]) -> list[torch.Tensor] | None:
+    return [found[i] for i in sorted(found)] or None
