@@ -13,6 +13,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402
 
 from fastpipe.runtime import native  # noqa: E402
+from fastpipe.runtime.group import membership  # noqa: E402
 from fastpipe.runtime.native_executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.process_group import ProcessGroups  # noqa: E402
 from fastpipe.runtime.stage import Stage, StageWork  # noqa: E402
@@ -43,7 +44,7 @@ class Rank:
             self.program,
             rank,
             self.stages,
-            ProcessGroups(),
+            ProcessGroups(membership(None, torch.device("cpu"))),
             on_failure=lambda position, error: self.reports.append((position, error)),
             timeout=timeout,
             num_threads=1,
