@@ -14,7 +14,7 @@ from fastpipe.action import ActionKind
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
 from fastpipe.runtime.result import total_loss
-from fastpipe.runtime.stage import Chain, checked_loss, detached, scale_loss
+from fastpipe.runtime.stage import Chain, checked_loss, detached, returned_loss, scale_loss
 from fastpipe.schedule import Schedule
 
 __all__ = ["Fault", "Loopback", "Reference", "reference_step"]
@@ -39,8 +39,8 @@ def reference_step(
     model: nn.Module | Sequence[nn.Module],
     batch: tuple[Any, Any],
     schedule: Schedule,
+    loss_fn: Callable[..., Any] | None = None,
     *,
-    loss_fn: Callable[..., Any],
     loss_reduction: str | Callable[[Any], float] = "mean",
     split_rules: Rules = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -52,9 +52,9 @@ def reference_step(
 
     Args:
         model: the whole model, or the list of its layers.
-        batch: ``(input, target)``; the input may be a tuple of arguments.
+        batch: ``(input, target)``; the input may be a tuple of arguments, the target None without a loss function.
         schedule: whose number and order of microbatches is followed.
-        loss_fn: ``loss_fn(output, target)``.
+        loss_fn: ``loss_fn(output, target)``; without it the model returns its loss, alone or in a dict as ``"loss"``.
         loss_reduction: as for `fastpipe.Pipeline`.
         split_rules: as ``split`` of `fastpipe.Pipeline`.
         kwargs: keyword arguments of the model.
@@ -65,8 +65,9 @@ def reference_step(
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     columns = [split(value, count, rule_for(split_rules, i), f"input {i}") for i, value in enumerate(args)]
     named = {k: split(v, count, rule_for(split_rules, k), k) for k, v in (kwargs or {}).items()}
-    targets = split(target, count, rule_for(split_rules, "target"), "target")
-    divisors = loss_divisors(loss_reduction, rows_of(targets, rule_for(split_rules, "target")), targets, count)
+    targets = None if loss_fn is None else split(target, count, rule_for(split_rules, "target"), "target")
+    counted, key = (columns[0], 0) if targets is None else (targets, "target")
+    divisors = loss_divisors(loss_reduction, rows_of(counted, rule_for(split_rules, key)), targets, count)
     losses: dict[int, torch.Tensor] = {}
     scaled: dict[int, torch.Tensor] = {}
     outputs: dict[int, Any] = {}
@@ -74,7 +75,8 @@ def reference_step(
         for i in backward_order(schedule):
             next_half(i)
             outputs[i] = model(*(c[i] for c in columns), **{k: v[i] for k, v in named.items()})
-            losses[i] = checked_loss(loss_fn(outputs[i], targets[i]))
+            found = returned_loss(outputs[i]) if loss_fn is None or targets is None else loss_fn(outputs[i], targets[i])
+            losses[i] = checked_loss(found)
             scaled[i] = scale_loss(losses[i], None if divisors is None else divisors[i])
             torch.autograd.backward(scaled[i])
             outputs[i] = detached(outputs[i])

@@ -210,7 +210,7 @@ class Stage:
             work.outputs[microbatch] = detached(output)
         if work.output_grads is not None:
             return _fitting(boundary_tensors(output, "the last stage"), work.output_grads[microbatch])
-        if self.loss_fn is None and not isinstance(_returned_loss(output), torch.Tensor):
+        if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
             if torch.is_grad_enabled():
                 raise NoLoss
             return ()
@@ -221,7 +221,7 @@ class Stage:
     def _loss(self, microbatch: int, output: Any) -> torch.Tensor:
         work = self.work
         if self.loss_fn is None:
-            loss = _returned_loss(output)
+            loss = returned_loss(output)
         else:
             assert work.targets is not None
             loss = self.loss_fn(output, work.targets[microbatch])
@@ -290,7 +290,7 @@ def _fitting(outputs: Tensors, grads: Tensors) -> Tensors:
     return outputs
 
 
-def _returned_loss(output: Any) -> Any:
+def returned_loss(output: Any) -> Any:
     """The loss that a last stage returned, alone or in a dict; None if there is none."""
     value = output.get("loss") if isinstance(output, Mapping) else output
     is_loss = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
