@@ -13,7 +13,6 @@ from fastpipe.machine import Lanes
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import find, make_schedule
-from fastpipe.schedules.costs import is_number
 from fastpipe.simulate import simulate_program
 from fastpipe.timeline import Timeline
 from fastpipe.validate import validate_schedule
@@ -44,11 +43,15 @@ def simulate(work: Schedule | Program, cost: CostModel | None = None, *, lanes: 
         lanes: which channels a transport executes in one order: ``"directed"``, ``"pair"``, ``"group"``.
     """
     program = lower(work) if isinstance(work, Schedule) else work
+    if not isinstance(program, Program):
+        raise TypeError(f"work: expected a Schedule or a Program, found {type(work).__name__}; see make_schedule")
     return simulate_program(program, cost, lanes=lanes)
 
 
 def plot(timeline: Timeline, path: str | Path, **options: Any) -> Path:
     """Draw a timeline into a PNG, SVG or PDF file; see `fastpipe.visualize.plot` for the options."""
+    if not isinstance(timeline, Timeline):
+        raise TypeError(f"timeline: expected a Timeline, found {type(timeline).__name__}; simulate gives one")
     return timeline.plot(path, **options)
 
 
@@ -102,7 +105,9 @@ def compare(
     Raises:
         ValueError: when a schedule refuses the numbers, or costs are given by stage.
     """
-    cost = cost or CostModel()
+    if isinstance(schedules, str):
+        raise TypeError(f"schedules: expected a list of names, found the str {schedules!r}")
+    cost = CostModel() if cost is None else cost
     check_one_cost(cost)
     rows = []
     for work in schedules:
@@ -121,11 +126,21 @@ def _with_costs(work: str | Schedule, num_ranks: int, num_microbatches: int, cos
     """Generate, for these costs where the generator looks at costs."""
     if isinstance(work, Schedule):
         return work
-    family = find(work)
-    names = ("forward", "backward_input", "backward_weight", "comm")
-    costs = shared_out(cost, family.stages_per_rank)
-    options = {name: value for name in names if name in family.options and is_number(value := getattr(costs, name))}
+    options = generator_costs(work, shared_out(cost, find(work).stages_per_rank))
     return make_schedule(work, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+
+
+def generator_costs(name: str, cost: CostModel) -> dict[str, Any]:
+    """The options of a generator that looks at costs, as far as it takes what the costs of a stage are given as.
+
+    Costs by stage go to a generator that takes one a rank, which has one stage a rank; others build for their default.
+    """
+    found = {}
+    for option in ("forward", "backward_input", "backward_weight", "comm"):
+        known, value = find(name).options.get(option), getattr(cost, option)
+        if known is not None and value != known.default and (known.check is None or known.check(value)):
+            found[option] = value
+    return found
 
 
 def _row(schedule: Schedule, cost: CostModel, lanes: Lanes) -> Comparison:
@@ -140,6 +155,8 @@ def _row(schedule: Schedule, cost: CostModel, lanes: Lanes) -> Comparison:
 
 def check_one_cost(cost: CostModel) -> None:
     """Refuse costs by stage where schedules with other stages stand side by side."""
+    if not isinstance(cost, CostModel):
+        raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
     by_stage = [f.name for f in fields(cost) if isinstance(getattr(cost, f.name), Sequence)]
     if by_stage:
         raise ValueError(f"{by_stage[0]}: give one number for all stages, as the schedules compared differ in theirs")

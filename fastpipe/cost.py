@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -55,7 +56,7 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None:
+            if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, _plain(value))
                 _check(field.name, getattr(self, field.name))
 
@@ -142,13 +143,14 @@ class CostModel:
         Raises:
             ValueError: naming the entry that is wrong.
         """
-        text = str(path)
-        if "\n" not in text:
-            text = Path(path).read_text(encoding="utf-8")
+        text, where = str(path), "costs"
         try:
+            if "\n" not in text:
+                where = text
+                text = Path(path).read_text(encoding="utf-8")
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"costs: no JSON: {error}") from None
+            raise ValueError(f"{where}: no JSON: {error}") from None
         if not isinstance(data, dict):
             raise ValueError("costs: give an object with some of the attributes of CostModel")
         known = [field.name for field in fields(cls)]
@@ -226,7 +228,8 @@ def _check_links(name: str, value: Mapping[Any, Any]) -> None:
 def _is_cost(number: Any, infinite: bool) -> bool:
     if isinstance(number, bool) or not isinstance(number, int | float):
         return False
-    return number >= 0 and (infinite or math.isfinite(number))
+    # compared, since an int may be too large to become a float
+    return 0 <= number <= sys.float_info.max or (infinite and number == math.inf)
 
 
 def _links(name: str, value: Any) -> Any:

@@ -32,7 +32,7 @@ def lane_numbers(lanes: Lanes, channels: Sequence[Channel]) -> list[int]:
         return [number[frozenset((c.source, c.destination))] for c in channels]
     if lanes == "group":
         return [0] * len(channels)
-    if isinstance(lanes, str):
+    if lanes is None or isinstance(lanes, str):
         raise ValueError(f"lanes = {lanes!r}: use 'directed', 'pair', 'group', or give the lane of every channel")
     if len(lanes) != len(channels):
         raise ValueError(f"lanes names {len(lanes)} channels of {len(channels)}: give a lane for each")

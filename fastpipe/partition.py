@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any
 
 
 def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
@@ -20,9 +22,7 @@ def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
     Raises:
         ValueError: for fewer layers than stages, or a cost that is negative or not a number.
     """
-    if isinstance(costs, int):
-        costs = [1.0] * costs
-    weights = [float(cost) for cost in costs]
+    weights = _weights(costs)
     _check(weights, num_stages)
     prefix = [0.0]
     for weight in weights:
@@ -30,16 +30,32 @@ def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
     return _ranges(_best_ends(prefix, len(weights), num_stages))
 
 
-def _check(weights: list[float], num_stages: int) -> None:
-    if not isinstance(num_stages, int) or num_stages < 1:
-        raise ValueError(f"num_stages = {num_stages!r}: give at least 1")
+def _weights(costs: Any) -> list[float]:
+    """The cost of every layer."""
+    if isinstance(costs, Integral):
+        if costs < 1:
+            raise ValueError(f"costs = {costs}: give at least 1 layer, or a cost for each")
+        return [1.0] * int(costs)
+    if isinstance(costs, str) or not isinstance(costs, Iterable):
+        raise TypeError(f"costs = {costs!r}: give the cost of every layer, or the number of layers")
+    weights: list[float] = []
+    for layer, cost in enumerate(costs):
+        try:
+            weights.append(math.nan if isinstance(cost, str) else float(cost))
+        except (TypeError, ValueError, OverflowError):
+            weights.append(math.nan)
+        if not 0 <= weights[-1] < math.inf:
+            raise ValueError(f"costs[{layer}] = {cost!r}: a cost is a finite number of at least 0")
+    return weights
+
+
+def _check(weights: list[float], num_stages: Any) -> None:
+    if not isinstance(num_stages, Integral) or int(num_stages) < 1:
+        raise ValueError(f"num_stages = {num_stages!r}: give a whole number of at least 1")
     if len(weights) < num_stages:
         raise ValueError(
             f"num_stages = {num_stages}: there are only {len(weights)} layers; give at most as many stages"
         )
-    for layer, weight in enumerate(weights):
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"costs[{layer}] = {weight}: a cost is a finite number of at least 0")
 
 
 def _best_ends(prefix: list[float], num_layers: int, num_stages: int) -> list[int]:

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+
+def is_whole(value: Any, least: int = 0) -> bool:
+    """Whether it is a whole number of at least ``least``, Python's own or NumPy's."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 @dataclass(frozen=True)
@@ -25,16 +32,16 @@ class Placement:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ValueError(f"num_ranks = {self.num_ranks}: a placement needs at least one rank")
+        if not is_whole(self.num_ranks, least=1):
+            raise ValueError(f"num_ranks = {self.num_ranks!r}: give a whole number of at least 1")
         if not 1 <= len(self.routes) <= 2:
             raise ValueError(f"routes: a placement has one route or two, found {len(self.routes)}")
         for route in self.routes:
             if not route or len(route) != len(self.routes[0]):
                 raise ValueError("routes: every route names a rank for each of the same stages, at least one")
             for stage, rank in enumerate(route):
-                if not 0 <= rank < self.num_ranks:
-                    raise ValueError(f"stage {stage} is placed on rank {rank}; ranks are 0 to {self.num_ranks - 1}")
+                if not (is_whole(rank) and rank < self.num_ranks):
+                    raise ValueError(f"stage {stage} is placed on rank {rank!r}; ranks are 0 to {self.num_ranks - 1}")
         idle = sorted(set(range(self.num_ranks)) - {rank for route in self.routes for rank in route})
         if idle:
             raise ValueError(f"no stage is placed on rank {idle[0]}: give every one of {self.num_ranks} ranks a stage")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fastpipe.action import COMMUNICATION_KINDS, Action, ActionKind
 from fastpipe.dependencies import play
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement
+from fastpipe.placement import Placement, is_whole
 
 Columns = npt.NDArray[np.int32]
 """Five rows (kind, stage, microbatch, pair_stage, pair_microbatch), one column an action."""
@@ -73,8 +73,9 @@ class Schedule:
     ) -> None:
         if len(columns) != placement.num_ranks:
             raise ScheduleError(f"columns: {placement.num_ranks} ranks need as many arrays; found {len(columns)}")
-        if num_microbatches < 1:
-            raise ValueError(f"num_microbatches = {num_microbatches}: give at least 1")
+        if not is_whole(num_microbatches, least=1):
+            raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number of at least 1")
+        _check_name(name)
         self.name = name
         self.placement = placement
         self.num_microbatches = num_microbatches
@@ -94,7 +95,12 @@ class Schedule:
         columns = []
         for order in orders:
             rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
-            columns.append(np.array(rows, dtype=np.int32).reshape(-1, len(FIELDS)).T)
+            try:
+                columns.append(np.array(rows, dtype=np.int32).reshape(-1, len(FIELDS)).T)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ScheduleError(
+                    f"rank {len(columns)}: give each action as an Action or its text: {error}"
+                ) from None
         return cls(name, placement, num_microbatches, columns, options)
 
     @property
@@ -185,6 +191,8 @@ class Schedule:
 
         A chunk is the position of a stage among those of the rank; W is not listed.
         """
+        if not (is_whole(rank) and rank < self.num_ranks):
+            raise ValueError(f"rank = {rank!r}: ranks are 0 to {self.num_ranks - 1}")
         chunk = {stage: number + 1 for number, stage in enumerate(self.placement.stages_of(rank))}
         signs = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
         return [
@@ -227,6 +235,11 @@ class Schedule:
             text = _read_text(Path(path))
         rows = text.removesuffix("\n").split("\n")
         return infer(name or "csv", [_read_row(number, row.removesuffix("\r")) for number, row in enumerate(rows)])
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a str, found {type(name).__name__}")
 
 
 def _frozen(array: npt.ArrayLike, rank: int) -> Columns:

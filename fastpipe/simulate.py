@@ -25,7 +25,9 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
     Raises:
         ProgramError: when the program is none, or does not come to its end.
     """
-    cost = cost or CostModel()
+    cost = CostModel() if cost is None else cost
+    if not isinstance(cost, CostModel):
+        raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
     cost.check(program.num_stages)
     channels, numbers = program.channels, lane_numbers(lanes, program.channels)
     times = native_plan.simulate(program, channels, numbers, cost) or _times(program, cost, numbers)

@@ -32,6 +32,8 @@ def validate_schedule(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: naming rank, position and action; for an order that cannot run, the cycle.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule: expected a Schedule, found {type(schedule).__name__}; see make_schedule")
     if not native_plan.is_valid_schedule(schedule):
         _validate(schedule)
     _warn_about_weight_order(schedule)

@@ -41,6 +41,8 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
         ProgramError: naming rank, position and instruction; for a program that can hang, the cycle of who waits for
             whom.
     """
+    if not isinstance(program, Program):
+        raise TypeError(f"program: expected a Program, found {type(program).__name__}; lower gives one")
     numbers = lane_numbers(lanes, program.channels)
     _check_distinct(program)
     if not native_plan.is_valid_program(program, program.channels, numbers):

@@ -6,6 +6,7 @@ the standard error and exit status 2.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for bad input.
     """
+    if sys.stdout is None:  # closed by who started the command: nobody reads it
+        sys.stdout = io.StringIO()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)

@@ -167,7 +167,7 @@ def _plot(adder: Any) -> None:
     command.add_argument("--title", help="the heading")
     command.add_argument("--critical-path", action="store_true", help="outline the critical path")
     command.add_argument("--transfers", action=argparse.BooleanOptionalAction, help="draw every transfer as a line")
-    command.add_argument("--width", type=_inches, default=14.0, help="inches (14)")
+    command.add_argument("--width", type=_inches, default=14.0, help="inches, 2 to 200 (14)")
 
 
 def _html(adder: Any) -> None:
@@ -304,8 +304,8 @@ def _count(least: int) -> Callable[[str], Any]:
 @_typed
 def _inches(text: str) -> float:
     value = _number(text)
-    if not 1 <= value <= 200:
-        raise ValueError(f"{text!r}: give 1 to 200 inches")
+    if not 2 <= value <= 200:
+        raise ValueError(f"{text!r}: give 2 to 200 inches")
     return value
 
 

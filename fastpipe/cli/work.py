@@ -21,8 +21,10 @@ _COSTS = tuple(field.name for field in fields(CostModel))
 _MOST_PAIRS = 100_000_000
 
 
-def schedule_of(arguments: argparse.Namespace, name: str | None = None) -> Schedule:
-    """The schedule that the arguments name: generated, or read from a file."""
+def schedule_of(
+    arguments: argparse.Namespace, name: str | None = None, cost: CostModel | None = None, *, share: bool = False
+) -> Schedule:
+    """The schedule that the arguments name: generated, for the costs if it looks at them, or read from a file."""
     name = name or arguments.name
     if name.endswith((".csv", ".json")):
         _refuse_numbers(arguments, name)
@@ -33,16 +35,11 @@ def schedule_of(arguments: argparse.Namespace, name: str | None = None) -> Sched
     options = dict(arguments.option)
     if arguments.stages_per_rank is not None:
         options.setdefault("stages_per_rank", arguments.stages_per_rank)
-    options = {**_costs_for(name, arguments), **options}
+    if cost is not None:
+        of_stage = api.shared_out(cost, find(name).stages_per_rank) if share else cost
+        options = {**api.generator_costs(name, of_stage), **options}
     with progress(f"generating {name}"):
         return make_schedule(name, num_ranks=arguments.ranks, num_microbatches=arguments.microbatches, **options)
-
-
-def _costs_for(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """What the command line says of costs, where the generator looks at costs."""
-    known = find(name).options
-    given = {key: getattr(arguments, key, None) for key in ("forward", "backward_input", "backward_weight", "comm")}
-    return {key: value for key, value in given.items() if key in known and isinstance(value, float)}
 
 
 def _refuse_numbers(arguments: argparse.Namespace, name: str) -> None:
@@ -106,9 +103,10 @@ def program_of(arguments: argparse.Namespace, schedule: Schedule) -> Program:
 def timeline_of(arguments: argparse.Namespace, name: str | None = None, *, share: bool = False) -> Timeline:
     """The simulated timeline of what the arguments name; with ``share``, costs are of a rank's share of the model."""
     cost = cost_of(arguments)
-    schedule = schedule_of(arguments, name)
     if share:
         api.check_one_cost(cost)
+    schedule = schedule_of(arguments, name, cost, share=share)
+    if share:
         cost = api.shared_out(cost, schedule.num_stages / schedule.num_ranks)
     cost.check(schedule.num_stages)
     program = program_of(arguments, schedule)

@@ -6,6 +6,7 @@ their ratios matter. What a schedule is then run with is the CostModel's busines
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ PerRank = float | Sequence[float]
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number of at least 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _is_cost(value: Any) -> bool:

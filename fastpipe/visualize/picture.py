@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def plot(
         path: the file; its suffix says the format: .png, .svg or .pdf.
         against: a second timeline, drawn beneath on the same time axis, such as the prediction of a measured one.
         title: the heading; the schedule and its numbers unless given.
-        width: inches.
+        width: inches, 2 to 200.
         row_height: inches a rank takes; chosen by the number of ranks unless given.
         labels: write microbatch numbers into the bars, wherever they fit.
         transfers: draw every transfer between ranks as a line; unless given, when they take time and are few.
@@ -52,9 +53,10 @@ def plot(
 
     Raises:
         ImportError: when matplotlib is not installed.
-        ValueError: for a suffix that is no format.
+        ValueError: for a suffix that is no format, or a width that is none.
     """
     path = canvas.checked_path(path)
+    _check_width(width)
     shown = [timeline] if against is None else [timeline, against]
     height = row_height or _row_height(max(t.program.num_ranks for t in shown))
     figure, panels = _layout(shown, width, height, dpi)
@@ -65,6 +67,12 @@ def plot(
         panel.axes.set_xlabel(f"time ({panel.unit})", color=canvas.INK)
     _head(figure, title or _title(shown), canvas.legend_handles(shown, critical_path=critical_path, transfers=lines))
     return canvas.save(figure, path, dpi)
+
+
+def _check_width(width: Any) -> None:
+    """Refuse a width that the margins take, or that no viewer opens."""
+    if not (isinstance(width, Real) and 2 <= float(width) <= 200):
+        raise ValueError(f"width = {width!r}: give 2 to 200 inches")
 
 
 def _row_height(num_ranks: int) -> float:

@@ -113,6 +113,26 @@ def test_a_generator_that_looks_at_costs_gets_them(capsys: Any) -> None:
     assert by_cost <= json.loads(run(capsys, *simulate, *costs, *blind))["makespan"]
 
 
+def test_a_generator_gets_the_costs_of_the_file_too(capsys: Any, tmp_path: Path) -> None:
+    """Also those by stage where it takes one a rank; and of a stage where two schedules share a model."""
+    path = tmp_path / "costs.json"
+    costs = {"forward": [4, 1, 1, 1], "backward_input": 3, "comm": 0.5}
+    path.write_text(json.dumps(costs))
+    schedule = fastpipe.make_schedule("zb_auto", num_ranks=4, num_microbatches=12, **costs)
+    assert schedule != fastpipe.make_schedule("zb_auto", num_ranks=4, num_microbatches=12)
+    expected = [list(map(str, rank)) for rank in schedule]
+    numbers = ["--ranks", "4", "--microbatches", "12", "--json"]
+    flags = ["--forward", "4,1,1,1", "--backward-input", "3", "--comm", "0.5"]
+    for source in (["--costs", str(path)], flags):
+        spans = json.loads(run(capsys, "simulate", "zb_auto", *numbers, *source, "--steps"))["spans"]
+        assert [[span["action"] for span in spans if span["rank"] == rank] for rank in range(4)] == expected
+
+    flags = ["--forward", "2", "--backward-input", "3", "--comm", "0.5"]
+    beside = ["--against", "1f1b", "-o", str(tmp_path / "both.svg")]
+    rows = json.loads(run(capsys, "compare", "zbv", *numbers, *flags))
+    assert json.loads(run(capsys, "plot", "zbv", *numbers, *flags, *beside))["makespan"] == rows[0]["makespan"]
+
+
 def test_compare_puts_schedules_side_by_side(capsys: Any) -> None:
     rows = {row["name"]: row for row in json.loads(run(capsys, "compare", "gpipe", "1f1b", "zbv", *SMALL, "--json"))}
     assert set(rows) == {"gpipe", "1f1b", "zbv"}
@@ -241,6 +261,7 @@ def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None
         (["plot", "1f1b", *SMALL, "-o", "x.gif"], ".png"),
         (["plot", "1f1b", *SMALL, "-o", "/no/such/folder/x.png"], "/no/such/folder"),
         (["plot", "1f1b", *SMALL, "--width", "0"], "inches"),
+        (["plot", "1f1b", *SMALL, "--width", "1"], "inches"),
         (["html", "1f1b", *SMALL, "-o", "/no/such/folder/x.html"], "/no/such/folder"),
         (["validate", "missing.csv"], "missing.csv"),
         (["convert", "missing.json"], "missing.json"),

@@ -53,9 +53,9 @@ def test_many_layers() -> None:
     [
         (3, 4, "num_stages = 4: there are only 3 layers; give at most as many stages"),
         ([], 1, "there are only 0 layers"),
-        (3, 0, "num_stages = 0: give at least 1"),
+        (3, 0, "num_stages = 0: give a whole number of at least 1"),
         (3, 1.0, "num_stages = 1.0"),
-        ([1, -1], 1, r"costs\[1\] = -1.0: a cost is a finite number of at least 0"),
+        ([1, -1], 1, r"costs\[1\] = -1: a cost is a finite number of at least 0"),
         ([1, float("nan")], 1, r"costs\[1\] = nan"),
         ([float("inf")], 1, r"costs\[0\] = inf"),
     ],
