@@ -52,7 +52,7 @@ def _weights(costs: Any) -> list[float]:
 def _check(weights: list[float], num_stages: Any) -> None:
     if not isinstance(num_stages, Integral) or int(num_stages) < 1:
         raise ValueError(f"num_stages = {num_stages!r}: give a whole number of at least 1")
-    if len(weights) < num_stages:
+    if len(weights) < int(num_stages):
         raise ValueError(
             f"num_stages = {num_stages}: there are only {len(weights)} layers; give at most as many stages"
         )
