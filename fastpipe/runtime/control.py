@@ -181,7 +181,6 @@ class StoreControl(Control):
         self.step = 0
         self.on_failure: Callable[[Failure], None] | None = None
         self._pidfds: dict[int, int] = {}
-        self._failure_seen = 0
         self._active = threading.Event()
         self._lock = threading.Lock()
         self._stopping = False
@@ -314,8 +313,8 @@ class StoreControl(Control):
             for phase in ("start", "end"):
                 store.compare_set(self._key(step, phase, rank), "", reply)
             self._report(failure, step)
-        if self._failure_seen != step and store.check([self._failure_key(step)]):
-            self._failure_seen = step
+        if store.check([self._failure_key(step)]):
+            # told at every look: a rank that has not begun its program yet would forget it
             self._report(Failure(**json.loads(store.get(self._failure_key(step)))), step)
 
     def _died(self) -> list[int]:

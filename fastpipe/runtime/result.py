@@ -52,7 +52,10 @@ class StepResult:
 
     @cached_property
     def outputs(self) -> Any:
-        """The last stage's outputs, merged; None on a rank without the last stage."""
+        """The last stage's outputs, merged; None on a process without the last stage.
+
+        Where a schedule has two routes, each of the two processes that hold the last stage has its half.
+        """
         return merge(self._outputs, self._merge_rules) if self._outputs else None
 
     @cached_property
