@@ -16,9 +16,12 @@ the range and the source of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import inf
+from numbers import Real
 from typing import Any
 
 from fastpipe.closed_forms import BUBBLES, PEAKS, Case, Formula, mean_busy
+from fastpipe.placement import is_whole
 
 MEASURES = ("makespan", "span")
 FORMS = ("fraction", "seconds", "total")
@@ -61,6 +64,13 @@ def bubble(
     """
     if as_ not in FORMS:
         raise ValueError(f"as_ = {as_!r}: use one of {', '.join(FORMS)}")
+    _check_seconds(
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        comm=comm,
+        overlapped=0.0 if overlapped is None else overlapped,
+    )
     fused = forward + backward_input + backward_weight if overlapped is None else overlapped
     case = Case(
         num_ranks,
@@ -149,8 +159,8 @@ def smallest_num_microbatches(name: str, fraction: float, *, num_ranks: int, **c
     Raises:
         ValueError: when no m does; outside the range of the formula at every m, what `bubble` says.
     """
-    if not 0 < fraction < 1:
-        raise ValueError(f"fraction = {fraction}: give one above 0 and below 1")
+    _check_fraction(fraction)
+    _check_count("num_ranks", num_ranks)
 
     def reaches(m: int) -> bool:
         return bubble(name, num_ranks=num_ranks, num_microbatches=m, **costs) <= fraction
@@ -274,11 +284,25 @@ def _stages(name: str, stages_per_rank: int | None) -> int:
     return own
 
 
+def _check_count(what: str, number: Any) -> None:
+    if not is_whole(number, least=1):
+        raise ValueError(f"{what} = {number!r}: give a whole number of at least 1")
+
+
+def _check_fraction(fraction: Any) -> None:
+    if not (isinstance(fraction, Real) and 0 < float(fraction) < 1):
+        raise ValueError(f"fraction = {fraction!r}: give one above 0 and below 1")
+
+
+def _check_seconds(**seconds: Any) -> None:
+    for what, number in seconds.items():
+        if isinstance(number, bool) or not (isinstance(number, Real) and 0 <= float(number) < inf):
+            raise ValueError(f"{what} = {number!r}: costs are finite numbers of at least 0")
+
+
 def _check(name: str, formula: Formula, case: Case) -> None:
     for letter, what in (("p", "num_ranks"), ("m", "num_microbatches"), ("v", "stages_per_rank")):
-        number = getattr(case, letter)
-        if number < 1:
-            raise ValueError(f"{what} = {number}: give a whole number of at least 1")
+        _check_count(what, getattr(case, letter))
     if not formula.holds(case):
         raise ValueError(
             f"the formula of {name} holds for {formula.range}; asked for p = {case.p}, m = {case.m}, v = {case.v}, "

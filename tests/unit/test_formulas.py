@@ -185,6 +185,13 @@ def test_smallest_number_of_microbatches_of_chimera():
         (lambda: formulas.peak_activations("dualpipev", num_ranks=4, num_microbatches=7), "m >= 2p"),
         (lambda: formulas.peak_activations("1f1b", num_ranks=4, num_microbatches=7, as_="x"), "as_ = 'x'"),
         (lambda: formulas.smallest_num_microbatches("1f1b", 1.5, num_ranks=4), "fraction = 1.5"),
+        (lambda: formulas.smallest_num_microbatches("1f1b", "x", num_ranks=4), "fraction = 'x'"),
+        (lambda: formulas.smallest_num_microbatches("1f1b", 0.1, num_ranks=2.5), "num_ranks = 2.5"),
+        (lambda: formulas.bubble("1f1b", num_ranks=4, num_microbatches=2.5), "num_microbatches = 2.5"),
+        (lambda: formulas.bubble("1f1b", num_ranks="4", num_microbatches=8), "num_ranks = '4'"),
+        (lambda: formulas.bubble("1f1b", num_ranks=4, num_microbatches=8, forward=-1), "forward = -1: costs are"),
+        (lambda: formulas.bubble("1f1b", num_ranks=4, num_microbatches=8, backward_input="1"), "backward_input = '1'"),
+        (lambda: formulas.peak_activations("1f1b", num_ranks=2.5, num_microbatches=8), "num_ranks = 2.5"),
         (lambda: formulas.single_stage_bound(num_ranks=4, num_microbatches=4, live=4), "more than live = 4"),
     ],
 )
