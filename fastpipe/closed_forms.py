@@ -290,5 +290,10 @@ PEAKS: dict[str, Formula] = {
     "chimera": Formula(
         lambda x: x.p, "p even, m = p", lambda x: x.p % 2 == 0 and x.m == x.p, "Chimera, arXiv 2107.06925, table 2"
     ),
-    "hanayo": Formula(lambda x: x.p * x.v, "m = p", lambda x: x.m == x.p, "Hanayo, arXiv 2308.15762"),
+    "hanayo": Formula(
+        lambda x: x.p * x.v,
+        "m = p, v twice the number of waves",
+        lambda x: x.m == x.p and x.v % 2 == 0,
+        "Hanayo, arXiv 2308.15762",
+    ),
 }

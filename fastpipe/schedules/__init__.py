@@ -61,7 +61,7 @@ def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, **options
     """
     family = find(name)
     check_counts(num_ranks, num_microbatches)
-    return family.make(num_ranks, num_microbatches, options)
+    return family.make(int(num_ranks), int(num_microbatches), options)
 
 
 def find(name: str) -> Family:

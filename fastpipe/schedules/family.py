@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastpipe.placement import is_whole
 from fastpipe.schedule import Schedule
 
 
@@ -74,7 +75,7 @@ def check_counts(num_ranks: Any, num_microbatches: Any) -> None:
 
 def is_count(value: Any) -> bool:
     """Whether it is a whole number of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_whole(value, least=1)
 
 
 def is_bool(value: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fastpipe
@@ -62,3 +63,9 @@ def test_a_file_of_costs_that_is_no_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"costs\.json: no JSON"):
         CostModel.from_json(path)
+
+
+def test_whole_numbers_of_numpy_are_numbers() -> None:
+    numbers: Any = {"num_ranks": np.int64(2), "num_microbatches": np.int32(3)}
+    assert fastpipe.make_schedule("1f1b", **numbers) == SCHEDULE
+    assert repr(fastpipe.make_schedule("1f1b", **numbers)) == repr(SCHEDULE)

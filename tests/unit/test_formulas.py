@@ -120,6 +120,13 @@ def test_chimera_idles_as_its_paper_says(p, backward, divisor):
     assert found.bubble_fraction == pytest.approx((p - 2) / (divisor * p + p - 2))
 
 
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_simulation_gives_the_peak_of_every_number_of_waves(waves):
+    for p in (1, 2, 4):
+        peak = formulas.peak_activations("hanayo", num_ranks=p, num_microbatches=p, stages_per_rank=2 * waves)
+        assert max(timeline("hanayo", p, p, waves=waves).peak_activations) == peak
+
+
 @pytest.mark.parametrize("name", sorted(PEAKS))
 def test_simulation_gives_the_peak(name):
     checked = 0
@@ -185,6 +192,10 @@ def test_smallest_number_of_microbatches_of_chimera():
         (lambda: formulas.peak_activations("dualpipev", num_ranks=4, num_microbatches=7), "m >= 2p"),
         (lambda: formulas.peak_activations("1f1b", num_ranks=4, num_microbatches=7, as_="x"), "as_ = 'x'"),
         (lambda: formulas.smallest_num_microbatches("1f1b", 1.5, num_ranks=4), "fraction = 1.5"),
+        (
+            lambda: formulas.peak_activations("hanayo", num_ranks=4, num_microbatches=4, stages_per_rank=3),
+            "v twice the number of waves",
+        ),
         (lambda: formulas.smallest_num_microbatches("1f1b", "x", num_ranks=4), "fraction = 'x'"),
         (lambda: formulas.smallest_num_microbatches("1f1b", 0.1, num_ranks=2.5), "num_ranks = 2.5"),
         (lambda: formulas.bubble("1f1b", num_ranks=4, num_microbatches=2.5), "num_microbatches = 2.5"),
