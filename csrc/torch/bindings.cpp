@@ -3,11 +3,14 @@
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "arming.h"
 #include "core/errors.h"
 #include "core/loopback_hub.h"
 #include "core/program.h"
@@ -94,6 +97,55 @@ void bind_shared_memory(py::module_& m) {
       .def("end", &SharedMemoryEndpoint::end, WithoutGil());
 }
 
+// (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage.
+py::list deferred(const Runner& runner) {
+  py::list stages;
+  for (const TorchStage* stage : runner.stages()) {
+    stages.append(py::make_tuple(stage->index(), stage->deferred(), stage->peak_held_bytes()));
+  }
+  return stages;
+}
+
+void split(WeightGradients& weights, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  torch::autograd::edge_list roots;
+  for (const at::Tensor& output : outputs) roots.push_back(torch::autograd::impl::gradient_edge(output));
+  std::vector<torch::autograd::Node*> entries;
+  for (const at::Tensor& input : inputs) entries.push_back(torch::autograd::impl::gradient_edge(input).function.get());
+  weights.split(roots, entries);
+}
+
+// For Python's `with`: armed from its beginning to its end.
+class PythonArming {
+ public:
+  PythonArming(std::shared_ptr<WeightGradients> weights, bool backward)
+      : weights_(std::move(weights)), phase_(backward ? Arming::Phase::kBackward : Arming::Phase::kForward) {}
+  void enter() { arming_.emplace(weights_, phase_); }
+  void exit(const py::args&) { arming_.reset(); }
+
+ private:
+  std::shared_ptr<WeightGradients> weights_;
+  Arming::Phase phase_;
+  std::optional<Arming> arming_;
+};
+
+void bind_weight_gradients(py::module_& m) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<PythonArming>(m, "Arming").def("__enter__", &PythonArming::enter).def("__exit__", &PythonArming::exit);
+  py::class_<WeightGradients, std::shared_ptr<WeightGradients>>(m, "WeightGradients")
+      .def(py::init<>())
+      .def(
+          "armed",
+          [](std::shared_ptr<WeightGradients> weights, bool backward) {
+            return std::make_unique<PythonArming>(std::move(weights), backward);
+          },
+          py::arg("backward"))
+      .def("split", &split, py::arg("outputs"), py::arg("inputs"))
+      .def("compute", &WeightGradients::compute, WithoutGil())
+      .def("held_bytes", &WeightGradients::held_bytes)
+      .def("leaves", &WeightGradients::leaves)
+      .def("clear", &WeightGradients::clear);
+}
+
 void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
@@ -131,6 +183,7 @@ PYBIND11_MODULE(_runtime, m) {
                       const at::Device& device) { return std::make_shared<ProcessGroups>(std::move(groups), device); }),
           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
   bind_shared_memory(m);
+  bind_weight_gradients(m);
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   py::class_<Runner>(m, "Executor")
       .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),
@@ -138,5 +191,6 @@ PYBIND11_MODULE(_runtime, m) {
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
            py::arg("state") = py::none(), py::arg("num_threads") = 0)
       .def("fail", &Runner::fail)
+      .def("deferred", &deferred)
       .def_property_readonly("broken", &Runner::broken);
 }
