@@ -139,7 +139,7 @@ class PythonWeightGradients:
             group = [pending for pending in self._pending if pending.task == task]
             self._pending = [pending for pending in self._pending if pending.task != task]
             # the engine goes from the node made last to the one made first
-            sources = [_Source.apply(pending.weight, pending.uses) for pending in reversed(group)]
+            sources = [_source(pending) for pending in reversed(group)]
             torch.autograd.backward(sources, [torch.empty_like(source) for source in sources])
 
     def held_bytes(self) -> int:
@@ -250,12 +250,17 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        first, *others = ctx.uses
-        total = _weight_gradient(*first, ctx.weight)
-        for use in others:
-            total.add_(_weight_gradient(*use, ctx.weight))
+        total: torch.Tensor | None = None
+        for inputs, grad in ctx.uses:
+            part = _weight_gradient(inputs, grad, ctx.weight)
+            total = part if total is None else total.add_(part)
         ctx.uses.clear()
         return total, None
+
+
+def _source(pending: _Pending) -> torch.Tensor:
+    made: torch.Tensor = _Source.apply(pending.weight, pending.uses)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _tracing() -> bool:
@@ -264,7 +269,7 @@ def _tracing() -> bool:
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -287,9 +292,9 @@ def _multiply(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights: PythonWeightGradients
 ) -> torch.Tensor:
     waits = weights.waits(weight)
-    made: torch.Tensor = _Linear.apply(
-        inputs, weight.detach() if waits else weight, bias, (weights, weight) if waits else None
-    )
+    later = (weights, weight) if waits else None
+    tracked = weight.detach() if waits else weight
+    made: torch.Tensor = _Linear.apply(inputs, tracked, bias, later)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -315,6 +320,6 @@ _libraries: list[torch.library.Library] = []
 def _register() -> None:
     """Put the kernel under ``aten::linear``, once; it stays."""
     if not _libraries:
-        library = torch.library.Library("aten", "IMPL")
-        library.impl("linear", _linear, "AutogradCPU")
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
         _libraries.append(library)
