@@ -24,9 +24,7 @@ class LinearNode final : public torch::autograd::Node {
   // weight's hooks without one.
   void defer();
   bool deferred() const { return weight_edge_.is_valid(); }
-  const torch::autograd::Edge& weight_edge() const {
-    return deferred() ? weight_edge_ : next_edges()[kWeight];
-  }
+  const torch::autograd::Edge& weight_edge() const { return deferred() ? weight_edge_ : next_edges()[kWeight]; }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   void release_variables() override;

@@ -14,9 +14,9 @@
 
 namespace fastpipe {
 
-// F: every linear becomes a LinearNode, whole. When F has ended, the graph tells which weights reach it by linears alone;
-// these linears are deferred. I queues their inputs and output gradients; W computes, and enters the graph at the
-// weights. Nothing is remembered from one microbatch to the next, so a model may change as it likes.
+// F: every linear becomes a LinearNode, whole. When F has ended, the graph tells which weights reach it by linears
+// alone; these linears are deferred. I queues their inputs and output gradients; W computes, and enters the graph at
+// the weights. Nothing is remembered from one microbatch to the next, so a model may change as it likes.
 class WeightGradients {
  public:
   using Edge = torch::autograd::Edge;
@@ -24,9 +24,7 @@ class WeightGradients {
   using LinearPtr = SharedNode<LinearNode>;
 
   // In F: a linear has entered the graph.
-  void created(LinearPtr linear) {
-    linears_.push_back(std::move(linear));
-  }
+  void created(LinearPtr linear) { linears_.push_back(std::move(linear)); }
   // At the end of F. `inputs`: where the stage's inputs enter; what depends on them can not wait.
   void split(const Edges& outputs, const std::vector<torch::autograd::Node*>& inputs);
   // In I, for a linear that is recomputed: whether its weight may wait.
@@ -40,7 +38,8 @@ class WeightGradients {
 
   // The memory that waits for W.
   std::size_t held_bytes() const;
-  // The leaves whose gradients wait for W, parameters as a rule: names only (Python's `_cdata`), which keep nothing alive.
+  // The leaves whose gradients wait for W, parameters as a rule: names only (Python's `_cdata`), which keep nothing
+  // alive.
   std::vector<std::uintptr_t> leaves() const;
 
  private:
