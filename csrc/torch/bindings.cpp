@@ -4,19 +4,18 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "arming.h"
 #include "core/errors.h"
 #include "core/loopback_hub.h"
 #include "core/program.h"
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
 #include "process_group.h"
+#include "python_arming.h"
 #include "python_errors.h"
 #include "runner.h"
 #include "shared_memory_codec.h"
@@ -113,20 +112,6 @@ void split(WeightGradients& weights, const std::vector<at::Tensor>& outputs, con
   for (const at::Tensor& input : inputs) entries.push_back(torch::autograd::impl::gradient_edge(input).function.get());
   weights.split(roots, entries);
 }
-
-// For Python's `with`: armed from its beginning to its end.
-class PythonArming {
- public:
-  PythonArming(std::shared_ptr<WeightGradients> weights, bool backward)
-      : weights_(std::move(weights)), phase_(backward ? Arming::Phase::kBackward : Arming::Phase::kForward) {}
-  void enter() { arming_.emplace(weights_, phase_); }
-  void exit(const py::args&) { arming_.reset(); }
-
- private:
-  std::shared_ptr<WeightGradients> weights_;
-  Arming::Phase phase_;
-  std::optional<Arming> arming_;
-};
 
 void bind_weight_gradients(py::module_& m) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
