@@ -57,8 +57,8 @@ as long as `I` and `W` together, a fused pair as long as its parts, and free tra
 Where a closed form is known, `fastpipe.formulas` has it, and refuses numbers outside its range:
 `formulas.smallest_num_microbatches("1f1b", 0.1, num_ranks=8)` is how many microbatches bring the bubble to a tenth.
 
-In this version `I` computes the whole backward and `W` nothing when a step really runs. The numbers of the schedules
-with `I` and `W` are what they will reach once weight gradients are deferred.
+When a step really runs, `W` has the weight gradients of linears, and `I` all the rest. The numbers of the schedules
+with `I` and `W` are those of stages whose weights are nearly all in linears, as a transformer's are.
 
 ```sh
 fastpipe compare all --ranks {ranks} --microbatches {microbatches}

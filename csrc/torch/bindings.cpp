@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
 #include "process_group.h"
+#include "python_arming.h"
 #include "python_errors.h"
 #include "runner.h"
 #include "shared_memory_codec.h"
@@ -94,6 +96,41 @@ void bind_shared_memory(py::module_& m) {
       .def("end", &SharedMemoryEndpoint::end, WithoutGil());
 }
 
+// (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage.
+py::list deferred(const Runner& runner) {
+  py::list stages;
+  for (const TorchStage* stage : runner.stages()) {
+    stages.append(py::make_tuple(stage->index(), stage->deferred(), stage->peak_held_bytes()));
+  }
+  return stages;
+}
+
+void split(WeightGradients& weights, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  torch::autograd::edge_list roots;
+  for (const at::Tensor& output : outputs) roots.push_back(torch::autograd::impl::gradient_edge(output));
+  std::vector<torch::autograd::Node*> entries;
+  for (const at::Tensor& input : inputs) entries.push_back(torch::autograd::impl::gradient_edge(input).function.get());
+  weights.split(roots, entries);
+}
+
+void bind_weight_gradients(py::module_& m) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<PythonArming>(m, "Arming").def("__enter__", &PythonArming::enter).def("__exit__", &PythonArming::exit);
+  py::class_<WeightGradients, std::shared_ptr<WeightGradients>>(m, "WeightGradients")
+      .def(py::init<>())
+      .def(
+          "armed",
+          [](std::shared_ptr<WeightGradients> weights, bool backward) {
+            return std::make_unique<PythonArming>(std::move(weights), backward);
+          },
+          py::arg("backward"))
+      .def("split", &split, py::arg("outputs"), py::arg("inputs"))
+      .def("compute", &WeightGradients::compute, WithoutGil())
+      .def("held_bytes", &WeightGradients::held_bytes)
+      .def("leaves", &WeightGradients::leaves)
+      .def("clear", &WeightGradients::clear);
+}
+
 void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
@@ -131,6 +168,7 @@ PYBIND11_MODULE(_runtime, m) {
                       const at::Device& device) { return std::make_shared<ProcessGroups>(std::move(groups), device); }),
           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
   bind_shared_memory(m);
+  bind_weight_gradients(m);
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   py::class_<Runner>(m, "Executor")
       .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),
@@ -138,5 +176,6 @@ PYBIND11_MODULE(_runtime, m) {
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
            py::arg("state") = py::none(), py::arg("num_threads") = 0)
       .def("fail", &Runner::fail)
+      .def("deferred", &deferred)
       .def_property_readonly("broken", &Runner::broken);
 }

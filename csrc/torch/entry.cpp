@@ -1,27 +1,9 @@
 #include "entry.h"
 
-#include <c10/util/intrusive_ptr.h>
-
-#include <memory>
-
 namespace fastpipe {
 
-namespace {
-
-// A template, so that the branch for the other torch is not compiled.
-template <typename Pointer, typename Node>
-Pointer make_node() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<Node>();
-  } else {
-    return c10::make_intrusive<Node>();
-  }
-}
-
-}  // namespace
-
 NodePtr Entry::make() {
-  return make_node<NodePtr, Entry>();
+  return make_node<Entry>();
 }
 
 torch::autograd::variable_list Entry::apply(torch::autograd::variable_list&& gradients) {

@@ -1,15 +1,11 @@
 // Where received tensors enter a stage's graph.
 #pragma once
 
-#include <torch/csrc/autograd/function.h>
-
-#include <type_traits>
 #include <utility>
 
-namespace fastpipe {
+#include "node.h"
 
-// torch::autograd nodes are held by intrusive_ptr from torch 2.13 on, by shared_ptr before.
-using NodePtr = std::decay_t<decltype(std::declval<torch::autograd::Edge>().function)>;
+namespace fastpipe {
 
 // Catches the gradients as autograd made them. (Those of leaves would be laid out like the leaf; what the stage before
 // computes from them could then differ, in its last bits, from the unsplit model.)

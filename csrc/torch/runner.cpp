@@ -29,8 +29,7 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
                double timeout_seconds, at::Device device) {
   Stages owned(count(stages));
   for (const auto& [index, is_first, is_last] : stages) {
-    auto stage =
-        std::make_unique<TorchStage>(index, is_first, is_last, program.num_microbatches(), program.has_backward());
+    auto stage = std::make_unique<TorchStage>(index, is_first, is_last, program);
     stages_.push_back(stage.get());
     owned.at(index) = std::move(stage);
   }

@@ -45,6 +45,7 @@ class Runner final : public Observer {
   void fail() { executor_->fail(); }
   // Why no further step can be run; empty while it can.
   const std::string& broken() const { return broken_; }
+  const std::vector<TorchStage*>& stages() const { return stages_; }
 
   void starts(std::size_t position) noexcept override;
   void ends(std::size_t position) noexcept override;

@@ -2,13 +2,15 @@
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+#include <optional>
 #include <utility>
 
+#include "arming.h"
 #include "core/errors.h"
-#include "python_errors.h"
+#include "engine.h"
 
 namespace fastpipe {
 
@@ -25,17 +27,6 @@ py::tuple to_tuple(const std::vector<at::Tensor>& tensors) {
   return tuple;
 }
 
-void run_engine(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& gradients) {
-  constexpr bool kKeepGraph = false;
-  constexpr bool kCreateGraph = false;
-  constexpr bool kAccumulate = true;
-  try {
-    torch::autograd::Engine::get_default_engine().execute(roots, gradients, kKeepGraph, kCreateGraph, kAccumulate);
-  } catch (python_error& error) {
-    rethrow_for_pybind(error);
-  }
-}
-
 // A gradient for every input that requires one, used or not: its sender waits for as many.
 std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, const NodePtr& entry) {
   if (inputs.empty()) return {};
@@ -49,8 +40,17 @@ std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, c
 
 }  // namespace
 
-TorchStage::TorchStage(std::int32_t index, bool is_first, bool is_last, std::int32_t num_microbatches, bool keeps_graph)
-    : index_(index), is_first_(is_first), is_last_(is_last), keeps_graph_(keeps_graph), records_(num_microbatches) {}
+TorchStage::TorchStage(std::int32_t index, bool is_first, bool is_last, const RankProgram& program)
+    : index_(index),
+      is_first_(is_first),
+      is_last_(is_last),
+      keeps_graph_(program.has_backward()),
+      records_(program.num_microbatches()) {
+  for (std::size_t position = 0; position < program.size(); ++position) {
+    const Instruction it = program[position];
+    if (it.op == Op::kI && it.stage == index) records_[it.microbatch].weights = std::make_shared<WeightGradients>();
+  }
+}
 
 std::string TorchStage::place(std::int32_t microbatch) const {
   return "stage " + std::to_string(index_) + ", microbatch " + std::to_string(microbatch);
@@ -58,7 +58,11 @@ std::string TorchStage::place(std::int32_t microbatch) const {
 
 void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
   Record& record = records_[microbatch];
-  record.outputs = call(microbatch, enter_graph(record, tensors_of(input)));
+  {
+    std::optional<Arming> arming;
+    if (record.weights) arming.emplace(record.weights, Arming::Phase::kForward);
+    record.outputs = call(microbatch, enter_graph(record, tensors_of(input)));
+  }
   if (!keeps_graph_) {
     if (is_last_) record.outputs.clear();
     return;
@@ -66,6 +70,13 @@ void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
   for (const at::Tensor& output : record.outputs) {
     if (output.requires_grad()) record.roots.push_back(torch::autograd::impl::gradient_edge(output));
   }
+  if (record.weights) split(record);
+}
+
+void TorchStage::split(const Record& record) {
+  std::vector<torch::autograd::Node*> inputs;
+  if (record.entry) inputs.push_back(record.entry.get());
+  record.weights->split(record.roots, inputs);
 }
 
 TorchStage::Tensors TorchStage::enter_graph(Record& record, const Tensors& inputs) const {
@@ -110,6 +121,24 @@ void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
   record.entry = NodePtr();
   record.outputs.clear();
   record.roots.clear();
+}
+
+void TorchStage::backward_input(std::int32_t microbatch, const Payload* gradient) {
+  const WeightGradients& weights = *records_[microbatch].weights;
+  {
+    const Arming arming(records_[microbatch].weights, Arming::Phase::kBackward);
+    backward(microbatch, gradient);
+  }
+  if (deferred_.empty()) deferred_ = weights.leaves();
+  records_[microbatch].held_bytes = weights.held_bytes();
+  held_bytes_ += records_[microbatch].held_bytes;
+  peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);
+}
+
+void TorchStage::backward_weight(std::int32_t microbatch) {
+  Record& record = records_[microbatch];
+  record.weights->compute();
+  held_bytes_ -= std::exchange(record.held_bytes, 0);
 }
 
 TorchStage::Tensors TorchStage::root_gradients(std::int32_t microbatch, const Record& record) const {
@@ -161,7 +190,10 @@ void TorchStage::release() noexcept {
     record.outputs.clear();
     record.roots.clear();
     record.gradients.clear();
+    if (record.weights) record.weights->clear();
+    record.held_bytes = 0;
   }
+  held_bytes_ = 0;
 }
 
 }  // namespace fastpipe

@@ -6,11 +6,15 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
+#include "core/program.h"
 #include "core/stage.h"
 #include "entry.h"
 #include "payload.h"
+#include "weight_grad.h"
 
 namespace fastpipe {
 
@@ -22,8 +26,9 @@ struct StageCalls {
 
 class TorchStage final : public Stage {
  public:
-  // keeps_graph: false in a program without backward, where nothing outlives the forward.
-  TorchStage(std::int32_t index, bool is_first, bool is_last, std::int32_t num_microbatches, bool keeps_graph);
+  // The program tells which microbatches have their backward split, and whether there is any: without one nothing
+  // outlives the forward.
+  TorchStage(std::int32_t index, bool is_first, bool is_last, const RankProgram& program);
 
   void bind(StageCalls calls) { calls_ = calls; }
 
@@ -31,11 +36,17 @@ class TorchStage final : public Stage {
   bool is_last() const override { return is_last_; }
   void forward(std::int32_t microbatch, const Payload* input) override;
   void backward(std::int32_t microbatch, const Payload* gradient) override;
-  // Without deferred weight gradients the engine does both at once; what W would do is done in I.
-  void backward_input(std::int32_t microbatch, const Payload* gradient) override { backward(microbatch, gradient); }
-  void backward_weight(std::int32_t) override {}
+  // All but what linears can leave for W.
+  void backward_input(std::int32_t microbatch, const Payload* gradient) override;
+  void backward_weight(std::int32_t microbatch) override;
   void take(ChannelKind kind, std::int32_t microbatch, Payload& into) override;
   void release() noexcept override;
+
+  std::int32_t index() const { return index_; }
+  // WeightGradients::leaves() of the first I.
+  const std::vector<std::uintptr_t>& deferred() const { return deferred_; }
+  // The most memory that waited for W at any time.
+  std::size_t peak_held_bytes() const { return peak_held_bytes_; }
 
  private:
   using Tensors = std::vector<at::Tensor>;
@@ -47,9 +58,12 @@ class TorchStage final : public Stage {
     // Of the outputs that require a gradient. The edge keeps the graph; the output's own memory may go once it is sent.
     torch::autograd::edge_list roots;
     Tensors gradients;
+    std::shared_ptr<WeightGradients> weights;  // where the backward is split
+    std::size_t held_bytes = 0;                // between I and W
   };
 
   Tensors enter_graph(Record& record, const Tensors& inputs) const;
+  static void split(const Record& record);
   Tensors call(std::int32_t microbatch, const Tensors& inputs) const;
   Tensors root_gradients(std::int32_t microbatch, const Record& record) const;
   Tensors given_gradients(std::int32_t microbatch, const Record& record) const;
@@ -61,6 +75,9 @@ class TorchStage final : public Stage {
   bool keeps_graph_;
   StageCalls calls_;
   std::vector<Record> records_;  // by microbatch
+  std::vector<std::uintptr_t> deferred_;
+  std::size_t held_bytes_ = 0;
+  std::size_t peak_held_bytes_ = 0;
 };
 
 }  // namespace fastpipe

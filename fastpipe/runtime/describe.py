@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+
+from torch import nn
 
 from fastpipe.program import Program
 from fastpipe.runtime.native import native_status
+from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
 
 def describe(
-    schedule: Schedule, program: Program, ranks: Mapping[int, Sequence[int]], executor: str, transport: Transport
+    schedule: Schedule,
+    program: Program,
+    ranks: Mapping[int, Sequence[int]],
+    executor: str,
+    transport: Transport,
+    stages: Sequence[Stage],
 ) -> str:
     """The schedule, what is local, how it is run, and what to know about it."""
     options = ", ".join(f"{name}={value}" for name, value in schedule.options.items())
@@ -29,5 +39,24 @@ def describe(
     if schedule.placement.num_routes > 1:
         lines.append("copies      every stage is held twice; parameters stay equal, buffers are each copy's own")
     if schedule.splits_backward:
-        lines.append("backward    I computes the whole backward and W nothing: weight gradients are not deferred yet")
+        lines.append("backward    " + split_text(stages))
     return "\n".join(lines)
+
+
+def split_text(stages: Sequence[Stage]) -> str:
+    """What waits for W, what does not, and how much memory waited."""
+    if not any(stage.deferred for stage in stages):
+        return "split: weights of linears wait for W; which ones is found at the first step"
+    named = [(f"{stage.index}.{name}", p._cdata in stage.deferred) for stage in stages for name, p in trained(stage)]
+    whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
+    listed = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in whole.items())
+    held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
+    return (
+        f"split: {sum(waits for _, waits in named)} of {len(named)} parameters wait for W; whole in I "
+        f"(stage.name): {listed or 'none'}; at most waiting (MiB), by stage: {held}"
+    )
+
+
+def trained(stage: Stage) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a stage that get a gradient."""
+    return [(name, parameter) for name, parameter in stage.module.named_parameters() if parameter.requires_grad]

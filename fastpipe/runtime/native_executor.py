@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastpipe.program import Program
+from fastpipe.program import Op, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.executor import Drained, Executor, OnFailure, Seconds
 from fastpipe.runtime.stage import Stage
@@ -41,6 +41,7 @@ class NativeExecutor(Executor):
         columns = np.ascontiguousarray(program[rank].columns)
         channels = [tuple(map(int, channel)) for channel in program.channels]
         places = [(index, stage.is_first, stage.is_last) for index, stage in stages.items()]
+        self._splits = bool((columns[0] == Op.I).any())
         endpoint = transport.native(runtime, program, rank, timeout)
         self._native = runtime.Executor(rank, columns, channels, places, endpoint, timeout)
 
@@ -51,8 +52,15 @@ class NativeExecutor(Executor):
         spans = self._native.run(signature, announce, calls, self.on_failure, num_threads=self.num_threads)
         if spans is None:
             raise Drained
+        if self._splits:
+            self._note_deferred()
         start, end = spans
         return start, end
+
+    def _note_deferred(self) -> None:
+        for index, leaves, held in self._native.deferred():
+            self.stages[index].deferred = frozenset(leaves)
+            self.stages[index].peak_held_bytes = held
 
     def fail(self) -> None:
         """Drain from the next instruction on."""

@@ -367,7 +367,7 @@ class Pipeline:
         """What runs here and how, in a few lines."""
         program = self._plans.program(self.num_microbatches, forward_only=False)
         ranks = {rank: list(stages) for rank, stages in self._stages_by_rank.items()}
-        return describe(self.schedule, program, ranks, self._executor.__name__, self.transport)
+        return describe(self.schedule, program, ranks, self._executor.__name__, self.transport, self._stages)
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

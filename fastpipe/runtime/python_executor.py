@@ -38,6 +38,7 @@ class PythonExecutor(Executor):
             program, rank, stages, transport, on_failure=on_failure, timeout=timeout, num_threads=num_threads
         )
         self.instructions = list(program[rank])
+        self.split = {(it.stage, it.microbatch) for it in self.instructions if it.op is Op.I}
         self.endpoint = transport.endpoint(program, rank, timeout)
         self.handlers = {
             Op.F: self._forward,
@@ -135,7 +136,7 @@ class PythonExecutor(Executor):
 
     def _run_forward(self, stage: int, microbatch: int) -> None:
         inputs = self.arrived.get(Message(ChannelKind.ACTIVATION, stage, microbatch), ())
-        outputs = self.stages[stage].forward(microbatch, inputs)
+        outputs = self.stages[stage].forward(microbatch, inputs, splits=(stage, microbatch) in self.split)
         self._keep(Op.F, stage, microbatch, outputs)
 
     def _keep(self, op: Op, stage: int, microbatch: int, tensors: Tensors) -> None:

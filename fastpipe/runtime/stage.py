@@ -6,6 +6,7 @@ autograd, which the native executor does in C++ and the Python executor through 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.tensors import Tensors, boundary_tensors
+from fastpipe.runtime.weight_grad import Survey, WeightGradients, make_weight_gradients
 
 LossFunction = Callable[..., Any]
 
@@ -119,6 +121,7 @@ class _Record:
     inputs: Tensors
     outputs: Tensors
     caught: dict[int, torch.Tensor]
+    weights: WeightGradients | None
 
 
 class Stage:
@@ -132,6 +135,8 @@ class Stage:
 
     Attributes:
         running: the microbatch whose forward has begun and not ended, if any.
+        deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
+        peak_held_bytes: the most memory that waited for W at any time.
     """
 
     def __init__(self, index: int, module: nn.Module, num_stages: int, loss_fn: LossFunction | None = None) -> None:
@@ -143,13 +148,17 @@ class Stage:
         self.accepts = accepted_names(module)
         self.work = StageWork()
         self.running: int | None = None
+        self.deferred: frozenset[int] = frozenset()
+        self.peak_held_bytes = 0
         self._records: dict[int, _Record] = {}
+        self._survey = Survey()
+        self._waiting: dict[int, tuple[WeightGradients, int]] = {}
 
     def begin(self, work: StageWork) -> None:
         """Take the work of a new step."""
+        self.end()
         self.work = work
         self.running = None
-        self._records.clear()
 
     @property
     def has_output_grads(self) -> bool:
@@ -231,14 +240,24 @@ class Stage:
         work.scaled[microbatch] = scaled.detach()
         return scaled
 
-    def forward(self, microbatch: int, inputs: Tensors) -> Tensors:
-        """Run one microbatch, and keep what its backward needs unless gradients are off."""
+    def forward(self, microbatch: int, inputs: Tensors, *, splits: bool = False) -> Tensors:
+        """Run one microbatch, and keep what its backward needs unless gradients are off.
+
+        Args:
+            microbatch: which one.
+            inputs: what the previous stage handed on.
+            splits: whether its backward will come in two parts.
+        """
         if not torch.is_grad_enabled():
             return self.run(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
         entered = tuple(_enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
-        outputs = self.run(microbatch, entered)
-        self._records[microbatch] = _Record(inputs, outputs, caught)
+        weights = make_weight_gradients(self._survey) if splits else None
+        with weights.armed(backward=False) if weights is not None else contextlib.nullcontext():
+            outputs = self.run(microbatch, entered)
+        if weights is not None:
+            weights.split([t for t in outputs if t.requires_grad], [t for t in entered if t.requires_grad])
+        self._records[microbatch] = _Record(inputs, outputs, caught, weights)
         return outputs
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
@@ -267,16 +286,27 @@ class Stage:
         return [grad for grad, output in zip(given, outputs, strict=True) if output.requires_grad]
 
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
-        """Backward for the inputs. Until weight gradients are deferred it is the whole backward."""
-        return self.backward(microbatch, grads)
+        """All of the backward but what linears can leave for `backward_weight`."""
+        weights = self._records[microbatch].weights
+        assert weights is not None, "its forward was not told that the backward is split"
+        # what is recomputed now are linears, too
+        with weights.armed(backward=True):
+            found = self.backward(microbatch, grads)
+        self.deferred = self.deferred or frozenset(weights.leaves())
+        self._waiting[microbatch] = weights, weights.held_bytes()
+        self.peak_held_bytes = max(self.peak_held_bytes, sum(held for _, held in self._waiting.values()))
+        return found
 
     def backward_weight(self, microbatch: int) -> None:
-        """Backward for the weights: nothing is left to do, `backward_input` did it."""
+        """Backward for the weights that were left."""
+        weights, _ = self._waiting.pop(microbatch)
+        weights.compute()
 
     def end(self) -> None:
         """Let go of all that a step left behind, the batch too."""
         self.work = StageWork()
         self._records.clear()
+        self._waiting.clear()
 
 
 def _fitting(outputs: Tensors, grads: Tensors) -> Tensors:

@@ -1,0 +1,154 @@
+#include "weight_grad.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <typeinfo>
+#include <utility>
+
+#include "engine.h"
+
+namespace fastpipe {
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+
+// Not of a linear whose weight waits: that edge is no part of I.
+bool leads_on(const torch::autograd::Node& node, std::size_t edge) {
+  return edge != LinearNode::kWeight || typeid(node) != typeid(LinearNode);
+}
+
+}  // namespace
+
+void WeightGradients::split(const Edges& outputs, const std::vector<Node*>& inputs) {
+  kept_.insert(inputs.begin(), inputs.end());
+  for (const Edge& output : outputs) keep(output.function.get());
+  keep_shared();
+  for (const LinearPtr& linear : linears_) {
+    if (kept_.count(linear->weight_edge().function.get()) == 0) linear->defer();
+  }
+  linears_.clear();
+}
+
+// All that I reaches from this node.
+void WeightGradients::keep(Node* node) {
+  stack_.push_back(node);
+  while (!stack_.empty()) {
+    Node* const next = stack_.back();
+    stack_.pop_back();
+    if (next == nullptr || !kept_.insert(next).second) continue;
+    const Edges& edges = next->next_edges();
+    for (std::size_t i = 0; i < edges.size(); ++i) {
+      if (leads_on(*next, i)) stack_.push_back(edges[i].function.get());
+    }
+  }
+}
+
+// A weight that I reaches is whole; what it is made of is then reached as well, and may be another weight's.
+void WeightGradients::keep_shared() {
+  for (bool found = true; found;) {
+    found = false;
+    for (const LinearPtr& linear : linears_) {
+      const Edge& weight = linear->weight_edge();
+      if (kept_.count(weight.function.get()) != 0 || separate(weight)) continue;
+      keep(weight.function.get());
+      found = true;
+    }
+  }
+}
+
+bool WeightGradients::separate(const Edge& weight) const {
+  std::vector<Node*> stack{weight.function.get()};
+  ska::flat_hash_set<Node*> seen;
+  while (!stack.empty()) {
+    Node* const node = stack.back();
+    stack.pop_back();
+    if (node == nullptr || !seen.insert(node).second) continue;
+    if (kept_.count(node) != 0) return false;
+    // an end that is no parameter is somebody's own and expects its gradient in I
+    if (node->num_outputs() == 0 && dynamic_cast<AccumulateGrad*>(node) == nullptr) return false;
+    for (const Edge& edge : node->next_edges()) stack.push_back(edge.function.get());
+  }
+  return true;
+}
+
+void WeightGradients::add(const Edge& weight, std::uint64_t sequence, WeightUse use) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  for (Pending& pending : pending_) {
+    if (pending.weight != weight || pending.task != task) continue;
+    pending.sequence = sequence;
+    pending.uses.push_back(std::move(use));
+    return;
+  }
+  pending_.push_back({weight, task, sequence, {}});
+  pending_.back().uses.push_back(std::move(use));
+}
+
+void WeightGradients::compute() {
+  for (std::size_t first = 0; first < pending_.size();) {
+    std::size_t last = first;
+    while (last < pending_.size() && pending_[last].task == pending_[first].task) ++last;
+    run(first, last);
+    first = last;
+  }
+  clear();
+}
+
+// One run of the engine: weights made of the same parameter are summed before they are added to it.
+void WeightGradients::run(std::size_t first, std::size_t last) {
+  Edges roots;
+  std::vector<at::Tensor> starts;
+  for (std::size_t i = first; i < last; ++i) {
+    Pending& pending = pending_[i];
+    const at::Tensor& like = pending.uses.front().gradient;
+    if (starts.empty() || starts.back().options().device() != like.device()) {
+      starts.push_back(like.new_empty({0}));
+    } else {
+      starts.push_back(starts.back());
+    }
+    const auto source = make_node<WeightSource>(pending.sequence, std::move(pending.weight), std::move(pending.uses));
+    roots.emplace_back(source, source->add_input_metadata(starts.back()));
+  }
+  run_engine(roots, starts);
+}
+
+void WeightGradients::clear() noexcept {
+  linears_.clear();
+  kept_.clear();
+  stack_.clear();
+  pending_.clear();
+}
+
+std::size_t WeightGradients::held_bytes() const {
+  ska::flat_hash_map<const void*, std::size_t> storages;
+  for (const Pending& pending : pending_) {
+    for (const WeightUse& use : pending.uses) {
+      for (const at::Tensor& tensor : {use.input, use.gradient}) {
+        storages[tensor.storage().unsafeGetStorageImpl()] = tensor.storage().nbytes();
+      }
+    }
+  }
+  std::size_t bytes = 0;
+  for (const auto& [storage, size] : storages) bytes += size;
+  return bytes;
+}
+
+std::vector<std::uintptr_t> WeightGradients::leaves() const {
+  std::vector<Node*> stack;
+  for (const Pending& pending : pending_) stack.push_back(pending.weight.function.get());
+  ska::flat_hash_set<Node*> seen;
+  std::vector<std::uintptr_t> found;
+  while (!stack.empty()) {
+    Node* const node = stack.back();
+    stack.pop_back();
+    if (node == nullptr || !seen.insert(node).second) continue;
+    if (const auto* leaf = dynamic_cast<AccumulateGrad*>(node)) {
+      found.push_back(reinterpret_cast<std::uintptr_t>(leaf->variable.unsafeGetTensorImpl()));
+    }
+    for (const Edge& edge : node->next_edges()) stack.push_back(edge.function.get());
+  }
+  return found;
+}
+
+}  // namespace fastpipe

@@ -1,0 +1,30 @@
+// Where a weight's deferred gradient enters the graph.
+#pragma once
+
+#include <vector>
+
+#include "node.h"
+
+namespace fastpipe {
+
+// What one linear leaves for W.
+struct WeightUse {
+  at::Tensor input;
+  at::Tensor gradient;  // of the output
+  bool weight_by_rows;
+};
+
+// Computes only when the engine comes to it, and hands its result on without keeping it: as many gradients are alive
+// at a time as in a whole backward, and `.grad` takes over the very memory.
+class WeightSource final : public torch::autograd::Node {
+ public:
+  // sequence: the place in the order of the forward that its linear had.
+  WeightSource(std::uint64_t sequence, torch::autograd::Edge weight, std::vector<WeightUse> uses);
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override;
+
+ private:
+  std::vector<WeightUse> uses_;
+};
+
+}  // namespace fastpipe

@@ -1,0 +1,325 @@
+"""Deferred weight gradients: what a linear's backward leaves for W.
+
+In F of a microbatch whose backward is split, every ``aten::linear`` of the thread leaves a node in the graph that can
+do without its weight: in I it queues its input and its output's gradient, and W computes the weight's gradient from
+them and enters the graph at the weight. No module is changed, so a subclass, a parametrisation or a direct
+``F.linear`` is split like any ``nn.Linear``. The kernel is the native extension's where there is one, whichever
+executor runs; else the one here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from threading import local
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from fastpipe.runtime import native
+
+
+class WeightGradients(Protocol):
+    """The weight gradients of one microbatch of one stage, between its F, its I and its W."""
+
+    def armed(self, backward: bool) -> AbstractContextManager[Any]:
+        """While F, or I, runs in this thread: linears may leave their weights for W."""
+
+    def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """At the end of F: decide by the graph between inputs and outputs which weights wait."""
+
+    def compute(self) -> None:
+        """W: add to the parameters' ``.grad``, and let go of what was held."""
+
+    def held_bytes(self) -> int:
+        """The memory that waits for W."""
+
+    def leaves(self) -> list[int]:
+        """``_cdata`` of the tensors whose gradients wait for W."""
+
+    def clear(self) -> None:
+        """Let go of all."""
+
+
+@dataclass
+class Survey:
+    """What a stage's first F tells the pure-Python kernel.
+
+    Attributes:
+        done: whether there has been one.
+        whole: the leaves with another use than as a linear's weight: their gradients do not wait.
+    """
+
+    done: bool = False
+    whole: set[int] = field(default_factory=set)
+
+
+def make_weight_gradients(survey: Survey) -> WeightGradients:
+    """By the extension, which looks at every graph; or in Python, which looks at a stage's first one."""
+    runtime: Any = native.load()
+    if runtime is not None:
+        made: WeightGradients = runtime.WeightGradients()
+        return made
+    _register()
+    return PythonWeightGradients(survey)
+
+
+@dataclass
+class _Pending:
+    """What one weight's linears have queued."""
+
+    weight: torch.Tensor
+    task: int
+    uses: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class PythonWeightGradients:
+    """The same without the extension; see `WeightGradients`."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.survey = survey
+        self.backward = False
+        self._weights: list[torch.Tensor] = []
+        self._pending: list[_Pending] = []
+
+    @contextmanager
+    def armed(self, backward: bool) -> Iterator[None]:
+        """While F, or I, runs in this thread."""
+        self.backward = backward
+        before = _thread.armed
+        _thread.armed = self
+        try:
+            yield
+        finally:
+            _thread.armed = before
+
+    def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """After the first F: find the weights that are whole. Later ones are split already."""
+        if self.survey.done:
+            return
+        self.survey.done = True
+        kept = {get_gradient_edge(tensor).node for tensor in inputs}
+        _reach([get_gradient_edge(tensor).node for tensor in outputs], kept)
+        found = True
+        while found:
+            found = False
+            for weight in self._weights:
+                node = get_gradient_edge(weight).node
+                if node not in kept and not _separate(node, kept):
+                    _reach([node], kept)
+                    found = True
+        self.survey.whole = {_cdata(node) for node in kept if _is_leaf(node)}
+        self._weights.clear()
+
+    def waits(self, weight: torch.Tensor) -> bool:
+        """Whether a linear that is computed now leaves this weight for W."""
+        if not self.survey.done:
+            self._weights.append(weight)
+            return False
+        if self.backward and not _in_reentrant_checkpoint():
+            return False
+        return not any(leaf in self.survey.whole for leaf in _leaves([get_gradient_edge(weight).node]))
+
+    def add(self, weight: torch.Tensor, use: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """In I: queue what one linear leaves."""
+        task, edge = torch._C._current_graph_task_id(), get_gradient_edge(weight)
+        for pending in self._pending:
+            if pending.task == task and get_gradient_edge(pending.weight) == edge:
+                pending.uses.append(use)
+                return
+        self._pending.append(_Pending(weight, task, [use]))
+
+    def compute(self) -> None:
+        """W: one run of the engine, as in I, so that weights made of the same parameter are summed first."""
+        while self._pending:
+            task = self._pending[0].task
+            group = [pending for pending in self._pending if pending.task == task]
+            self._pending = [pending for pending in self._pending if pending.task != task]
+            # the engine goes from the node made last to the one made first
+            sources = [_source(pending) for pending in reversed(group)]
+            torch.autograd.backward(sources, [torch.empty_like(source) for source in sources])
+
+    def held_bytes(self) -> int:
+        """The memory that waits for W."""
+        held = [t.untyped_storage() for pending in self._pending for use in pending.uses for t in use]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+    def leaves(self) -> list[int]:
+        """``_cdata`` of the tensors whose gradients wait for W."""
+        return list(_leaves([get_gradient_edge(pending.weight).node for pending in self._pending]))
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._weights.clear()
+        self._pending.clear()
+
+
+class _Thread(local):
+    armed: PythonWeightGradients | None = None
+
+
+_thread = _Thread()
+
+
+def _is_leaf(node: Any) -> bool:
+    return hasattr(node, "variable")
+
+
+def _cdata(node: Any) -> int:
+    return int(node.variable._cdata)
+
+
+def _leaves(nodes: Sequence[Any]) -> Iterator[int]:
+    seen: set[Any] = set()
+    _reach(nodes, seen)
+    return (_cdata(node) for node in seen if _is_leaf(node))
+
+
+def _reach(nodes: Sequence[Any], reached: set[Any]) -> None:
+    """Add what a backward from these nodes comes to, but for the weights of linears."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node is None or node in reached:
+            continue
+        reached.add(node)
+        weight = 1 if isinstance(node, _Linear._backward_cls) else None
+        stack.extend(next_node for i, (next_node, _) in enumerate(node.next_functions) if i != weight)
+
+
+def _separate(node: Any, kept: set[Any]) -> bool:
+    """Whether a weight is reached by linears alone."""
+    reached: set[Any] = set()
+    _reach([node], reached)
+    ends = (end for end in reached if not end.next_functions)
+    return reached.isdisjoint(kept) and all(map(_is_leaf, ends))
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether the graph made now is run at once, by an engine's run of its own; any other one made in I is thrown away,
+    or may be asked for the weight's gradient itself."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "CheckpointFunctionBackward"
+
+
+def _weight_gradient(inputs: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """By autograd's own formula for mm, which depends on the weight's layout."""
+    if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
+        return grad.t().mm(inputs)
+    return inputs.t().mm(grad).t()
+
+
+def _input_gradient(inputs: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if inputs.stride(0) == 1 and inputs.stride(1) == inputs.size(0):
+        return weight.t().mm(grad.t()).t()
+    return grad.mm(weight)
+
+
+class _Linear(torch.autograd.Function):
+    """``addmm(bias, inputs, weight.t())``, or ``mm``; with ``later`` the weight comes without its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Any) -> Any:
+        ctx.save_for_backward(inputs, weight)
+        ctx.later = later
+        return torch.mm(inputs, weight.t()) if bias is None else torch.addmm(bias, inputs, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
+        inputs, weight = ctx.saved_tensors
+        for_inputs = _input_gradient(inputs, grad, weight) if ctx.needs_input_grad[0] else None
+        for_weight = _weight_gradient(inputs, grad, weight) if ctx.needs_input_grad[1] else None
+        for_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        if ctx.later is not None:
+            weights, tracked = ctx.later
+            weights.add(tracked, (inputs, grad))
+        return for_inputs, for_weight, for_bias, None
+
+
+class _Source(torch.autograd.Function):
+    """Where a weight's deferred gradient enters the graph: computed only when the engine comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, uses: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        ctx.weight, ctx.uses = weight.detach(), uses
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        total: torch.Tensor | None = None
+        for inputs, grad in ctx.uses:
+            part = _weight_gradient(inputs, grad, ctx.weight)
+            total = part if total is None else total.add_(part)
+        ctx.uses.clear()
+        return total, None
+
+
+def _source(pending: _Pending) -> torch.Tensor:
+    made: torch.Tensor = _Source.apply(pending.weight, pending.uses)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _tracing() -> bool:
+    """A graph that is traced now runs later, and elsewhere."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    known = not torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+    same = tensor.dtype is like.dtype and tensor.device == like.device
+    return known and same and tensor.layout is torch.strided and not torch._is_functional_tensor(tensor)
+
+
+def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """What is wrong or rare is left to torch, with its messages."""
+    if not weight.requires_grad or weight.dim() != 2 or inputs.dim() < 2 or inputs.size(-1) != weight.size(1):
+        return False
+    if bias is not None and (bias.shape != weight.shape[:1] or not _plain(bias, weight)):
+        return False
+    return weight.is_floating_point() and _plain(weight, weight) and _plain(inputs, weight)
+
+
+def _multiply(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights: PythonWeightGradients
+) -> torch.Tensor:
+    waits = weights.waits(weight)
+    later = (weights, weight) if waits else None
+    tracked = weight.detach() if waits else weight
+    made: torch.Tensor = _Linear.apply(inputs, tracked, bias, later)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """aten::linear at the autograd key, by the very operators that torch's own uses: bits depend on them."""
+    weights = _thread.armed
+    if weights is None or not torch.is_grad_enabled() or _tracing() or not _fits(inputs, weight, bias):
+        plain: torch.Tensor = torch.ops.aten.linear.default.decompose(inputs, weight, bias)
+        return plain
+    if inputs.dim() == 2:
+        return _multiply(inputs, weight, bias, weights)
+    sizes = [*inputs.shape[:-1], weight.size(0)]
+    flat = inputs.reshape(math.prod(inputs.shape[:-1]), inputs.size(-1))
+    if bias is not None and inputs.dim() == 3 and inputs.is_contiguous():
+        return _multiply(flat, weight, bias, weights).view(sizes)
+    output: torch.Tensor = torch.ops.aten._unsafe_view(_multiply(flat, weight, None, weights), sizes)
+    return output if bias is None else output.add_(bias)
+
+
+_libraries: list[torch.library.Library] = []
+
+
+def _register() -> None:
+    """Put the kernel under ``aten::linear``, once; it stays."""
+    if not _libraries:
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
+        _libraries.append(library)
