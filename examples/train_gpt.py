@@ -99,6 +99,8 @@ def build(args: argparse.Namespace) -> Session:
         loss_fn=loss_fn,
         executor=args.executor,
     )
+    if pipe.schedule.forward_only:
+        raise ValueError(f"schedule = {args.schedule!r}: it has no backward, and nothing would be learnt; take another")
     validation = even_batches(corpus.validation, count=8, rows=8 * args.microbatches, length=args.context)
     return Session(nn.Sequential(*layers), pipe, corpus, validation)
 

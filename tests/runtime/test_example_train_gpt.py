@@ -92,6 +92,7 @@ def test_a_run_by_the_clock_ends(here):
     [
         ("--microbatches 4", "num_microbatches = 4"),
         ("--schedule zigzag", "'zigzag'"),
+        ("--schedule forward_only", "has no backward"),
         ("--layers 3", "3 layers"),
         ("--width 40", "width = 40"),
     ],
