@@ -53,6 +53,11 @@ class Executor(ABC):
         self.on_failure = on_failure
         self.timeout = timeout
         self.num_threads = num_threads
+        self._prepare()
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make what every step needs, once."""
 
     @abstractmethod
     def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:

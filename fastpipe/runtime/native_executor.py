@@ -3,16 +3,13 @@ anything but ``stage.run`` and, where the caller gave the gradients of the outpu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fastpipe.program import Op, Program
+from fastpipe.program import Op
 from fastpipe.runtime import native
-from fastpipe.runtime.executor import Drained, Executor, OnFailure, Seconds
-from fastpipe.runtime.stage import Stage
-from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.executor import Drained, Executor, Seconds
 
 
 class NativeExecutor(Executor):
@@ -21,29 +18,16 @@ class NativeExecutor(Executor):
     A run follows the calling thread's grad mode, autocast and inference mode, as torch itself does.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        *,
-        on_failure: OnFailure,
-        timeout: float,
-        num_threads: int,
-    ) -> None:
-        super().__init__(
-            program, rank, stages, transport, on_failure=on_failure, timeout=timeout, num_threads=num_threads
-        )
+    def _prepare(self) -> None:
         runtime: Any = native.load()
         if runtime is None:
             raise ValueError(f"executor = 'native': {native.native_status()}")
-        columns = np.ascontiguousarray(program[rank].columns)
-        channels = [tuple(map(int, channel)) for channel in program.channels]
-        places = [(index, stage.is_first, stage.is_last) for index, stage in stages.items()]
+        columns = np.ascontiguousarray(self.program[self.rank].columns)
+        channels = [tuple(map(int, channel)) for channel in self.program.channels]
+        places = [(index, stage.is_first, stage.is_last) for index, stage in self.stages.items()]
         self._splits = bool((columns[0] == Op.I).any())
-        endpoint = transport.native(runtime, program, rank, timeout)
-        self._native = runtime.Executor(rank, columns, channels, places, endpoint, timeout)
+        endpoint = self.transport.native(runtime, self.program, self.rank, self.timeout)
+        self._native = runtime.Executor(self.rank, columns, channels, places, endpoint, self.timeout)
 
     def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from fastpipe.action import NONE, ActionKind
 from fastpipe.dependencies import feeds
-from fastpipe.program import ChannelKind, Instruction, Op, Program
-from fastpipe.runtime.executor import Drained, Executor, OnFailure, Seconds
-from fastpipe.runtime.stage import Stage
+from fastpipe.program import ChannelKind, Instruction, Op
+from fastpipe.runtime.executor import Drained, Executor, Seconds
 from fastpipe.runtime.tensors import Tensors, handed_over
-from fastpipe.runtime.transport import Message, Transport
+from fastpipe.runtime.transport import Message
 
 _LABEL_PREFIX = "PP:"
 """As torch's pipelines label theirs. Without it torch's profiler takes "2F0" for a mangled C++ name and shows "F0"."""
@@ -23,23 +21,10 @@ _LABEL_PREFIX = "PP:"
 class PythonExecutor(Executor):
     """Interprets one rank's program; see `Executor`."""
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        *,
-        on_failure: OnFailure,
-        timeout: float,
-        num_threads: int,
-    ) -> None:
-        super().__init__(
-            program, rank, stages, transport, on_failure=on_failure, timeout=timeout, num_threads=num_threads
-        )
-        self.instructions = list(program[rank])
+    def _prepare(self) -> None:
+        self.instructions = list(self.program[self.rank])
         self.split = {(it.stage, it.microbatch) for it in self.instructions if it.op is Op.I}
-        self.endpoint = transport.endpoint(program, rank, timeout)
+        self.endpoint = self.transport.endpoint(self.program, self.rank, self.timeout)
         self.handlers = {
             Op.F: self._forward,
             Op.B: self._backward,

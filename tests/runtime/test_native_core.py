@@ -418,7 +418,7 @@ def test_actions_are_labelled_for_the_profiler():
         stage.begin(type(stage.work)(args=inputs, targets=targets))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         executor.run(1, False)
-    assert {"0F0", "0F1", "0B0", "0B1"} <= {event.name for event in profile.events()}
+    assert {"PP:0F0", "PP:0F1", "PP:0B0", "PP:0B1"} <= {event.name for event in profile.events()}
 
 
 def test_one_executor_runs_one_step_at_a_time():
