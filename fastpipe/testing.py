@@ -59,6 +59,8 @@ def reference_step(
         split_rules: as ``split`` of `fastpipe.Pipeline`.
         kwargs: keyword arguments of the model.
     """
+    if schedule.forward_only:
+        raise ValueError(f"schedule: {schedule.name} has no backward, so there is no step to refer to")
     model = model if isinstance(model, nn.Module) else Chain(dict(enumerate(model)))
     inputs, target = batch
     count = schedule.num_microbatches

@@ -30,6 +30,10 @@ class Replicas(ABC):
     """What has to be done around a step for stages that are held twice."""
 
     @abstractmethod
+    def follow(self) -> None:
+        """Before every step, also one without gradients: both holders have the same parameters."""
+
+    @abstractmethod
     def before_step(self) -> None:
         """Put aside the gradients there are, so that the step's own stand alone."""
 
@@ -40,6 +44,9 @@ class Replicas(ABC):
 
 class NoReplicas(Replicas):
     """Every stage is held once."""
+
+    def follow(self) -> None:
+        """Nobody to follow."""
 
     def before_step(self) -> None:
         """Nothing to put aside."""
@@ -59,14 +66,18 @@ class LocalCopies(Replicas):
         self.parameters = [pair for a, b in pairs for pair in zip(a.parameters(), b.parameters(), strict=True)]
         self.kept: list[torch.Tensor | None] = []
 
-    def before_step(self) -> None:
-        """Put aside the gradients; let the copy's parameters follow the optimizer's."""
-        self.kept = [first.grad for first, _ in self.parameters]
+    def follow(self) -> None:
+        """Whatever became of the user's parameters, the optimizer's step say, becomes of the copy's."""
         with torch.no_grad():
             for first, second in self.parameters:
                 second.copy_(first)
                 second.requires_grad_(first.requires_grad)
-                first.grad = second.grad = None
+
+    def before_step(self) -> None:
+        """Put aside the gradients."""
+        self.kept = [first.grad for first, _ in self.parameters]
+        for first, second in self.parameters:
+            first.grad = second.grad = None
 
     def after_step(self, succeeded: bool) -> None:
         """First half plus second half, added to what was there."""
@@ -106,6 +117,9 @@ class RemoteCopies(Replicas):
 
     def _peer(self, holders: Sequence[int]) -> int:
         return holders[1] if holders[0] == self.rank else holders[0]
+
+    def follow(self) -> None:
+        """Both holders' optimizers did the same to the same numbers."""
 
     def before_step(self) -> None:
         """Put aside the gradients."""

@@ -185,6 +185,7 @@ class Steps:
         for stage, work in zip(stages, works, strict=True):
             stage.begin(work)
         self.ranks.prepare(program)
+        self.replicas.follow()
         if request.training:
             self.replicas.before_step()
         announce = signature not in self.known

@@ -350,3 +350,26 @@ def test_a_shared_layer_is_one_layer_for_the_ranks_of_one_process(executor: str)
     batch = batch_of()
     pipe.step(batch.args[0], target=batch.target)
     assert shared.linear.weight.grad is not None and shared.linear.weight.grad.isfinite().all()
+
+
+def test_copies_follow_the_optimizer_into_an_evaluation(executor: str) -> None:
+    """A stage that two ranks hold has one set of weights, also between a step and the next."""
+    layers = CASE.layers(4)
+    pipe = pipeline(layers, schedule="dualpipe", count=8, num_ranks=4, executor=executor)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    batch = batch_of(16)
+    pipe.step(batch.args[0], target=batch.target)
+    optimizer.step()
+    losses = pipe.eval_step(batch.args[0], target=batch.target).losses
+    parts = zip(batch.args[0].tensor_split(8), batch.target.tensor_split(8), strict=True)
+    whole = Chain(dict(enumerate(layers)))
+    with torch.no_grad():
+        expected = [squared(whole(x), y) for x, y in parts]
+    assert losses is not None
+    assert all(same_bits(a, b) for a, b in zip(losses, expected, strict=True))
+
+
+def test_a_forward_only_schedule_has_no_reference_step() -> None:
+    schedule = make_schedule("forward_only", num_ranks=2, num_microbatches=4)
+    with pytest.raises(ValueError, match="no backward"):
+        reference_step(CASE.layers(4), (batch_of().args[0], batch_of().target), schedule, squared)
