@@ -80,6 +80,8 @@ def take_inputs(
     Raises:
         ValueError: naming the argument, what was found, and what to give.
     """
+    if request.target is not None and request.output_grad is not None:
+        raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
     inputs = Inputs()
     count = request.num_microbatches
     if any(stage.is_first for stage in stages):
@@ -100,6 +102,11 @@ def take_inputs(
 
 def _split_args(request: Request, rules: Rules) -> tuple[list[tuple[Any, ...]], list[int] | None]:
     count = request.num_microbatches
+    positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
+    if request.args and positions and max(positions) >= len(request.args):
+        raise ValueError(
+            f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0"
+        )
     if not request.args:
         return [() for _ in range(count)], None
     columns = [

@@ -131,12 +131,27 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     by their positions.
     """
     first = outputs[0]
+    _check_rules(first, rules)
     if isinstance(first, Mapping):
         return {key: _merge_one([out[key] for out in outputs], rule_for(rules, key)) for key in first}
-    if isinstance(first, tuple | list):
+    if _is_row(first):
         parts = [_merge_one([out[i] for out in outputs], rule_for(rules, i)) for i in range(len(first))]
         return type(first)(parts) if type(first) in (tuple, list) else tuple(parts)
     return _merge_one(list(outputs), rule_for(rules, 0))
+
+
+def _check_rules(output: Any, rules: Rules) -> None:
+    """Refuse a rule for an output that there is not."""
+    if not isinstance(rules, Mapping):
+        return
+    known = list(output) if isinstance(output, Mapping) else list(range(len(output) if _is_row(output) else 1))
+    unknown = [key for key in rules if key not in known]
+    if unknown:
+        raise ValueError(f"merge[{unknown[0]!r}]: the model has no such output; its outputs are {known}")
+
+
+def _is_row(output: Any) -> bool:
+    return isinstance(output, tuple | list)
 
 
 def _merge_one(values: list[Any], rule: Rule) -> Any:

@@ -351,7 +351,13 @@ class Pipeline:
         """
         for stage, module in self.stage_modules.items():
             prefix = state_prefix(module, stage)
-            module.load_state_dict({key: state[prefix + key] for key in module.state_dict()})
+            own = module.state_dict()
+            missing = [prefix + key for key in own if prefix + key not in state]
+            if missing:
+                raise KeyError(
+                    f"the state has no {missing[0]!r}, which stage {stage} needs; its keys are the model's"
+                )
+            module.load_state_dict({key: state[prefix + key] for key in own})
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put the local stages into training mode, or out of it."""

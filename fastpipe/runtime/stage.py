@@ -193,22 +193,25 @@ class Stage:
         try:
             output = self.module(*args) if work.kwargs is None else self.module(*args, **work.kwargs[microbatch])
         except RuntimeError as error:
-            raise self._explained(error, args) from error
+            reason = self._dtype_reason(args)
+            if reason is None:
+                raise
+            raise ValueError(reason) from error
         if not self.is_last:
             return boundary_tensors(output, f"stage {self.index}")
         return self._finish(microbatch, output)
 
-    def _explained(self, error: RuntimeError, args: Sequence[Any]) -> Exception:
-        """A ValueError when the reason is a dtype that does not fit the stage; the error itself otherwise."""
+    def _dtype_reason(self, args: Sequence[Any]) -> str | None:
+        """What is wrong when a dtype does not fit the stage; None when it does."""
         if torch.is_autocast_enabled("cpu"):
-            return error
+            return None
         own = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         found = {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
         if not own or not found or found & own:
-            return error
+            return None
         names = " and ".join(str(dtype) for dtype in sorted(found, key=str))
         owns = " and ".join(str(dtype) for dtype in sorted(own, key=str))
-        return ValueError(
+        return (
             f"stages: stage {self.index} has parameters of {owns} and was given {names}; convert the stage "
             f"(module.to({names})) or what comes before it"
         )
@@ -236,6 +239,12 @@ class Stage:
             loss = self.loss_fn(output, work.targets[microbatch])
         loss = checked_loss(loss)
         scaled = scale_loss(loss, None if work.divisors is None else work.divisors[microbatch])
+        if torch.is_grad_enabled() and not scaled.requires_grad:
+            whose = "the last stage" if self.loss_fn is None else "loss_fn"
+            raise ValueError(
+                f"{whose} returned a loss that requires no gradient: leave out detach() and no_grad(), let a parameter "
+                "require one, or call eval_step"
+            )
         work.losses[microbatch] = loss.detach()
         work.scaled[microbatch] = scaled.detach()
         return scaled

@@ -74,7 +74,7 @@ def find(name: str) -> Family:
         raise TypeError(f"schedule name: expected a str, found {type(name).__name__}")
     family = FAMILIES.get(name.lower())
     if family is None:
-        raise ValueError(f"name = {name!r}: there is no such schedule; use one of {', '.join(FAMILIES)}")
+        raise ValueError(f"schedule name = {name!r}: there is no such schedule; use one of {', '.join(FAMILIES)}")
     return family
 
 

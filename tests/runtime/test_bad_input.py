@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, make_schedule
+from fastpipe.testing import Fault
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
 LAYERS = CASES["plain"].layers(4)
@@ -157,3 +158,34 @@ def test_a_shape_that_changes_without_the_inputs(executor: str) -> None:
     with pytest.raises(ValueError, match=r"expected.*3, 6.*found.*3, 7"):
         pipe.step(X, target=Y)
     assert pipe.step(X, target=Y).outputs.shape == (9, WIDTH + 1)
+
+
+def test_nothing_is_silently_left_out() -> None:
+    """A rule for what is not there, a loss without a gradient, two ways to a gradient: each is refused by name."""
+    case = CASES["plain"]
+    batch = case.batches(1, 8)[0]
+    x, y = batch.args[0], batch.target
+
+    def pipe(**options: Any) -> Pipeline:
+        return Pipeline(case.layers(4), "1f1b", 4, options.pop("loss_fn", squared), num_ranks=2, **options)
+
+    with pytest.raises(ValueError, match="requires no gradient"):
+        pipe(loss_fn=lambda output, target: squared(output, target).detach()).step(x, target=y)
+    with pytest.raises(ValueError, match="target and output_grad are both given"):
+        pipe().step(x, target=y, output_grad=y)
+    with pytest.raises(ValueError, match=r"split\[5\]"):
+        pipe(split={5: 0}).step(x, target=y)
+    with pytest.raises(ValueError, match=r"merge\['foo'\]"):
+        _ = pipe(merge={"foo": 0}).step(x, target=y).outputs
+    with pytest.raises(KeyError, match="which stage 0 needs"):
+        pipe().load_state_dict({})
+
+
+def test_an_error_is_not_its_own_cause(executor: str) -> None:
+    """Whoever follows the causes of an exception comes to an end."""
+    case = CASES["plain"]
+    layers = [*case.layers(3), Fault(case.layers(1)[0], 0, RuntimeError("boom"))]
+    batch = case.batches(1, 8)[0]
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        Pipeline(layers, "1f1b", 4, squared, num_ranks=2, executor=executor).step(batch.args[0], target=batch.target)
+    assert caught.value.__cause__ is None
