@@ -104,9 +104,7 @@ def _split_args(request: Request, rules: Rules) -> tuple[list[tuple[Any, ...]], 
     count = request.num_microbatches
     positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
     if request.args and positions and max(positions) >= len(request.args):
-        raise ValueError(
-            f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0"
-        )
+        raise ValueError(f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0")
     if not request.args:
         return [() for _ in range(count)], None
     columns = [

@@ -354,9 +354,7 @@ class Pipeline:
             own = module.state_dict()
             missing = [prefix + key for key in own if prefix + key not in state]
             if missing:
-                raise KeyError(
-                    f"the state has no {missing[0]!r}, which stage {stage} needs; its keys are the model's"
-                )
+                raise KeyError(f"the state has no {missing[0]!r}, which stage {stage} needs; its keys are the model's")
             module.load_state_dict({key: state[prefix + key] for key in own})
 
     def train(self, mode: bool = True) -> Pipeline:
