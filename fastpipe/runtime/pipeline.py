@@ -14,7 +14,7 @@ from torch import nn
 
 from fastpipe.cost import CostModel
 from fastpipe.errors import StepError
-from fastpipe.machine import Lanes
+from fastpipe.runtime.arguments import check_arguments, check_transport, find_num_microbatches, find_num_ranks
 from fastpipe.runtime.control import (
     Alone,
     Control,
@@ -28,7 +28,7 @@ from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.group import membership
 from fastpipe.runtime.inputs import Request
 from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.microbatch import Rules, check_reduction
+from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import Stages, build_modules, check_device, find_device, state_prefix
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
@@ -108,7 +108,7 @@ class Pipeline:
         stage_to_rank: Sequence[int] | None = None,
         recv_lookahead: int | str = 1,
     ) -> None:
-        self._check_arguments(loss_fn, loss_reduction, rng, timeout)
+        check_arguments(loss_fn, loss_reduction, rng, timeout)
         self.device = find_device(stages, device)
         self._member = membership(group, self.device)
         self.loss_fn = loss_fn
@@ -117,11 +117,11 @@ class Pipeline:
         store = self._member.store() if self._member.size > 1 else None
         self._control = self._make_control(store, timeout)
         with self._agreeing():
-            self.num_ranks = self._find_num_ranks(num_ranks, schedule)
-            lanes = self._check_transport(transport)
+            self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
+            lanes = check_transport(transport, self.num_ranks, self._member.size)
             options = options_with_stages(schedule, schedule_options, stages_per_rank)
             self._plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
-            self.num_microbatches = self._find_num_microbatches(num_microbatches, schedule)
+            self.num_microbatches = find_num_microbatches(num_microbatches, schedule)
             self.schedule = self._plans.schedule(self.num_microbatches)
             self._plans.program(self.num_microbatches, forward_only=False)
             modules = self._build_stages(stages, partition)
@@ -159,57 +159,6 @@ class Pipeline:
     def _plan_text(self) -> str:
         """What must be the same on every rank."""
         return f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
-
-    @staticmethod
-    def _check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any) -> None:
-        if loss_fn is not None and not callable(loss_fn):
-            raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
-        check_reduction(loss_reduction)
-        if rng is not None:
-            raise ValueError(f"rng = {rng!r}: this version takes None, torch's own generators")
-        if not isinstance(timeout, int | float) or not timeout > 0:
-            raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
-
-    def _find_num_ranks(self, num_ranks: int | None, schedule: str | Schedule) -> int:
-        size = self._member.size
-        wanted = schedule.num_ranks if isinstance(schedule, Schedule) else num_ranks
-        if wanted is None:
-            return size
-        if num_ranks not in (None, wanted):
-            raise ValueError(f"num_ranks = {num_ranks}: the schedule given has {wanted} ranks; leave it out")
-        if not isinstance(wanted, int) or wanted < 1:
-            raise ValueError(f"num_ranks = {wanted!r}: give a whole number of at least 1")
-        if size > 1 and wanted != size:
-            raise ValueError(
-                f"num_ranks = {wanted}: the group has {size} processes, each one rank; start {wanted} processes, "
-                "or one alone, whose ranks are then threads"
-            )
-        return wanted
-
-    def _find_num_microbatches(self, num_microbatches: int | None, schedule: str | Schedule) -> int:
-        if num_microbatches is None:
-            if isinstance(schedule, Schedule):
-                return schedule.num_microbatches
-            raise ValueError("num_microbatches is missing: give the number of microbatches of a batch")
-        return num_microbatches
-
-    def _check_transport(self, transport: str | Transport) -> Lanes:
-        """Refuse a transport that cannot be here; what the transport executes in one order."""
-        alone = self._member.size == 1
-        if isinstance(transport, Transport):
-            if not alone and isinstance(transport, Loopback):
-                raise ValueError("transport: loopback connects threads of one process; use 'process_group' or 'auto'")
-            return transport.lanes
-        if transport not in ("auto", "loopback", "shared_memory", "process_group"):
-            raise ValueError(f"transport = {transport!r}: use 'auto', 'loopback', 'shared_memory' or 'process_group'")
-        if not alone and transport == "loopback":
-            raise ValueError("transport = 'loopback': there are several processes; use 'process_group' or 'auto'")
-        if alone and transport in ("shared_memory", "process_group") and self.num_ranks > 1:
-            raise ValueError(
-                f"transport = {transport!r}: there is one process for {self.num_ranks} ranks; start one a rank with "
-                "torchrun, or use 'loopback' or 'auto'"
-            )
-        return Loopback.lanes if alone else ProcessGroups.lanes
 
     def _make_transport(self, transport: str | Transport, timeout: float) -> Transport:
         if isinstance(transport, Transport):

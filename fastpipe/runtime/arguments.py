@@ -1,0 +1,84 @@
+"""The arguments of a Pipeline that need no agreement: what is wrong with them, and what was left to be found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastpipe.machine import Lanes
+from fastpipe.runtime.loopback import Loopback
+from fastpipe.runtime.microbatch import check_reduction
+from fastpipe.runtime.process_group import ProcessGroups
+from fastpipe.runtime.transport import Transport
+from fastpipe.schedule import Schedule
+
+
+def check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any) -> None:
+    """Refuse what cannot be right whatever the model.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
+    check_reduction(loss_reduction)
+    if rng is not None:
+        raise ValueError(f"rng = {rng!r}: this version takes None, torch's own generators")
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
+
+
+def find_num_ranks(num_ranks: int | None, schedule: str | Schedule, num_processes: int) -> int:
+    """How many ranks there are: as the schedule or the user says, else as many as processes.
+
+    Raises:
+        ValueError: for a number that is none, or that the processes cannot be.
+    """
+    wanted = schedule.num_ranks if isinstance(schedule, Schedule) else num_ranks
+    if wanted is None:
+        return num_processes
+    if num_ranks not in (None, wanted):
+        raise ValueError(f"num_ranks = {num_ranks}: the schedule given has {wanted} ranks; leave it out")
+    if not isinstance(wanted, int) or wanted < 1:
+        raise ValueError(f"num_ranks = {wanted!r}: give a whole number of at least 1")
+    if num_processes > 1 and wanted != num_processes:
+        raise ValueError(
+            f"num_ranks = {wanted}: the group has {num_processes} processes, each one rank; start {wanted} processes, "
+            "or one alone, whose ranks are then threads"
+        )
+    return wanted
+
+
+def find_num_microbatches(num_microbatches: int | None, schedule: str | Schedule) -> int:
+    """How many microbatches a batch has: as the user or the schedule says.
+
+    Raises:
+        ValueError: when neither does.
+    """
+    if num_microbatches is None:
+        if isinstance(schedule, Schedule):
+            return schedule.num_microbatches
+        raise ValueError("num_microbatches is missing: give the number of microbatches of a batch")
+    return num_microbatches
+
+
+def check_transport(transport: str | Transport, num_ranks: int, num_processes: int) -> Lanes:
+    """Refuse a transport that cannot be here; what the transport executes in one order.
+
+    Raises:
+        ValueError: with what to use instead.
+    """
+    alone = num_processes == 1
+    if isinstance(transport, Transport):
+        if not alone and isinstance(transport, Loopback):
+            raise ValueError("transport: loopback connects threads of one process; use 'process_group' or 'auto'")
+        return transport.lanes
+    if transport not in ("auto", "loopback", "shared_memory", "process_group"):
+        raise ValueError(f"transport = {transport!r}: use 'auto', 'loopback', 'shared_memory' or 'process_group'")
+    if not alone and transport == "loopback":
+        raise ValueError("transport = 'loopback': there are several processes; use 'process_group' or 'auto'")
+    if alone and transport in ("shared_memory", "process_group") and num_ranks > 1:
+        raise ValueError(
+            f"transport = {transport!r}: there is one process for {num_ranks} ranks; start one a rank with "
+            "torchrun, or use 'loopback' or 'auto'"
+        )
+    return Loopback.lanes if alone else ProcessGroups.lanes
