@@ -15,6 +15,7 @@ from torch import nn
 from fastpipe.cost import CostModel
 from fastpipe.errors import StepError
 from fastpipe.runtime.arguments import check_arguments, check_transport, find_num_microbatches, find_num_ranks
+from fastpipe.runtime.clip import clip_grad_norm
 from fastpipe.runtime.control import (
     Alone,
     Control,
@@ -274,6 +275,31 @@ class Pipeline:
             for parameter, grad in kept:
                 parameter.grad = grad
         return CostModel.from_timeline(result.timeline)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that the norm of all of them together is at most ``max_norm``.
+
+        What `torch.nn.utils.clip_grad_norm_` does to the unsplit model, and on a CPU the same to the last bit. Called
+        on every rank alike, between `step` and the optimizer. A stage that two ranks hold counts once, and so does a
+        gradient that FSDP spread over processes (that one to rounding only).
+
+        Args:
+            max_norm: at least 0; ``float("inf")`` only measures.
+            norm_type: the p of the p-norm, or ``"inf"``.
+            error_if_nonfinite: whether a norm that is infinite or NaN is an error. Otherwise a warning is logged,
+                which names the gradients, and they are scaled by that norm.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            StepError: for such a norm, naming parameter, stage and rank; gradients are left as they were. Or when
+                another rank could not take part.
+            ValueError: for a wrong argument, or one that is not the same on every rank.
+        """
+        return clip_grad_norm(self._steps, self.stage_modules, self.device, max_norm, norm_type, error_if_nonfinite)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this process's stages."""

@@ -145,25 +145,58 @@ class Steps:
         except BaseException as found:
             # an iterator may raise anything, and the others must not wait for this rank
             error = found
-            message["refused"] = cause_text(found)
         message["kwargs"] = sorted(inputs.kwargs)
+        replies = self._agree(message, error, "refused its input")
+        self._check_replies(request, replies)
+        return inputs, replies
+
+    def meet(self, call: str, make: Callable[[], Reply]) -> list[Reply]:
+        """Between steps: every process gives a message, and gets those of all.
+
+        Args:
+            call: what is called, in words that must be the same on every rank.
+            make: gives the message; when it raises, that is an error on every rank.
+
+        Raises:
+            StepError: when another process could not give its message, or is dead or silent.
+            ValueError: when the ranks do not make the same call.
+        """
+        if self.broken is not None:
+            raise self.broken.error()
+        message: Reply = {"call": call}
+        error: BaseException | None = None
+        self.control.begin(self._failed_elsewhere)
+        try:
+            try:
+                message |= make()
+            except BaseException as found:
+                error = found
+            return self._agree(message, error, f"failed in {call}")
+        except LostError as lost:
+            self._give_up(lost.failure, lost.__cause__)
+        finally:
+            self.control.end()
+
+    def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
+        """Tell the others what this rank begins with, or why it cannot; whoever cannot is an error for all."""
+        if error is not None:
+            message["refused"] = cause_text(error)
         replies = self.control.exchange("start", message)
         dead = dead_among(replies)
         if dead is not None:
             self._give_up(dead)
         if error is not None:
             raise error
-        self._check_replies(request, replies)
-        return inputs, replies
-
-    def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
         calls = [reply["call"] for reply in replies]
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise ValueError(f"the ranks do not make the same call: {listed}")
         for rank, reply in enumerate(replies):
             if "refused" in reply:
-                raise StepError(f"rank {rank} refused its input: {reply['refused']}", rank=rank, cause=reply["refused"])
+                raise StepError(f"rank {rank} {refusal}: {reply['refused']}", rank=rank, cause=reply["refused"])
+        return replies
+
+    def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
         check_cuts({name: rows for reply in replies for name, rows in reply["whole"].items()})
         taken = {name for reply in replies for name in reply["kwargs"]}
         for name in request.kwargs:

@@ -1,0 +1,94 @@
+"""Clipping where every rank is a process: one norm, the same everywhere, and nobody waits for a rank that cannot."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fastpipe.runtime.clip import Held, merged_norms, norms_message, total_norm
+from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.runtime.models import CASES
+from tests.runtime.test_clip import assert_clipped_alike
+
+
+def clip(case: str, schedule: str, executor: str) -> None:
+    assert_clipped_alike(CASES[case], schedule, executor=executor)
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [("plain", "1f1b"), ("plain", "dualpipe"), ("channels_last", "dualpipev"), ("bfloat16", "zbv")],
+)
+def test_the_norm_is_that_of_the_unsplit_model(case: str, schedule: str, executor: str, group_of: GroupOf) -> None:
+    group_of(2).run(clip, case, schedule, executor)
+
+
+def clip_wrongly() -> dict[str, Any]:
+    rank = dist.get_rank()
+    pipe = pipeline()
+    x, y = batch()
+    pipe.step(x, target=y)
+    last = [p.grad for p in pipe.parameters()][-1]
+    found = {
+        "one limit": caught(lambda: pipe.clip_grad_norm_(-1.0 if rank == 1 else 1.0)),
+        "two limits": caught(lambda: pipe.clip_grad_norm_(1.0 + rank)),
+        "a step instead": caught(lambda: pipe.clip_grad_norm_(1.0) if rank else pipe.step(x, target=y)),
+    }
+    if rank == 1:
+        last[0] = math.inf
+    found["infinite"] = caught(lambda: pipe.clip_grad_norm_(1.0, error_if_nonfinite=True))
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    pipe.step(x, target=y)
+    found["norm"] = float(pipe.clip_grad_norm_(0.01))
+    return found
+
+
+def test_whoever_cannot_clip_is_an_error_for_all(group_of: GroupOf) -> None:
+    zero, one = group_of(2).run(clip_wrongly)
+    assert all(found[name][3] < 2 for found in (zero, one) for name in zero if name != "norm")
+    assert one["one limit"][:2] == (
+        "ValueError",
+        "max_norm = -1.0: give a number of at least 0; float('inf') only measures",
+    )
+    assert zero["one limit"][0] == "StepError" and "rank 1 failed in clip_grad_norm_" in zero["one limit"][1]
+    for name, text in {
+        "two limits": "give the same on every rank",
+        "a step instead": "do not make the same call",
+    }.items():
+        assert zero[name][:2] == one[name][:2] and zero[name][0] == "ValueError" and text in zero[name][1]
+    assert zero["infinite"][:3] == one["infinite"][:3]
+    assert zero["infinite"][2] == 1 and "7.linear.bias (stage 1, rank 1)" in zero["infinite"][1]
+    assert zero["norm"] == one["norm"] > 0.01
+
+
+def norms_of_spread_gradients() -> list[tuple[float, float]]:
+    """As FSDP leaves them: parts of rows, of which the last process may have none; the last one is on both."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    whole = [torch.randn(5, 4), torch.randn(1, 4), torch.randn(6), torch.randn(3)]
+    looks = [Shard(0), Shard(0), Shard(0), Replicate()]
+    grads = [dist.tensor.distribute_tensor(g, mesh, [look]) for g, look in zip(whole, looks, strict=True)]
+    held = [Held(0, str(i), grad) for i, grad in enumerate([*grads, whole[0]])]
+    found = []
+    for order in (2.0, 3.0, math.inf):
+        total = total_norm(merged_norms([norms_message(held, order)]), order, torch.device("cpu"))
+        found.append((float(total), float(torch.nn.utils.get_total_norm([*whole, whole[0]], order))))
+    scaled = nn.Parameter(grads[0].clone())
+    scaled.grad = grads[0].clone()
+    torch.nn.utils.clip_grads_with_norm_([scaled], 1.0, total)
+    torch.testing.assert_close(scaled.grad.full_tensor(), whole[0] / (total + 1e-6))
+    partial = DTensor.from_local(whole[0], mesh, [Partial()])
+    assert "reduce it before it is clipped" in caught(lambda: norms_message([Held(0, "0", partial)], 2.0))[1]
+    assert "take a norm above 0" in caught(lambda: norms_message(held, 0.0))[1]
+    return found
+
+
+def test_gradients_that_are_spread_over_processes(group_of: GroupOf) -> None:
+    zero, one = group_of(2).run(norms_of_spread_gradients)
+    assert zero == one
+    assert all(math.isclose(found, expected, rel_tol=1e-6) for found, expected in zero)

@@ -1,0 +1,174 @@
+"""Clipping: the norm and the clipped gradients are those of `torch.nn.utils.clip_grad_norm_` on the unsplit model."""
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastpipe import Pipeline, StepError
+from fastpipe.runtime.clip import Held, Norm, merged_norms, norms_message, total_norm
+from fastpipe.runtime.stage import Chain
+from tests.runtime.checks import reference_of, same_bits, train_and_compare, unequal
+from tests.runtime.models import CASES, Block, Case
+
+
+def mixed_dtypes(n: int) -> list[nn.Module]:
+    """Layers of two dtypes: torch takes the norms of one dtype first."""
+    return [Cast(torch.double if i % 3 == 1 else torch.float) for i in range(n)]
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.block = Block().to(dtype)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x.to(self.dtype)).float()
+
+
+MIXED = Case(mixed_dtypes)
+
+
+def clip_both(case: Case, schedule: str, count: int = 4, norm_type: Any = 2.0, max_norm: float = 0.1, **options: Any):
+    """One step of the pipeline and of the unsplit model, both clipped: the pipeline, the model, the two norms."""
+    options = {"num_ranks": None if dist.is_initialized() else 2, **options}
+    pipe = Pipeline(case.layers(9), schedule, count, case.loss_fn, split=case.split, **options)
+    unsplit = Chain(dict(enumerate(case.layers(9))))
+    batch, twin = case.batches(1, 2 * count + 1)[0], case.batches(1, 2 * count + 1)[0]
+    pipe.step(*batch.args, target=batch.target, **batch.kwargs)
+    reference_of(unsplit, twin, pipe, case)
+    norm = pipe.clip_grad_norm_(max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(unsplit.parameters(), max_norm, norm_type)
+    return pipe, unsplit, norm, expected
+
+
+def assert_clipped_alike(*args: Any, **options: Any) -> None:
+    pipe, unsplit, norm, expected = clip_both(*args, **options)
+    assert same_bits(norm, expected), (norm, expected)
+    assert float(norm) > 0.1 or options.get("max_norm")
+    assert not (wrong := unequal(pipe, unsplit)), wrong
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe", "interleaved_1f1b"])
+def test_the_norm_is_that_of_the_unsplit_model(schedule: str, executor: str) -> None:
+    assert_clipped_alike(CASES["plain"], schedule, executor=executor)
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "channels_last", "frozen_last", "tokens", "unused", "mixed"])
+def test_odd_models(case: str) -> None:
+    assert_clipped_alike(MIXED if case == "mixed" else CASES[case], "dualpipev")
+
+
+@pytest.mark.parametrize("norm_type", [1, 3.0, math.inf, "inf", 0.5])
+def test_other_norms(norm_type: Any) -> None:
+    assert_clipped_alike(CASES["plain"], "1f1b", norm_type=norm_type)
+
+
+def test_a_large_limit_only_measures() -> None:
+    assert_clipped_alike(CASES["plain"], "1f1b", max_norm=math.inf)
+
+
+def test_squares_summed_by_rank_differ() -> None:
+    """The comparison can fail: the usual way to do it has other last bits in some of these models."""
+    found = []
+    for width in range(20, 40):
+        torch.manual_seed(width)
+        layers = [Block(width) for _ in range(12)]
+        pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=4)
+        pipe.step(torch.randn(6, width), target=torch.randn(6, width))
+        parts = [[p.grad for p in module.parameters()] for module in pipe.stage_modules.values()]
+        usual = torch.stack([torch.nn.utils.get_total_norm(part) ** 2 for part in parts]).sum().sqrt()
+        expected = torch.nn.utils.get_total_norm([p.grad for layer in layers for p in layer.parameters()])
+        assert same_bits(pipe.clip_grad_norm_(math.inf), expected)
+        found.append(same_bits(usual, expected))
+    assert not all(found)
+
+
+def test_training_goes_on_after_clipping(executor: str) -> None:
+    """Steps, clipping and an optimizer in turn: what is clipped is what the optimizer of the unsplit model sees."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(8), "dualpipe", 4, case.loss_fn, num_ranks=2, executor=executor)
+    unsplit = Chain(dict(enumerate(case.layers(8))))
+    ours, theirs = (torch.optim.AdamW(list(m.parameters()), lr=0.1) for m in (pipe, unsplit))
+    for batch, twin in zip(*(case.batches(3, 9) for _ in "ab"), strict=True):
+        ours.zero_grad(), theirs.zero_grad()
+        pipe.step(*batch.args, target=batch.target)
+        reference_of(unsplit, twin, pipe, case)
+        assert same_bits(pipe.clip_grad_norm_(0.05), torch.nn.utils.clip_grad_norm_(unsplit.parameters(), 0.05))
+        ours.step(), theirs.step()
+    state = unsplit.state_dict()
+    assert all(same_bits(value, state[name]) for name, value in pipe.state_dict().items())
+
+
+def test_nothing_to_clip() -> None:
+    pipe = Pipeline(CASES["plain"].layers(4), "1f1b", 4, CASES["plain"].loss_fn, num_ranks=2)
+    assert same_bits(
+        pipe.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(CASES["plain"].layers(4)[0].parameters(), 1)
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named(bad: float, caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES["plain"]
+    pipe = train_and_compare("plain", "1f1b", 4, num_ranks=2, steps=1, num_layers=4)
+    parameter = dict(pipe.named_parameters())["2.linear.bias"]
+    parameter.grad[1] = bad
+    before = [p.grad.clone() for p in pipe.parameters()]
+    with pytest.raises(StepError, match=r"2\.linear\.bias \(stage 1, rank 0\); nothing was clipped") as caught:
+        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert caught.value.stage == 1 and isinstance(caught.value, RuntimeError)
+    assert all(same_bits(a, p.grad) for a, p in zip(before, pipe.parameters(), strict=True))
+    with caplog.at_level(logging.WARNING, "fastpipe"):
+        norm = pipe.clip_grad_norm_(1.0)
+    assert "2.linear.bias (stage 1" in caplog.text
+    unsplit = Chain(dict(enumerate(case.layers(4))))
+    for p, grad in zip(unsplit.parameters(), before, strict=True):
+        p.grad = grad
+    assert same_bits(norm, torch.nn.utils.clip_grad_norm_(unsplit.parameters(), 1.0)) and not unequal(pipe, unsplit)
+
+
+def test_a_norm_that_overflows_names_no_gradient() -> None:
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+    for layer in layers:
+        layer.weight.grad = torch.full((1, 1), 3e38)
+    with pytest.raises(StepError, match="each gradient is finite, their norm overflows"):
+        pipe.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((-1.0,), "max_norm = -1.0: give a number of at least 0"),
+        ((math.nan,), "max_norm = nan"),
+        (("much",), "max_norm = 'much'"),
+        ((1.0, None), "norm_type = None: give the p of the p-norm"),
+        ((1.0, math.nan), "norm_type = nan"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[Any, ...], text: str) -> None:
+    pipe = Pipeline(CASES["plain"].layers(4), "1f1b", 4, CASES["plain"].loss_fn, num_ranks=2)
+    with pytest.raises(ValueError, match=text):
+        pipe.clip_grad_norm_(*arguments)
+
+
+def test_holders_that_differ_are_refused() -> None:
+    replies = [{"norms": [[0, "a", "float32", 1.5]]}, {"norms": [[1, "b", "float32", 2.0], [0, "a", "float32", 1.25]]}]
+    with pytest.raises(ValueError, match="stage 0 have different gradients of a: norm 1.5 on rank 0, 1.25 on rank 1"):
+        merged_norms(replies)
+    replies[1]["norms"][1][3] = 1.5
+    assert [norm.name for norm in merged_norms(replies)] == ["a", "b"]
+
+
+def test_every_dtype_crosses_exactly() -> None:
+    for dtype in (torch.float, torch.double, torch.bfloat16, torch.half, torch.complex64):
+        grads = [torch.randn(7, 5).to(dtype) for _ in range(5)]
+        held = [Held(i, str(i), grad) for i, grad in enumerate(grads)]
+        total = total_norm(merged_norms([norms_message(held, 2.0)]), 2.0, torch.device("cpu"))
+        assert same_bits(total, torch.nn.utils.get_total_norm(grads)), dtype
+    assert total_norm([Norm(0, "a", "float32", 0.1, 0)], 2.0, torch.device("cpu")).dtype == torch.float
