@@ -1,8 +1,16 @@
-"""The reference interpreter of a program: plain Python, the same bits as the native one."""
+"""The reference interpreter of a program: plain Python, the same bits as the native one.
+
+When it is made, every instruction becomes a call with its arguments: a method of `PythonExecutor`, with the stage, the
+slot of its input, the message it sends and so on. A step then makes the calls in order, and looks nothing up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +19,7 @@ from fastpipe.action import NONE, ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
 from fastpipe.runtime.executor import Drained, Executor, Seconds
+from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.tensors import Tensors, handed_over
 from fastpipe.runtime.transport import Message
 
@@ -18,34 +27,38 @@ _LABEL_PREFIX = "PP:"
 """As torch's pipelines label theirs. Without it torch's profiler takes "2F0" for a mangled C++ name and shows "F0"."""
 
 
+class Step(NamedTuple):
+    """An instruction with its references resolved.
+
+    Attributes:
+        op: what it does.
+        call: does it.
+        label: of a compute action, for torch's profiler; empty for the others, which are done in a failed step, too.
+    """
+
+    op: Op
+    call: Callable[[], None]
+    label: str
+
+
 class PythonExecutor(Executor):
-    """Interprets one rank's program; see `Executor`."""
+    """Interprets one rank's program; see `Executor`.
+
+    Attributes:
+        slots: what has arrived and is not freed, by slot.
+        made: what compute actions made and is not sent or handed over, by the number of its message.
+    """
 
     def _prepare(self) -> None:
-        self.instructions = list(self.program[self.rank])
-        self.split = {(it.stage, it.microbatch) for it in self.instructions if it.op is Op.I}
         self.endpoint = self.transport.endpoint(self.program, self.rank, self.timeout)
-        self.handlers = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.I: self._backward_input,
-            Op.W: self._backward_weight,
-            Op.OVERLAP_F_B: self._overlapped,
-            Op.POST_RECV: self._post_recv,
-            Op.WAIT_RECV: self._wait_recv,
-            Op.SEND: self._send,
-            Op.WAIT_SEND: self._wait_send,
-            Op.HAND_OVER: self._hand_over,
-            Op.FREE: self._free,
-            # nothing is sharded, and gradients that two ranks hold are summed after the step
-            Op.UNSHARD: self._nothing,
-            Op.RESHARD: self._nothing,
-            Op.REDUCE_GRAD: self._nothing,
-        }
+        self.slots: dict[int, Tensors] = {}
+        self.made: dict[int, Tensors] = {}
         self.failed = False
         self.error: BaseException | None = None
-        self.arrived: dict[Message, Tensors] = {}
-        self.made: dict[Message, Tensors] = {}
+        instructions = list(self.program[self.rank])
+        resolver = _Resolver(self, instructions)
+        self.steps = [resolver.step(instruction) for instruction in instructions]
+        self.waits_of_sends = _waits_of_sends(instructions)
 
     def fail(self) -> None:
         """Drain from the next instruction on."""
@@ -53,24 +66,21 @@ class PythonExecutor(Executor):
 
     def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
-        starts = np.full(len(self.instructions), np.nan)
-        ends = np.full(len(self.instructions), np.nan)
         self.failed, self.error = False, None
         self.endpoint.begin(signature, announce)
-        sends: dict[int, int] = {}
-        for position, instruction in enumerate(self.instructions):
-            starts[position] = time.perf_counter()
-            self._execute(position, instruction)
-            ends[position] = time.perf_counter()
-            if instruction.op is Op.SEND:
-                sends[instruction.slot] = position
-            elif instruction.op is Op.WAIT_SEND:
-                ends[sends[instruction.slot]] = ends[position]
+        # the end of an instruction is the start of the next
+        times = [time.perf_counter()]
+        for position, step in enumerate(self.steps):
+            self._execute(position, step)
+            times.append(time.perf_counter())
         self._finish()
+        starts, ends = np.array(times[:-1]), np.array(times[1:])
+        for send, wait in self.waits_of_sends:
+            ends[send] = ends[wait]
         return starts, ends
 
     def _finish(self) -> None:
-        self.arrived.clear()
+        self.slots.clear()
         self.made.clear()
         if not self.failed:
             return
@@ -80,25 +90,21 @@ class PythonExecutor(Executor):
         error, self.error = self.error, None
         raise error if error is not None else Drained
 
-    def _execute(self, position: int, instruction: Instruction) -> None:
-        handler = self.handlers[instruction.op]
+    def _execute(self, position: int, step: Step) -> None:
+        if self.failed and step.label:
+            return
         try:
-            if instruction.action is None:
-                handler(instruction)
-            elif not self.failed:
-                with torch.profiler.record_function(f"{_LABEL_PREFIX}{instruction.action}"):
-                    handler(instruction)
+            if step.label and torch.autograd.profiler._is_profiler_enabled:
+                with torch.profiler.record_function(step.label):
+                    step.call()
+            else:
+                step.call()
         except BaseException as error:
             self._fail_at(position, error)
-            if instruction.op is Op.SEND:
-                # it was refused before anything was sent: the receiver still waits for a message
-                self._send_stand_in(position, instruction)
-
-    def _send_stand_in(self, position: int, instruction: Instruction) -> None:
-        try:
-            self.endpoint.send(self._produced(instruction), instruction.channel, instruction.slot, None)
-        except BaseException as error:
-            self._fail_at(position, error)
+            if step.op is Op.SEND:
+                # it was refused before anything was sent, and the receiver waits: now a stand-in is sent
+                with contextlib.suppress(BaseException):
+                    step.call()
 
     def _fail_at(self, position: int, error: BaseException) -> None:
         self.failed = True
@@ -106,79 +112,134 @@ class PythonExecutor(Executor):
             self.error = error
             self.on_failure(position, error)
 
-    def _message(self, instruction: Instruction) -> Message:
-        kind = self.program.channels[instruction.channel].kind
-        return Message(kind, instruction.stage, instruction.microbatch)
+    def forward(self, stage: Stage, microbatch: int, slot: int, message: int, splits: bool) -> None:
+        """F. The slot is that of the input; ``NONE`` stands for no slot, and for no message."""
+        outputs = stage.forward(microbatch, self.slots.get(slot, ()), splits=splits)
+        if message != NONE:
+            self.made[message] = outputs
 
-    def _produced(self, instruction: Instruction) -> Message:
-        """The message of a SEND, whose stage is the producer."""
-        kind = self.program.channels[instruction.channel].kind
-        step = 1 if kind is ChannelKind.ACTIVATION else -1
-        return Message(kind, instruction.stage + step, instruction.microbatch)
+    def backward(self, stage: Stage, microbatch: int, slot: int, message: int) -> None:
+        """B. The slot is that of the output's gradient."""
+        grads = stage.backward(microbatch, self.slots.get(slot, ()))
+        if message != NONE:
+            self.made[message] = grads
 
-    def _forward(self, instruction: Instruction) -> None:
-        self._run_forward(instruction.stage, instruction.microbatch)
+    def backward_input(self, stage: Stage, microbatch: int, slot: int, message: int) -> None:
+        """I."""
+        grads = stage.backward_input(microbatch, self.slots.get(slot, ()))
+        if message != NONE:
+            self.made[message] = grads
 
-    def _run_forward(self, stage: int, microbatch: int) -> None:
-        inputs = self.arrived.get(Message(ChannelKind.ACTIVATION, stage, microbatch), ())
-        outputs = self.stages[stage].forward(microbatch, inputs, splits=(stage, microbatch) in self.split)
-        self._keep(Op.F, stage, microbatch, outputs)
+    def overlapped(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        """OVERLAP_F_B, in order."""
+        forward()
+        backward()
 
-    def _keep(self, op: Op, stage: int, microbatch: int, tensors: Tensors) -> None:
-        """What a compute action made, until it is sent or handed over."""
-        target = feeds(ActionKind(op), stage, self.program.num_stages)
-        if target != NONE:
-            kind = ChannelKind.ACTIVATION if op is Op.F else ChannelKind.GRADIENT
-            self.made[Message(kind, target, microbatch)] = tensors
-
-    def _grads(self, stage: int, microbatch: int) -> Tensors:
-        return self.arrived.get(Message(ChannelKind.GRADIENT, stage, microbatch), ())
-
-    def _backward(self, instruction: Instruction) -> None:
-        self._run_backward(instruction.stage, instruction.microbatch)
-
-    def _run_backward(self, stage: int, microbatch: int) -> None:
-        grads = self.stages[stage].backward(microbatch, self._grads(stage, microbatch))
-        self._keep(Op.B, stage, microbatch, grads)
-
-    def _backward_input(self, instruction: Instruction) -> None:
-        stage, microbatch = instruction.stage, instruction.microbatch
-        grads = self.stages[stage].backward_input(microbatch, self._grads(stage, microbatch))
-        self._keep(Op.I, stage, microbatch, grads)
-
-    def _backward_weight(self, instruction: Instruction) -> None:
-        self.stages[instruction.stage].backward_weight(instruction.microbatch)
-
-    def _overlapped(self, instruction: Instruction) -> None:
-        self._run_forward(instruction.stage, instruction.microbatch)
-        self._run_backward(instruction.pair_stage, instruction.pair_microbatch)
-
-    def _post_recv(self, instruction: Instruction) -> None:
-        self.endpoint.post_recv(self._message(instruction), instruction.channel, instruction.slot)
-
-    def _wait_recv(self, instruction: Instruction) -> None:
-        tensors = self.endpoint.wait_recv(instruction.channel, instruction.slot)
+    def wait_recv(self, channel: int, slot: int) -> None:
+        """WAIT_RECV."""
+        tensors = self.endpoint.wait_recv(channel, slot)
         if tensors is None:
             self.failed = True
         else:
-            self.arrived[self._message(instruction)] = tensors
+            self.slots[slot] = tensors
 
-    def _send(self, instruction: Instruction) -> None:
-        message = self._produced(instruction)
-        tensors = self.made.pop(message, None)
-        self.endpoint.send(message, instruction.channel, instruction.slot, None if self.failed else tensors)
+    def send(self, message: Message, channel: int, number: int, made: int) -> None:
+        """SEND; in a failed step a stand-in."""
+        tensors = self.made.pop(made, None)
+        self.endpoint.send(message, channel, number, None if self.failed else tensors)
 
-    def _wait_send(self, instruction: Instruction) -> None:
-        self.endpoint.wait_send(instruction.slot)
-
-    def _hand_over(self, instruction: Instruction) -> None:
-        message = self._message(instruction)
-        tensors = self.made.pop(message, None)
+    def hand_over(self, made: int, slot: int) -> None:
+        """HAND_OVER."""
+        tensors = self.made.pop(made, None)
         if tensors is not None and not self.failed:
-            self.arrived[message] = handed_over(tensors)
+            self.slots[slot] = handed_over(tensors)
 
-    def _free(self, instruction: Instruction) -> None:
-        self.arrived.pop(self._message(instruction), None)
+    def free(self, slot: int) -> None:
+        """FREE."""
+        self.slots.pop(slot, None)
 
-    def _nothing(self, instruction: Instruction) -> None:
-        """An instruction that needs no work here."""
+    def nothing(self) -> None:
+        """UNSHARD, RESHARD, REDUCE_GRAD: nothing is sharded, and what two ranks hold is summed after the step."""
+
+
+class _Resolver:
+    """Finds the arguments of every instruction, in program order."""
+
+    def __init__(self, executor: PythonExecutor, instructions: list[Instruction]) -> None:
+        self.executor = executor
+        self.program = executor.program
+        self.split = {(it.stage, it.microbatch) for it in instructions if it.op is Op.I}
+        self.slots: dict[Message, int] = {}
+        self.numbers: dict[Message, int] = {}
+
+    def step(self, it: Instruction) -> Step:
+        label = "" if it.action is None else f"{_LABEL_PREFIX}{it.action}"
+        return Step(it.op, self._compute(it) if it.op < Op.POST_RECV else self._move(it), label)
+
+    def _compute(self, it: Instruction) -> Callable[[], None]:
+        executor = self.executor
+        if it.op is Op.W:
+            return partial(executor.stages[it.stage].backward_weight, it.microbatch)
+        if it.op is Op.OVERLAP_F_B:
+            backward = self._backward(executor.backward, it.pair_stage, it.pair_microbatch)
+            return partial(executor.overlapped, self._forward(it.stage, it.microbatch), backward)
+        if it.op is Op.F:
+            return self._forward(it.stage, it.microbatch)
+        if it.op in (Op.B, Op.I):
+            method = executor.backward if it.op is Op.B else executor.backward_input
+            return self._backward(method, it.stage, it.microbatch)
+        return executor.nothing
+
+    def _forward(self, stage: int, microbatch: int) -> Callable[[], None]:
+        slot = self.slots.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)
+        made = self._made(ActionKind.F, stage, microbatch)
+        splits = (stage, microbatch) in self.split
+        return partial(self.executor.forward, self.executor.stages[stage], microbatch, slot, made, splits)
+
+    def _backward(self, method: Callable[..., None], stage: int, microbatch: int) -> Callable[[], None]:
+        slot = self.slots.get(Message(ChannelKind.GRADIENT, stage, microbatch), NONE)
+        made = self._made(ActionKind.B, stage, microbatch)
+        return partial(method, self.executor.stages[stage], microbatch, slot, made)
+
+    def _made(self, kind: ActionKind, stage: int, microbatch: int) -> int:
+        """The number of what an action makes for another stage."""
+        target = feeds(kind, stage, self.program.num_stages)
+        carried = ChannelKind.ACTIVATION if kind is ActionKind.F else ChannelKind.GRADIENT
+        return NONE if target == NONE else self._number(Message(carried, target, microbatch))
+
+    def _number(self, message: Message) -> int:
+        return self.numbers.setdefault(message, len(self.numbers))
+
+    def _move(self, it: Instruction) -> Callable[[], None]:
+        executor, endpoint = self.executor, self.executor.endpoint
+        kind = self.program.channels[it.channel].kind
+        message = Message(kind, it.stage, it.microbatch)
+        if it.op in (Op.POST_RECV, Op.HAND_OVER):
+            self.slots[message] = it.slot
+        if it.op is Op.SEND:
+            # its stage is the producer
+            message = message._replace(stage=it.stage + (1 if kind is ChannelKind.ACTIVATION else -1))
+        match it.op:
+            case Op.POST_RECV:
+                return partial(endpoint.post_recv, message, it.channel, it.slot)
+            case Op.WAIT_RECV:
+                return partial(executor.wait_recv, it.channel, it.slot)
+            case Op.SEND:
+                return partial(executor.send, message, it.channel, it.slot, self._number(message))
+            case Op.WAIT_SEND:
+                return partial(endpoint.wait_send, it.slot)
+            case Op.HAND_OVER:
+                return partial(executor.hand_over, self._number(message), it.slot)
+        return partial(executor.free, it.slot)
+
+
+def _waits_of_sends(instructions: list[Instruction]) -> list[tuple[int, int]]:
+    """The position of every SEND with that of its WAIT_SEND, which is when it ends."""
+    found: list[tuple[int, int]] = []
+    sends: dict[int, int] = {}
+    for position, it in enumerate(instructions):
+        if it.op is Op.SEND:
+            sends[it.slot] = position
+        elif it.op is Op.WAIT_SEND:
+            found.append((sends[it.slot], position))
+    return found

@@ -327,6 +327,13 @@ def test_every_action_has_a_label_for_the_profiler(num_ranks: int, executor: str
     assert expected <= names, expected - names
 
 
+def test_without_a_profiler_there_are_no_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range costs more than all else that the Python executor does for an action."""
+    monkeypatch.setattr(torch.profiler, "record_function", lambda label: pytest.fail(f"{label} was opened"))
+    batch = batch_of()
+    pipeline(executor="python").step(batch.args[0], target=batch.target)
+
+
 def test_one_logger(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         pipe = pipeline()
