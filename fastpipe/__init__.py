@@ -20,12 +20,14 @@ from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
 
 if TYPE_CHECKING:
+    from fastpipe.runtime.check_parity import check_parity
     from fastpipe.runtime.native import native_status
     from fastpipe.runtime.pipeline import Pipeline, StepResult
 
 _LAZY = {
     "Pipeline": "fastpipe.runtime.pipeline",
     "StepResult": "fastpipe.runtime.pipeline",
+    "check_parity": "fastpipe.runtime.check_parity",
     "native_status": "fastpipe.runtime.native",
 }
 """Names that need torch, or look for it: imported when they are first asked for."""
@@ -50,6 +52,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "__version__",
+    "check_parity",
     "compare",
     "list_schedules",
     "lower",

@@ -52,7 +52,14 @@ FOLDERS = {
     },
     "runtime": {"runtime", "program", "placement", "action", "dependencies", "machine", "timeline", "errors"},
 }
-MEETING = {"runtime.pipeline", "runtime.arguments", "runtime.plans", "runtime.describe", "runtime.modules"}
+MEETING = {
+    "runtime.pipeline",
+    "runtime.arguments",
+    "runtime.check_parity",
+    "runtime.plans",
+    "runtime.describe",
+    "runtime.modules",
+}
 """Where planning meets running: the Pipeline and the parts that it was cut into."""
 COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", *MEETING}
 

@@ -1,0 +1,295 @@
+"""check_parity: one step of a pipeline against the same step of the unsplit model, on every rank.
+
+Every process runs the pipeline's step; those that have the model run it, too, and compare. What they found, and the
+gradients of those that have no model, goes through the control plane, so that a rank on which something fails is an
+error on all and keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fastpipe.runtime.clip import Norm, gradients_of, merged_norms, norms_message, total_norm
+from fastpipe.runtime.control import Reply
+from fastpipe.runtime.parity import Difference, Parity, bytes_of, compared, parity_of
+from fastpipe.runtime.pipeline import Pipeline, StepResult
+from fastpipe.runtime.stage import Chain
+from fastpipe.testing import Reference, reference_step
+
+Key = tuple[int, str]
+"""Stage and name of a parameter."""
+Gradients = dict[Key, torch.Tensor | None]
+
+_STALE = (
+    "parameters differ: before the check, load into the model what the pipeline has; where ranks are processes, each "
+    "trains its own stages only"
+)
+_RANDOM = (
+    "random numbers were drawn: which ones depends on the order of the actions, so compare without dropout, or in eval "
+    "mode"
+)
+
+
+def check_parity(
+    pipe: Pipeline,
+    model: nn.Module | Sequence[nn.Module] | None,
+    batch: tuple[Any, Any],
+    *,
+    num_microbatches: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Parity:
+    """Run one step of the pipeline and one of the unsplit model, and compare losses, every gradient and the norm.
+
+    Called on every rank alike. Gradients, buffers and torch's random generators are left as they were; parameters are
+    not touched. The step of the unsplit model is `fastpipe.testing.reference_step`.
+
+    Args:
+        pipe: the pipeline.
+        model: the unsplit model or the list of its layers, with the same parameters. It may be that of which the
+            pipeline was made. Where ranks are processes some may give None; their gradients are then sent to one that
+            has the model. Names are matched, or else the order of the parameters.
+        batch: ``(input, target)`` as whole batches or lists of microbatches; the input may be a tuple of arguments,
+            the target None where the model returns its loss.
+        num_microbatches: for this step, if not the pipeline's.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        What differs. ``.ok`` says whether nothing does, to the last bit; ``print`` shows a table, the worst first.
+
+    Raises:
+        ValueError: when no rank has the model, when its parameters are not as many as the pipeline's, or when there is
+            no loss.
+        StepError: when another rank could not take part.
+    """
+    unsplit = model if isinstance(model, nn.Module) or model is None else Chain(dict(enumerate(model)))
+    check = _Check(pipe, unsplit, batch, num_microbatches, kwargs or {})
+    with _left_alone(pipe, unsplit) as rewind:
+        return check.run(rewind)
+
+
+class _Check:
+    """One check, from the step to the table."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        model: nn.Module | None,
+        batch: tuple[Any, Any],
+        num_microbatches: int | None,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.pipe = pipe
+        self.model = model
+        self.batch = batch
+        self.count = pipe.num_microbatches if num_microbatches is None else num_microbatches
+        self.kwargs = kwargs
+
+    def run(self, rewind: Callable[[], bool]) -> Parity:
+        """The pipeline's step, then the unsplit model's from the same buffers and generators."""
+        meet = self.pipe._steps.meet
+        meet("check_parity", self._take_batch)
+        result = self._step()
+        if result.loss is None:
+            raise ValueError("pipe: its step has no loss; give it a loss_fn, or a last stage that returns a loss")
+        drew = rewind()
+        self.found: Gradients = {(stage, name): p.grad for stage, name, p in _named(self.pipe)}
+        replies = meet("check_parity, gradients", lambda: self._beginning(drew))
+        self.names = self._all_names(replies)
+        self.sent = self._gather_gradients(replies)
+        norms = merged_norms(replies)
+        answers = meet("check_parity, comparison", lambda: self._compare(result, norms, replies))
+        norm = total_norm(norms, 2.0, self.pipe.device)
+        return self._parity(answers, result.loss, norm, any(reply["drew"] for reply in replies))
+
+    def _take_batch(self) -> Reply:
+        """Copies of the batch, so that no gradient is added to the user's."""
+        self.copies = [_copy((self.batch, dict(self.kwargs))) for _ in range(2)]
+        return {}
+
+    def _step(self) -> StepResult:
+        (inputs, target), kwargs = self.copies[0]
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        return self.pipe.step(*args, target=target, num_microbatches=self.count, **kwargs)
+
+    def _beginning(self, drew: bool) -> Reply:
+        """What the others need to know of this rank before they compare."""
+        parameters = [[stage, name, _digest(p)] for stage, name, p in _named(self.pipe)]
+        norms = norms_message(gradients_of(self.pipe.stage_modules), 2.0)
+        return {"has_model": self.model is not None, "parameters": parameters, "drew": drew, **norms}
+
+    def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
+        """Stage and name of every parameter of the pipeline, in the unsplit model's order."""
+        if not any(reply["has_model"] for reply in replies):
+            raise ValueError("model is None on every rank: give the unsplit model on one rank at least")
+        names = dict.fromkeys((stage, name) for reply in replies for stage, name, _ in reply["parameters"])
+        return sorted(names, key=lambda key: key[0])
+
+    def _gather_gradients(self, replies: Sequence[Reply]) -> Gradients:
+        """The gradients of ranks that have no model, on the first that has it."""
+        if all(reply["has_model"] for reply in replies):
+            return {}
+        own = [[*key, _packed(grad)] for key, grad in self.found.items()] if self.model is None else []
+        sent = self.pipe._steps.meet("check_parity, gradients sent", lambda: {"gradients": own})
+        if self.pipe.rank != next(rank for rank, reply in enumerate(replies) if reply["has_model"]):
+            return {}
+        return {(stage, name): _unpacked(grad) for reply in sent for stage, name, grad in reply["gradients"]}
+
+    def _compare(self, result: StepResult, norms: Sequence[Norm], replies: Sequence[Reply]) -> Reply:
+        """The unsplit model's step, and what differs from it here."""
+        if self.model is None:
+            return {"differences": []}
+        parameters = self._parameters_by_key(self.model)
+        digests = {(stage, name): digest for reply in replies for stage, name, digest in reply["parameters"]}
+        stale = [key for key, p in parameters.items() if _digest(p) != digests[key]]
+        reference = self._reference(self.model)
+        expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, norms))
+        found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
+        found += _compare_losses(result, reference)
+        found += compared("norm", "", None, total_norm(norms, 2.0, self.pipe.device), expected_norm)
+        for (stage, name), grad in {**self.found, **self.sent}.items():
+            found += compared("gradient", name, stage, grad, parameters[stage, name].grad)
+        return {
+            "differences": [asdict(difference) for difference in found],
+            "expected": [float(reference.loss), float(expected_norm)],
+        }
+
+    def _parameters_by_key(self, model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+        """The model's parameters under the pipeline's names: those of the same name, or else in the same order."""
+        own = dict(model.named_parameters())
+        if len(own) != len(self.names):
+            raise ValueError(
+                f"model has {len(own)} parameters and the pipeline has {len(self.names)}: give the model that the "
+                "pipeline's stages are cut from"
+            )
+        if own.keys() == {name for _, name in self.names}:
+            return {(stage, name): own[name] for stage, name in self.names}
+        return dict(zip(self.names, own.values(), strict=True))
+
+    def _reference(self, model: nn.Module) -> Reference:
+        settings = self.pipe._steps.settings
+        batch, kwargs = self.copies[1]
+        for parameter in model.parameters():
+            parameter.grad = None
+        with torch.enable_grad():
+            return reference_step(
+                model,
+                batch,
+                self.pipe._plans.schedule(self.count),
+                settings.loss_fn,
+                loss_reduction=settings.reduction,
+                split_rules=settings.split,
+                kwargs=kwargs,
+            )
+
+    def _parity(self, answers: Sequence[Reply], loss: torch.Tensor, norm: torch.Tensor, drew: bool) -> Parity:
+        found = [Difference(**difference) for answer in answers for difference in answer["differences"]]
+        expected = next(answer["expected"] for answer in answers if "expected" in answer)
+        expected_loss, expected_norm = map(torch.tensor, expected)
+        hints = {_STALE: any(d.what == "parameter" for d in found), _RANDOM: drew}
+        return parity_of(found, len(self.names), (loss, expected_loss), (norm, expected_norm), hints)
+
+
+def _compare_losses(result: StepResult, reference: Reference) -> list[Difference]:
+    assert result.loss is not None and result.losses is not None
+    found = compared("loss", "", None, result.loss, reference.loss)
+    for i, (ours, theirs) in enumerate(zip(result.losses, reference.losses, strict=True)):
+        found += compared("loss", f"microbatch {i}", None, ours, theirs)
+    return found
+
+
+def _expected(parameters: Mapping[Key, nn.Parameter], norms: Sequence[Norm]) -> list[torch.Tensor]:
+    """The unsplit model's gradients; of zeros where it has none and the pipeline has: their number shows in a norm."""
+    there = {(norm.stage, norm.name) for norm in norms}
+    grads = {key: p.grad if p.grad is not None else torch.zeros_like(p) for key, p in parameters.items()}
+    return [grad for key, grad in grads.items() if key in there or parameters[key].grad is not None]
+
+
+def _named(pipe: Pipeline) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Stage, name and parameter, of this process."""
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    for stage, module in sorted(pipe.stage_modules.items()):
+        for parameter in module.parameters():
+            if id(parameter) in names:
+                yield stage, names.pop(id(parameter)), parameter
+
+
+def _copy(value: Any) -> Any:
+    """A tree of tensors of their own, leaves of the graph as before."""
+    return pytree.tree_map(_copied, value)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Iterator):
+        raise ValueError("batch has an iterator, which can be read only once: give whole batches or lists")
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(bytes_of(tensor).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _packed(grad: torch.Tensor | None) -> list[Any] | None:
+    """A gradient as JSON, to the last bit."""
+    if grad is None:
+        return None
+    data = base64.b64encode(bytes_of(grad).numpy().tobytes()).decode()
+    return [str(grad.dtype).removeprefix("torch."), list(grad.shape), data]
+
+
+def _unpacked(packed: list[Any] | None) -> torch.Tensor | None:
+    if packed is None:
+        return None
+    dtype, shape, data = packed
+    raw = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+    return raw.view(getattr(torch, dtype)).reshape(shape)
+
+
+@contextlib.contextmanager
+def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], bool]]:
+    """Gradients are put aside, and come back with buffers and random generators, whatever happens.
+
+    Yields:
+        A function that puts back buffers and generators in between, and says whether random numbers were drawn.
+    """
+    held = [stage.module for stage in pipe._stages]
+    modules = {id(m): m for m in [*held, *([] if model is None else [model])]}.values()
+    grads = [(p, p.grad) for module in modules for p in module.parameters()]
+    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
+    generators = _generators(pipe.device)
+
+    def rewind() -> bool:
+        drew = not all(map(torch.equal, generators, _generators(pipe.device)))
+        _set_generators(pipe.device, generators)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        return drew
+
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        yield rewind
+    finally:
+        rewind()
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's generators: the CPU's, and the device's where it is another."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _set_generators(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

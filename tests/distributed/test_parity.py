@@ -1,0 +1,63 @@
+"""check_parity where every rank is a process: the same table everywhere, wherever the model is."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fastpipe import check_parity
+from fastpipe.runtime.stage import Chain
+from fastpipe.testing import Fault
+from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.runtime.models import CASES
+
+
+def check(schedule: str, executor: str, with_model: list[int]) -> list[Any]:
+    rank = dist.get_rank()
+    pipe = pipeline(executor, schedule)
+    model = CASES["plain"].layers(8)
+    given = model if rank in with_model else None
+    good = check_parity(pipe, given, batch())
+    model[5].linear.weight.data *= 1.001
+    bad = check_parity(pipe, given, batch())
+    assert all(p.grad is None for p in pipe.parameters())
+    return [good.ok, good.num_compared, str(good), bad.ok, str(bad), [d.name for d in bad.differences]]
+
+
+@pytest.mark.parametrize(("schedule", "with_model"), [("1f1b", [0, 1]), ("zbv", [1]), ("dualpipe", [0])])
+def test_every_rank_gets_the_same_table(schedule: str, with_model: list[int], executor: str, group_of: GroupOf) -> None:
+    zero, one = group_of(2).run(check, schedule, executor, with_model)
+    assert zero == one
+    ok, count, text, still_ok, worse, names = zero
+    assert ok and count == 16 and not still_ok and "16 gradients are those of the unsplit model" in text
+    assert names[0] == "5.linear.weight" and {f"{i}.linear.bias" for i in range(8)} <= set(names)
+    assert "parameter  5.linear.weight" in worse
+
+
+def check_badly() -> dict[str, Any]:
+    rank = dist.get_rank()
+    pipe = pipeline()
+    x, y = batch()
+    model = CASES["plain"].layers(8)
+    broken = [*model[:7], Fault(model[7], at_call=1, error=OverflowError("too large"))]
+    found = {
+        "no model": caught(lambda: check_parity(pipe, None, (x, y))),
+        "an iterator": caught(lambda: check_parity(pipe, model, (iter([x]) if rank else x, y))),
+        "a fault": caught(lambda: check_parity(pipe, broken if rank else model, (x, y))),
+        "another model": caught(lambda: check_parity(pipe, Chain(dict(enumerate(model[rank:]))), (x, y))),
+    }
+    assert check_parity(pipe, model, (x, y)).ok
+    return found
+
+
+def test_whoever_cannot_compare_is_an_error_for_all(group_of: GroupOf) -> None:
+    zero, one = group_of(2).run(check_badly)
+    assert all(found[name][3] < 5 for found in (zero, one) for name in zero)
+    assert zero["no model"][:2] == one["no model"][:2] and "model is None on every rank" in zero["no model"][1]
+    for name, error, text in [
+        ("an iterator", "ValueError", "batch has an iterator"),
+        ("a fault", "OverflowError", "too large"),
+        ("another model", "ValueError", "model has 14 parameters and the pipeline has 16"),
+    ]:
+        assert one[name][0] == error and text in one[name][1], one[name]
+        assert zero[name][0] == "StepError" and zero[name][2] == 1 and text in zero[name][1], zero[name]
