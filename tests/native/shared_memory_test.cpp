@@ -1,7 +1,6 @@
 // The executor's loop over shared memory with a stub in place of torch: ranks as threads, under the sanitizers, and as
 // processes, some of which die.
-// Build: g++ -std=c++17 -g -O1 -fsanitize=thread -Icsrc -Itests/native tests/native/shared_memory_test.cpp
-// csrc/core/*.cpp Run:   shared_memory_test [number of programs] [first seed]
+// tests/native/build.py builds it. Run: shared_memory_test [number of programs] [first seed]
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,7 +11,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -21,31 +19,14 @@
 
 #include "core/clock.h"
 #include "core/errors.h"
-#include "core/executor.h"
 #include "core/shared_memory_codec.h"
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
-#include "random_programs.h"
-#include "stub.h"
+#include "harness.h"
 
 namespace fastpipe::testing {
 
 namespace {
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::fprintf(stderr, "failed: %s\n", what.c_str());
-  std::_Exit(1);
-}
-
-std::string text(const std::exception_ptr& error) {
-  if (!error) return "";
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return known.what();
-  }
-}
 
 // Numbers, copied out. Some leases are kept for a while, as a stage keeps a tensor.
 class StubCodec final : public SharedMemoryCodec {
@@ -82,166 +63,47 @@ class StubCodec final : public SharedMemoryCodec {
   mutable std::size_t next_ = 0;
 };
 
-class Alarm final : public Observer {
- public:
-  explicit Alarm(std::function<void()> tell) : tell_(std::move(tell)) {}
-  void starts(std::size_t) noexcept override {}
-  void ends(std::size_t) noexcept override {}
-  void failed(std::size_t, const std::exception_ptr&) noexcept override { tell_(); }
+using Link = std::shared_ptr<SharedMemoryLink>;
 
- private:
-  std::function<void()> tell_;
-};
-
-// One rank with all that it needs.
-class Rank final {
- public:
-  Rank(const Shape& shape, const RandomPrograms& programs, std::int32_t rank, std::size_t keep, double timeout)
-      : shape_(shape), programs_(programs), keep_(keep), timeout_(timeout), link_(make_link(shape, rank)) {}
-
-  void connect(std::int32_t rank, const BoardAddress& address) { link_->connect(rank, address); }
-  BoardAddress address() const { return link_->address(); }
-
-  void build(const Mishap& mishap) {
-    const RankProgram program = programs_.program(link_->rank());
-    std::vector<ChannelNeeds> needs(programs_.channels().size());
-    for (std::int32_t rank = 0; rank < shape_.num_ranks; ++rank) count_needs(programs_.program(rank), needs);
-    SharedMemorySource source(link_, std::make_shared<StubCodec>(keep_), needs);
-    Stages stages(shape_.num_stages);
-    for (std::int32_t index = 0; index < shape_.num_stages; ++index) {
-      if (programs_.rank_of(index) != link_->rank()) continue;
-      stages[index] = std::make_unique<StubStage>(index, shape_.num_stages, shape_.num_microbatches, mishap);
-    }
-    executor_ = std::make_unique<Executor>(program, std::move(stages), source.connect(program, timeout_),
-                                           [] { return std::make_unique<StubPayload>(); });
-    start_.resize(program.size());
-    end_.resize(program.size());
-  }
-
-  void run(bool announce, const std::function<void()>& tell) {
-    Alarm alarm(tell);
-    error = nullptr;
-    try {
-      outcome = executor_->run(7, announce, alarm, start_.data(), end_.data());
-      error = executor_->take_error();
-    } catch (...) {
-      outcome = Outcome::kFailed;
-      error = std::current_exception();
-    }
-  }
-  void fail() { executor_->fail(); }
-
-  Outcome outcome = Outcome::kDone;
-  std::exception_ptr error;
-
- private:
-  static std::shared_ptr<SharedMemoryLink> make_link(const Shape& shape, std::int32_t rank) {
-    const auto spin = std::chrono::microseconds(shape.num_microbatches % 2 == 0 ? 20 : 0);
-    return std::make_shared<SharedMemoryLink>(rank, shape.num_ranks, spin);
-  }
-
-  Shape shape_;
-  const RandomPrograms& programs_;
-  std::size_t keep_;
-  double timeout_;
-  std::shared_ptr<SharedMemoryLink> link_;
-  std::unique_ptr<Executor> executor_;
-  std::vector<double> start_;
-  std::vector<double> end_;
-};
-
-Shape random_shape(std::mt19937& random) {
-  const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
-  const int ranks = pick(1, 4);
-  return {ranks, ranks * pick(1, 2) + pick(0, 1), pick(1, 8)};
+Link make_link(const Shape& shape, std::int32_t rank) {
+  const auto spin = std::chrono::microseconds(shape.num_microbatches % 2 == 0 ? 20 : 0);
+  return std::make_shared<SharedMemoryLink>(rank, shape.num_ranks, spin);
 }
 
-Mishap random_mishap(const Shape& shape, std::mt19937& random) {
-  const auto pick = [&](int below) { return std::uniform_int_distribution<int>(0, below - 1)(random); };
-  return {pick(shape.num_stages), pick(shape.num_microbatches), pick(2) == 0, false};
+// keep: how many messages' memory a rank holds on to.
+std::unique_ptr<Transport> connect(const Link& link, const RandomPrograms& programs, const RankProgram& program,
+                                   std::size_t keep) {
+  std::vector<ChannelNeeds> needs(programs.channels().size());
+  for (std::int32_t rank = 0; rank < programs.shape().num_ranks; ++rank) count_needs(programs.program(rank), needs);
+  return SharedMemorySource(link, std::make_shared<StubCodec>(keep), needs).connect(program, 20);
 }
 
-// The ranks are threads.
-class Threads final {
- public:
-  Threads(const Shape& shape, std::uint32_t seed, std::size_t keep, double timeout) : programs_(shape, seed) {
-    for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) {
-      ranks_.push_back(std::make_unique<Rank>(shape, programs_, rank, keep, timeout));
-    }
-    for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) {
-      for (std::int32_t other = 0; other < shape.num_ranks; ++other) {
-        if (other != rank) ranks_[rank]->connect(other, ranks_[other]->address());
-      }
-    }
-    for (const auto& rank : ranks_) rank->build(mishap_);
-  }
-
-  void step(bool announce, const Mishap& mishap = {}) {
-    mishap_ = mishap;
-    std::vector<std::thread> threads;
-    for (const auto& rank : ranks_) {
-      threads.emplace_back([this, &rank, announce] {
-        rank->run(announce, [this] {
-          for (const auto& other : ranks_) other->fail();
-        });
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-  }
-
-  void expect_done() const {
-    for (const auto& rank : ranks_) {
-      expect(rank->outcome == Outcome::kDone, "a good step is done on every rank: " + text(rank->error));
+Ranks ranks_over_shared_memory(const Shape& shape, std::uint32_t seed, std::size_t keep) {
+  const RandomPrograms programs(shape, seed);
+  std::vector<Link> links;
+  for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) links.push_back(make_link(shape, rank));
+  for (const Link& link : links) {
+    for (const Link& other : links) {
+      if (other != link) link->connect(other->rank(), other->address());
     }
   }
-
-  void expect_failed_at(std::int32_t stage, const std::string& message) const {
-    for (std::int32_t rank = 0; rank < static_cast<std::int32_t>(ranks_.size()); ++rank) {
-      const bool own = rank == programs_.rank_of(stage);
-      expect((ranks_[rank]->outcome == Outcome::kFailed) == own, "the rank of a mishap alone fails");
-      const std::string found = text(ranks_[rank]->error);
-      expect(!own || found.find(message) != std::string::npos, "with its own error, not " + found);
-    }
-  }
-
- private:
-  Mishap mishap_;
-  RandomPrograms programs_;
-  std::vector<std::unique_ptr<Rank>> ranks_;
-};
+  return {programs,
+          [&](const RankProgram& program) { return connect(links[program.rank()], programs, program, keep); }};
+}
 
 void test_random_program(std::uint32_t seed) {
   std::mt19937 random(seed);
   const Shape shape = random_shape(random);
-  Threads ranks(shape, seed, seed % 4 == 3 ? 40 : seed % 4, 30);
-  const Mishap first = random_mishap(shape, random);
-  ranks.step(true, first);
-  ranks.expect_failed_at(first.stage, "mishap");
-  ranks.step(true);
-  ranks.expect_done();
-  for (int step = 0; step < 3; ++step) {
-    ranks.step(false);
-    ranks.expect_done();
-    const Mishap mishap = random_mishap(shape, random);
-    ranks.step(false, mishap);
-    ranks.expect_failed_at(mishap.stage, "mishap");
-  }
-  ranks.step(false);
-  ranks.expect_done();
+  Ranks ranks = ranks_over_shared_memory(shape, seed, seed % 4 == 3 ? 40 : seed % 4);
+  fail_and_recover(ranks, random);
 }
 
 void test_changed_size_is_refused() {
-  Threads ranks({2, 2, 3}, 1, 0, 30);
-  ranks.step(true);
-  ranks.expect_done();
-  ranks.step(false, {0, 1, false, true});
-  ranks.expect_failed_at(0, "expected 17 numbers, as in the first step with this input, found 18 numbers");
-  ranks.step(false);
-  ranks.expect_done();
+  Ranks ranks = ranks_over_shared_memory({2, 2, 3}, 1, 0);
+  change_size(ranks);
 }
 
-// --- processes
-// --------------------------------------------------------------------------------------------------------
+// --- processes ---------------------------------------------------------------------------------------------------
 
 // Where the forked ranks find each other's boards: a pipe would do, but this is what is tested anyway.
 struct Meeting {
@@ -249,32 +111,32 @@ struct Meeting {
   BoardAddress addresses[8];
 };
 
-void meet(Meeting& meeting, Rank& rank, std::int32_t own, std::int32_t num_ranks) {
-  meeting.addresses[own] = rank.address();
+void meet(Meeting& meeting, SharedMemoryLink& link, std::int32_t num_ranks) {
+  meeting.addresses[link.rank()] = link.address();
   meeting.present.fetch_add(1);
   while (meeting.present.load() < num_ranks) std::this_thread::yield();
   for (std::int32_t other = 0; other < num_ranks; ++other) {
-    if (other != own) rank.connect(other, meeting.addresses[other]);
+    if (other != link.rank()) link.connect(other, meeting.addresses[other]);
   }
 }
 
 // Steps one after the other, with nothing between them to keep the ranks together. The victim dies in the midst of one.
 int run_process(Meeting& meeting, const Shape& shape, std::uint32_t seed, std::int32_t own, std::int32_t victim) {
   const RandomPrograms programs(shape, seed);
-  Rank rank(shape, programs, own, seed % 3, 20);
-  meet(meeting, rank, own, shape.num_ranks);
+  const Link link = make_link(shape, own);
+  meet(meeting, *link, shape.num_ranks);
   const Mishap none;
-  rank.build(none);
+  Rank rank(programs, own, none,
+            [&](const RankProgram& program) { return connect(link, programs, program, seed % 3); });
   const int num_steps = 30;
   for (int step = 0; step < num_steps; ++step) {
     if (own == victim && step == num_steps / 2) {
       std::thread([] { ::kill(::getpid(), SIGKILL); }).detach();
     }
     rank.run(step == 0, [] {});
-    if (rank.outcome == Outcome::kDone) continue;
-    if (rank.outcome == Outcome::kDrained) return victim == kNone ? 1 : 3;  // by one that had noticed it before
-    const std::string found = text(rank.error);
-    return victim != kNone && found.find("no transfer with rank") != std::string::npos ? 3 : 1;
+    if (rank.outcome() == Outcome::kDone) continue;
+    if (rank.outcome() == Outcome::kDrained) return victim == kNone ? 1 : 3;  // by one that had noticed it before
+    return victim != kNone && rank.error().find("no transfer with rank") != std::string::npos ? 3 : 1;
   }
   return 0;
 }

@@ -73,8 +73,13 @@ class StubStage final : public Stage {
     ++num_backwards_;
   }
 
-  void backward_input(std::int32_t microbatch, const Payload* gradient) override { backward(microbatch, gradient); }
-  void backward_weight(std::int32_t) override {}
+  void backward_input(std::int32_t microbatch, const Payload* gradient) override {
+    backward(microbatch, gradient);
+    waiting_.insert(microbatch);
+  }
+  void backward_weight(std::int32_t microbatch) override {
+    if (waiting_.erase(microbatch) == 0) throw std::logic_error("stage " + std::to_string(index_) + ": W without I");
+  }
 
   void take(ChannelKind kind, std::int32_t microbatch, Payload& into) override {
     Record& record = records_[microbatch];
@@ -84,9 +89,13 @@ class StubStage final : public Stage {
 
   void release() noexcept override {
     for (Record& record : records_) record = {};
+    num_never_run_ = waiting_.size();
+    waiting_.clear();
   }
 
   std::int64_t num_backwards() const { return num_backwards_; }
+  // The I of the last step that no W followed.
+  std::size_t num_never_run() const { return num_never_run_; }
 
  private:
   using Numbers = std::vector<std::int64_t>;
@@ -114,6 +123,8 @@ class StubStage final : public Stage {
   std::int32_t num_stages_;
   const Mishap& mishap_;  // shared; changes between steps only
   std::vector<Record> records_;
+  std::set<std::int32_t> waiting_;  // for their W
+  std::size_t num_never_run_ = 0;
   std::int64_t num_backwards_ = 0;
 };
 

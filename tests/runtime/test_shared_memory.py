@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import shutil
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from tests.runtime import native_ranks  # noqa: E402
 from tests.runtime.checks import same_bits  # noqa: E402
 from tests.runtime.native_ranks import NativeRanks, lowered  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 ROWS, WIDTH, COUNT = 3, 8, 6
 needs_extension = pytest.mark.skipif(native.load() is None, reason=native.native_status())
 pytestmark = pytest.mark.timeout(60)
@@ -259,22 +256,3 @@ def test_what_is_not_a_board_is_refused(wrong: dict[str, int]) -> None:
     address = dict(zip(("process", "descriptor", "nonce"), other.address(), strict=True)) | wrong
     with pytest.raises(RuntimeError, match="shared memory"):
         one.connect(1, **address)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_random_programs_run_clean_under_the_sanitizers(sanitizer: str, tmp_path: Path) -> None:
-    """Threads and processes, with a stub in place of torch; some processes are killed."""
-    program = tmp_path / "shared_memory_test"
-    sources = ["tests/native/shared_memory_test.cpp", *sorted(str(path) for path in ROOT.glob("csrc/core/*.cpp"))]
-    flags = ["-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", "-Icsrc", "-Itests/native"]
-    flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    built = subprocess.run(
-        ["g++", *flags, *sources, "-o", program], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    if "cannot find" in built.stderr:
-        pytest.skip(f"the {sanitizer} sanitizer's library is not installed")
-    assert built.returncode == 0, built.stderr
-    ran = subprocess.run([program, "60"], capture_output=True, text=True, timeout=90)
-    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,0 +1,36 @@
+"""The C++ core, with a stub in place of torch, on random programs under the compiler's sanitizers."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from tests.native.build import SANITIZERS, SanitizedCore
+
+NUM_PROGRAMS = 60
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SanitizedCore]:
+    """``core(sanitizer)``: built when it is first asked for."""
+    built: dict[str, SanitizedCore] = {}
+
+    def build(sanitizer: str) -> SanitizedCore:
+        if sanitizer not in built:
+            built[sanitizer] = SanitizedCore(sanitizer, tmp_path_factory.mktemp("core"))
+        return built[sanitizer]
+
+    return build
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["core_stub_test", "shared_memory_test"])
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_random_programs_run_clean(sanitizer: str, name: str, core: Callable[[str], SanitizedCore]) -> None:
+    """Loopback: threads, with and without delay. Shared memory: threads and processes, some of which are killed."""
+    program = core(sanitizer).program(name)
+    ran = subprocess.run([program, str(NUM_PROGRAMS)], capture_output=True, text=True, timeout=90)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout == f"{NUM_PROGRAMS} programs: ok\n"
