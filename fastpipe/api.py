@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastpipe.cost import CostModel
+from fastpipe.cost import CostModel, shared_out
 from fastpipe.lower import lower as _lower
 from fastpipe.machine import Lanes
 from fastpipe.program import Program
@@ -160,13 +160,6 @@ def check_one_cost(cost: CostModel) -> None:
     by_stage = [f.name for f in fields(cost) if isinstance(getattr(cost, f.name), Sequence)]
     if by_stage:
         raise ValueError(f"{by_stage[0]}: give one number for all stages, as the schedules compared differ in theirs")
-
-
-def shared_out(cost: CostModel, parts: float) -> CostModel:
-    """The costs of one stage, where a rank's share is cut into so many."""
-    names = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "stage_bytes")
-    values = {name: getattr(cost, name) for name in names}
-    return replace(cost, **{name: value / parts for name, value in values.items() if value is not None})
 
 
 def _beats(other: Comparison, row: Comparison) -> bool:

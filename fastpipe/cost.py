@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +183,13 @@ class CostModel:
             overlapped=None if all(map(math.isnan, fused)) else _filled(fused),
             comm=timeline.median_latency(),
         )
+
+
+def shared_out(cost: CostModel, parts: float) -> CostModel:
+    """The costs of one stage, where a rank's share is cut into so many."""
+    names = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "stage_bytes")
+    values = {name: getattr(cost, name) for name in names}
+    return replace(cost, **{name: value / parts for name, value in values.items() if value is not None})
 
 
 def _plain(value: Any) -> Any:

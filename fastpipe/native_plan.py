@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from fastpipe.cost import CostModel
+    from fastpipe.planner.tasks import Tasks
     from fastpipe.program import Program
     from fastpipe.schedule import Schedule
 
-VERSION = 2
+VERSION = 3
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""
 
 PATH = Path(__file__).with_name("_plan" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
@@ -52,6 +53,15 @@ class _Costs(ctypes.Structure):
     ]
 
 
+class _Tasks(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_tasks")),
+        *((name, ctypes.c_void_p) for name in ("first", "seconds", "source", "transfer")),
+        ("num_local", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("local", "next", "take", "give", "limit")),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "version": (ctypes.c_int32,),
     "validate_schedule": (ctypes.c_int32, ctypes.c_void_p),
@@ -63,6 +73,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "free": (None, ctypes.c_void_p),
     "validate_program": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p),
     "simulate": (ctypes.c_int32, *[ctypes.c_void_p] * 5),
+    "retime": (ctypes.c_int32, *[ctypes.c_void_p] * 4),
+    "improve": (
+        *(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64),
+        *(ctypes.c_double, ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p),
+    ),
+    "construct": (ctypes.c_int32, *[ctypes.c_void_p] * 3, ctypes.c_double, ctypes.c_void_p),
 }
 
 
@@ -203,3 +219,49 @@ class _Seconds:
         data = [array.ctypes.data for array in self.arrays]
         self.struct = _Costs(*data[:5], fused, *data[5:])
         self.address = ctypes.addressof(self.struct)
+
+
+class _TasksView:
+    """Tasks as the library reads them; they keep their own arrays alive."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self.tasks = tasks
+        names = ("first", "seconds", "source", "transfer", "local", "next", "take", "give", "limit")
+        data = [getattr(tasks, name).ctypes.data for name in names]
+        self.struct = _Tasks(tasks.num_ranks, len(tasks), *data[:4], len(tasks.local), *data[4:])
+        self.address = ctypes.addressof(self.struct)
+
+
+def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
+    """`fastpipe.planner.retime.retime`; the library must be there."""
+    view, order = _TasksView(tasks), np.ascontiguousarray(order, dtype=np.int32)
+    starts, ends = np.empty(len(tasks)), np.empty(len(tasks))
+    found = _loaded().fastpipe_plan_retime(view.address, order.ctypes.data, starts.ctypes.data, ends.ctypes.data)
+    return (starts, ends) if found else None
+
+
+def improve(
+    tasks: Tasks, order: Ints, span: bool, seed: int, attempts: int, hot: float, cold: float
+) -> tuple[Ints, float] | None:
+    """`fastpipe.planner.search.Search`, begun and improved; the library must be there."""
+    view, best, objective = _TasksView(tasks), np.array(order, dtype=np.int32), ctypes.c_double()
+    done = _loaded().fastpipe_plan_improve(
+        view.address, span, seed, attempts, hot, cold, best.ctypes.data, ctypes.addressof(objective)
+    )
+    return (best, objective.value) if done else None
+
+
+def construct(tasks: Tasks, key: Floats, reserve: Floats, patience: float) -> Ints | None:
+    """`fastpipe.planner.construct.Constructor`, run; the library must be there."""
+    view, order = _TasksView(tasks), np.empty(len(tasks), dtype=np.int32)
+    keys, reserves = (np.ascontiguousarray(array, dtype=np.float64) for array in (key, reserve))
+    done = _loaded().fastpipe_plan_construct(
+        view.address, keys.ctypes.data, reserves.ctypes.data, patience, order.ctypes.data
+    )
+    return order if done else None
+
+
+def _loaded() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "the caller asks first"
+    return found

@@ -34,6 +34,22 @@ struct PlanCosts {
   const double* boundary_bytes;
 };
 
+// Tasks of a schedule, numbered rank by rank; see fastpipe/planner/tasks.py.
+struct PlanTasks {
+  int32_t num_ranks;
+  int32_t num_tasks;
+  const int32_t* first;    // of every rank, and num_tasks
+  const double* seconds;
+  const int32_t* source;   // two a task: those whose messages it waits for, or -1
+  const double* transfer;  // two a task: seconds that those take
+  int32_t num_local;
+  const int32_t* local;    // pairs of tasks of one rank: the first comes before the second
+  const int32_t* next;     // the same for the following microbatch, or -1
+  const double* take;      // what a task holds from its start on
+  const double* give;      // what its end releases
+  const double* limit;     // what every rank may hold
+};
+
 // Changes whenever a struct, a function or the meaning of either does.
 int32_t fastpipe_plan_version();
 
@@ -56,4 +72,15 @@ int32_t fastpipe_plan_validate_program(const PlanOrders* program, const int32_t*
 // 1 if the program came to its end; starts and ends, one array a rank, are filled.
 int32_t fastpipe_plan_simulate(const PlanOrders* program, const int32_t* lane_of, const PlanCosts* costs,
                                double* const* starts, double* const* ends);
+
+// 1 if the order can run: every rank's tasks, one rank after the other. Starts and ends by task are filled.
+int32_t fastpipe_plan_retime(const PlanTasks* tasks, const int32_t* order, double* starts, double* ends);
+
+// Anneals an order in place, keeping the best; `span`: 0 for the makespan, 1 for the span. 0 if it cannot run or fit.
+int32_t fastpipe_plan_improve(const PlanTasks* tasks, int32_t span, uint64_t seed, int64_t attempts, double hot,
+                              double cold, int32_t* order, double* objective);
+
+// List scheduling by keys; 0 if it came to a stop. `reserve`: what has to stay free behind a task that takes memory.
+int32_t fastpipe_plan_construct(const PlanTasks* tasks, const double* key, const double* reserve, double patience,
+                                int32_t* order);
 }

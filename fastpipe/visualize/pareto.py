@@ -35,7 +35,14 @@ class Compared(Protocol):
         """Activations of a rank's share of the model."""
 
 
-def pareto(rows: Iterable[Compared], path: str | Path, *, title: str | None = None, dpi: int = 150) -> Path:
+def pareto(
+    rows: Iterable[Compared],
+    path: str | Path,
+    *,
+    title: str | None = None,
+    dpi: int = 150,
+    chosen: str | None = None,
+) -> Path:
     """Draw bubble against peak memory: the lower left is best.
 
     Args:
@@ -43,6 +50,7 @@ def pareto(rows: Iterable[Compared], path: str | Path, *, title: str | None = No
         path: the file; its suffix says the format: .png, .svg or .pdf.
         title: the heading.
         dpi: pixels an inch of a PNG.
+        chosen: the name of the one that is ringed.
 
     Returns:
         The path.
@@ -61,6 +69,7 @@ def pareto(rows: Iterable[Compared], path: str | Path, *, title: str | None = No
     points = _merged(shown)
     _frame(axes, points)
     _draw_points(axes, points)
+    _draw_ring(axes, [row for row in shown if row.name == chosen])
     _draw_names(axes, points, size)
     heading = title or "Bubble against peak memory"
     figure.text(0.12 / _WIDTH, 1 - 0.14 / _HEIGHT, heading, va="top", size=13, weight="bold", color=canvas.INK)
@@ -125,6 +134,14 @@ def _draw_points(axes: Any, points: list[Point]) -> None:
             linewidth=1.2,
             zorder=5,
         )
+
+
+def _draw_ring(axes: Any, rows: list[Compared]) -> None:
+    """A ring around what was chosen: of several of the same name, the best."""
+    if rows:
+        row = min(rows, key=lambda one: one.bubble_fraction)
+        ring = {"facecolor": "none", "edgecolor": COLOURS["W"], "linewidth": 2.0}
+        axes.scatter([row.peak_memory], [100 * row.bubble_fraction], s=170, zorder=6, gid="chosen", **ring)
 
 
 def _draw_names(axes: Any, points: list[Point], size: tuple[float, float]) -> None:

@@ -1,0 +1,259 @@
+#include "plan/retime.h"
+
+#include <algorithm>
+#include <exception>
+#include <limits>
+
+namespace fastpipe::plan {
+
+namespace {
+constexpr double kUnknown = -1.0;
+constexpr double kSlope = 0.1;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+}  // namespace
+
+Order::Order(const Tasks& all, const int32_t* order) : tasks(order, order + all.size()), place(all.size()) {
+  for (int32_t i = 0; i < all.size(); ++i) place[tasks[i]] = i;
+}
+
+Retimer::Retimer(const Tasks& tasks, const Order& order, bool span)
+    : tasks_(tasks),
+      order_(order),
+      span_(span),
+      starts_(tasks.size()),
+      ends_(tasks.size()),
+      trial_starts_(tasks.size()),
+      trial_ends_(tasks.size()),
+      tails_(tasks.size(), 0.0),
+      cut_(tasks.num_ranks()),
+      position_(tasks.num_ranks()),
+      blocked_on_(tasks.num_ranks()) {}
+
+bool Retimer::run() {
+  std::fill(trial_ends_.begin(), trial_ends_.end(), kUnknown);
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) cut_[rank] = tasks_.first(rank);
+  if (!sweep(kNever, kNever)) return false;
+  keep();
+  return true;
+}
+
+// Nothing that started before the change can depend on it: those times stay.
+bool Retimer::attempt(int32_t rank, int32_t low, double began, double settled, double most) {
+  for (int32_t other = 0; other < tasks_.num_ranks(); ++other) {
+    const auto first = order_.tasks.begin() + tasks_.first(other);
+    const auto last = order_.tasks.begin() + tasks_.last(other);
+    const auto cut = other == rank ? order_.tasks.begin() + low
+                                   : std::partition_point(first, last, [&](int32_t t) { return starts_[t] < began; });
+    cut_[other] = static_cast<int32_t>(cut - order_.tasks.begin());
+    std::for_each(cut, last, [&](int32_t t) { trial_ends_[t] = kUnknown; });
+  }
+  // A bound of the objective that goes with the bound of the score, as if the slope's part of it stayed.
+  if (sweep(settled, most - (score_ - objective_)) && trial_score_ <= most) return true;
+  restore();
+  return false;
+}
+
+void Retimer::restore() {
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    for (int32_t i = cut_[rank]; i < tasks_.last(rank); ++i) {
+      const int32_t task = order_.tasks[i];
+      trial_starts_[task] = starts_[task];
+      trial_ends_[task] = ends_[task];
+    }
+  }
+}
+
+bool Retimer::sweep(double settled, double most) {
+  ready_.clear();
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    position_[rank] = cut_[rank];
+    blocked_on_[rank] = kNobody;
+    ready_.push_back(rank);
+  }
+  while (!ready_.empty()) {
+    const int32_t rank = ready_.back();
+    ready_.pop_back();
+    if (!advance(rank, settled, most)) return false;
+  }
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    if (position_[rank] < tasks_.last(rank)) return false;
+  }
+  judge();
+  return true;
+}
+
+// What started after the change had settled has the tail it had: a delay that reaches it is a delay of the end.
+bool Retimer::advance(int32_t rank, double settled, double most) {
+  const int32_t first = tasks_.first(rank);
+  const int32_t last = tasks_.last(rank);
+  int32_t i = position_[rank];
+  for (; i < last; ++i) {
+    const int32_t task = order_.tasks[i];
+    double start = 0.0;
+    if (!start_of(task, i, first, start)) {
+      position_[rank] = i;
+      return true;
+    }
+    const double end = start + tasks_.seconds(task);
+    if (starts_[task] >= settled && end + tails_[task] > most) return false;
+    trial_starts_[task] = start;
+    trial_ends_[task] = end;
+    wake(task);
+  }
+  position_[rank] = last;
+  return true;
+}
+
+// A receive is posted when the task before the one before has ended, and a transfer starts when both ends are there.
+bool Retimer::start_of(int32_t task, int32_t position, int32_t first, double& start) {
+  start = position > first ? trial_ends_[order_.tasks[position - 1]] : 0.0;
+  for (int part = 0; part < 2; ++part) {
+    const int32_t source = tasks_.source(task, part);
+    if (source == kNobody) break;
+    const double sent = trial_ends_[source];
+    if (sent < 0.0) {
+      blocked_on_[tasks_.rank_of(task)] = source;
+      return false;
+    }
+    const double posted = position - first >= 2 ? trial_ends_[order_.tasks[position - 2]] : 0.0;
+    start = std::max(start, std::max(sent, posted) + tasks_.transfer(task, part));
+  }
+  return true;
+}
+
+void Retimer::wake(int32_t task) {
+  const Lists& consumers = tasks_.consumers();
+  for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
+    const int32_t rank = tasks_.rank_of(*consumer);
+    if (blocked_on_[rank] == task) {
+      blocked_on_[rank] = kNobody;
+      ready_.push_back(rank);
+    }
+  }
+}
+
+void Retimer::judge() {
+  double worst = 0.0;
+  double sum = 0.0;
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    if (tasks_.first(rank) == tasks_.last(rank)) continue;
+    const double begin = span_ ? trial_starts_[order_.tasks[tasks_.first(rank)]] : 0.0;
+    const double measure = trial_ends_[order_.tasks[tasks_.last(rank) - 1]] - begin;
+    worst = std::max(worst, measure);
+    sum += measure;
+  }
+  const double mean = sum / tasks_.num_ranks();
+  trial_objective_ = worst;
+  trial_score_ = worst + kSlope * mean;
+}
+
+void Retimer::keep() {
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    for (int32_t i = cut_[rank]; i < tasks_.last(rank); ++i) {
+      const int32_t task = order_.tasks[i];
+      starts_[task] = trial_starts_[task];
+      ends_[task] = trial_ends_[task];
+    }
+  }
+  objective_ = trial_objective_;
+  score_ = trial_score_;
+}
+
+void Retimer::find_tails() {
+  std::fill(tails_.begin(), tails_.end(), -kNever);
+  ready_.clear();
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    position_[rank] = tasks_.last(rank) - 1;
+    blocked_on_[rank] = kNobody;
+    ready_.push_back(rank);
+  }
+  while (!ready_.empty()) {
+    const int32_t rank = ready_.back();
+    ready_.pop_back();
+    while (position_[rank] >= tasks_.first(rank) && retreat(rank)) --position_[rank];
+  }
+}
+
+bool Retimer::retreat(int32_t rank) {
+  const int32_t position = position_[rank];
+  const int32_t task = order_.tasks[position];
+  double tail = 0.0;
+  if (!tail_of(task, position, tasks_.last(rank), tail)) return false;
+  tails_[task] = tail;
+  for (int part = 0; part < 2; ++part) {
+    const int32_t source = tasks_.source(task, part);
+    if (source == kNobody) break;
+    const int32_t other = tasks_.rank_of(source);
+    if (blocked_on_[other] == task) {
+      blocked_on_[other] = kNobody;
+      ready_.push_back(other);
+    }
+  }
+  return true;
+}
+
+bool Retimer::tail_of(int32_t task, int32_t position, int32_t last, double& tail) {
+  const int32_t rank = tasks_.rank_of(task);
+  tail = -measure_base(rank);
+  if (position + 1 < last) {
+    const int32_t next = order_.tasks[position + 1];
+    tail = tasks_.seconds(next) + tails_[next];
+  }
+  const Lists& consumers = tasks_.consumers();
+  for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
+    if (tails_[*consumer] == -kNever) {
+      blocked_on_[rank] = *consumer;
+      return false;
+    }
+    const int part = tasks_.source(*consumer, 0) == task ? 0 : 1;
+    tail = std::max(tail, tasks_.transfer(*consumer, part) + tasks_.seconds(*consumer) + tails_[*consumer]);
+  }
+  return true;
+}
+
+void Retimer::find_path(std::vector<int32_t>& path) const {
+  path.clear();
+  int32_t task = kNobody;
+  double worst = -1.0;
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    if (tasks_.first(rank) == tasks_.last(rank)) continue;
+    const int32_t end = order_.tasks[tasks_.last(rank) - 1];
+    const double measure = ends_[end] - measure_base(rank);
+    if (measure > worst) {
+      worst = measure;
+      task = end;
+    }
+  }
+  for (; task != kNobody; task = reason(task)) path.push_back(task);
+}
+
+// What the task waited for last: the task before it on its rank, a message, or the room for one.
+int32_t Retimer::reason(int32_t task) const {
+  const int32_t position = order_.place[task];
+  const int32_t first = tasks_.first(tasks_.rank_of(task));
+  const double start = starts_[task];
+  if (position > first && ends_[order_.tasks[position - 1]] == start) return order_.tasks[position - 1];
+  for (int part = 0; part < 2; ++part) {
+    const int32_t source = tasks_.source(task, part);
+    if (source != kNobody && ends_[source] + tasks_.transfer(task, part) == start) return source;
+  }
+  return position - first >= 2 && start > 0.0 ? order_.tasks[position - 2] : kNobody;
+}
+
+}  // namespace fastpipe::plan
+
+extern "C" int32_t fastpipe_plan_retime(const PlanTasks* given, const int32_t* order, double* starts, double* ends) {
+  try {
+    const fastpipe::plan::Tasks tasks(*given);
+    const fastpipe::plan::Order as_given(tasks, order);
+    fastpipe::plan::Retimer retimer(tasks, as_given, false);
+    if (!retimer.run()) return 0;
+    for (int32_t task = 0; task < tasks.size(); ++task) {
+      starts[task] = retimer.start(task);
+      ends[task] = retimer.end(task);
+    }
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}

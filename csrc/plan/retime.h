@@ -1,0 +1,73 @@
+// When every task of an order starts and ends: fastpipe/planner/retime.py, sooner. A trial begins where the change is.
+#pragma once
+
+#include <vector>
+
+#include "plan/tasks.h"
+
+namespace fastpipe::plan {
+
+// An order of all tasks, position by position, the ranks one after the other; and where each task stands in it.
+struct Order {
+  Order(const Tasks& all, const int32_t* order);
+  std::vector<int32_t> tasks;
+  std::vector<int32_t> place;
+};
+
+class Retimer {
+ public:
+  // The order is the caller's, and changes between calls. `span`: what is measured of a rank begins with its own start.
+  Retimer(const Tasks& tasks, const Order& order, bool span);
+
+  // Times the whole order; false if it cannot run.
+  bool run();
+  // Times the order after a change within positions of one rank from `low` on; `began` and `settled` are the old start
+  // of the first task that moved and the old end of the last. False, and nothing has changed, if it cannot run or its
+  // score is above `most`.
+  bool attempt(int32_t rank, int32_t low, double began, double settled, double most);
+  // Makes the last attempt what holds.
+  void keep();
+
+  double start(int32_t task) const { return starts_[task]; }
+  double end(int32_t task) const { return ends_[task]; }
+  double objective() const { return objective_; }
+  // The objective, and a little of every rank's own measure, so that a plateau has a slope.
+  double score() const { return score_; }
+  double trial_score() const { return trial_score_; }
+
+  // The longest way from the end of every task to the end of all; a bound of what a delay does.
+  void find_tails();
+  // The tasks of the longest way, last to first.
+  void find_path(std::vector<int32_t>& path) const;
+
+ private:
+  bool sweep(double settled, double most);
+  bool advance(int32_t rank, double settled, double most);
+  bool start_of(int32_t task, int32_t position, int32_t first, double& start);
+  void wake(int32_t task);
+  void judge();
+  void restore();
+  bool retreat(int32_t rank);
+  bool tail_of(int32_t task, int32_t position, int32_t last, double& tail);
+  int32_t reason(int32_t task) const;
+  double measure_base(int32_t rank) const { return span_ ? starts_[order_.tasks[tasks_.first(rank)]] : 0.0; }
+
+  const Tasks& tasks_;
+  const Order& order_;
+  const bool span_;
+  std::vector<double> starts_;
+  std::vector<double> ends_;
+  std::vector<double> trial_starts_;
+  std::vector<double> trial_ends_;
+  std::vector<double> tails_;
+  std::vector<int32_t> cut_;         // by rank: the first position that the trial times anew
+  std::vector<int32_t> position_;    // by rank: how far a sweep has come
+  std::vector<int32_t> blocked_on_;  // by rank: the task that it waits for
+  std::vector<int32_t> ready_;
+  double objective_ = 0.0;
+  double score_ = 0.0;
+  double trial_objective_ = 0.0;
+  double trial_score_ = 0.0;
+};
+
+}  // namespace fastpipe::plan

@@ -1,0 +1,204 @@
+#include "plan/search.h"
+
+#include <algorithm>
+#include <exception>
+
+namespace fastpipe::plan {
+
+namespace {
+constexpr double kSlack = 1e-9;     // of sums of bytes or of activations
+constexpr int32_t kReach = 24;      // how far a task is looked for that frees memory
+constexpr int32_t kHoleReach = 40;  // or that fills a hole
+constexpr size_t kMostShifts = 160;
+}  // namespace
+
+Search::Search(const Tasks& tasks, const int32_t* order, bool span, uint64_t seed)
+    : tasks_(tasks), order_(tasks, order), retimer_(tasks, order_, span), random_(seed), level_(tasks.size()) {}
+
+bool Search::begin() {
+  if (!retimer_.run()) return false;
+  for (rank_ = 0; rank_ < tasks_.num_ranks(); ++rank_) {
+    low_ = tasks_.first(rank_);
+    high_ = tasks_.last(rank_) - 1;
+    if (low_ > high_) continue;
+    level_[low_] = 0.0;
+    if (overflow() != kNobody) return false;
+  }
+  retimer_.find_tails();
+  retimer_.find_path(path_);
+  best_ = order_.tasks;
+  best_objective_ = retimer_.objective();
+  best_score_ = retimer_.score();
+  return true;
+}
+
+void Search::improve(int64_t attempts, double hot, double cold) {
+  for (int64_t i = 0; i < attempts; ++i) {
+    const double heat = hot + (cold - hot) * (static_cast<double>(i) / static_cast<double>(attempts));
+    const double draw = random_.unit();
+    const double most = retimer_.score() + heat * (draw * draw);
+    shifts_.clear();
+    if (propose() && try_out(most)) {
+      accept();
+    } else {
+      undo();
+    }
+  }
+}
+
+bool Search::propose() {
+  const int32_t task = chosen_task();
+  rank_ = tasks_.rank_of(task);
+  low_ = high_ = order_.place[task];
+  if (random_.below(4) == 0) return fill_hole(task);
+  const int32_t distance = 1 + random_.below(1 << random_.below(5));
+  const bool later = random_.below(2) != 0;
+  const int32_t length = random_.below(4) == 0 ? 1 << random_.below(7) : 1;
+  return shift_chain(task, later ? distance : -distance, length);
+}
+
+// Three of four times on the critical path, where alone a change can make the whole shorter.
+int32_t Search::chosen_task() {
+  if (random_.below(4) != 0) return path_[random_.below(static_cast<int32_t>(path_.size()))];
+  return random_.below(tasks_.size());
+}
+
+// The same change for the microbatches that follow: in the steady state what helps one helps all.
+bool Search::shift_chain(int32_t task, int32_t distance, int32_t length) {
+  int32_t done = 0;
+  for (; task != kNobody && done < length && shift_by(task, distance); ++done) task = tasks_.next(task);
+  return done > 0;
+}
+
+bool Search::shift_by(int32_t task, int32_t distance) {
+  const int32_t from = order_.place[task];
+  const int32_t to = distance < 0 ? std::max(from + distance, earliest(task)) : std::min(from + distance, latest(task));
+  if (to == from) return false;
+  put({from, to});
+  return true;
+}
+
+// Puts a later task in front of one that waits.
+bool Search::fill_hole(int32_t task) {
+  const int32_t place = order_.place[task];
+  if (place == tasks_.first(rank_) || retimer_.start(task) <= retimer_.end(order_.tasks[place - 1])) return false;
+  const int32_t last = std::min(tasks_.last(rank_) - 1, place + kHoleReach);
+  if (last == place) return false;
+  for (int32_t i = place + 1 + random_.below(last - place); i <= last; ++i) {
+    if (earliest(order_.tasks[i]) <= place) {
+      put({i, place});
+      return true;
+    }
+  }
+  return false;
+}
+
+void Search::put(Shift shift) {
+  shifts_.push_back(shift);
+  low_ = std::min({low_, shift.from, shift.to});
+  high_ = std::max({high_, shift.from, shift.to});
+  rotate(shift);
+}
+
+void Search::rotate(Shift shift) {
+  const int32_t task = order_.tasks[shift.from];
+  const int32_t step = shift.from < shift.to ? 1 : -1;
+  for (int32_t i = shift.from; i != shift.to; i += step) {
+    order_.tasks[i] = order_.tasks[i + step];
+    order_.place[order_.tasks[i]] = i;
+  }
+  order_.tasks[shift.to] = task;
+  order_.place[task] = shift.to;
+}
+
+void Search::undo() {
+  if (shifts_.empty()) return;
+  for (; !shifts_.empty(); shifts_.pop_back()) rotate({shifts_.back().to, shifts_.back().from});
+  overflow();
+}
+
+bool Search::try_out(double most) {
+  for (int32_t full = overflow(); full != kNobody; full = overflow()) {
+    if (shifts_.size() >= kMostShifts || !make_room(full)) return false;
+  }
+  double began = retimer_.start(order_.tasks[low_]);
+  double settled = 0.0;
+  for (int32_t i = low_; i <= high_; ++i) {
+    began = std::min(began, retimer_.start(order_.tasks[i]));
+    settled = std::max(settled, retimer_.end(order_.tasks[i]));
+  }
+  return retimer_.attempt(rank_, low_, began, settled, most);
+}
+
+// The first position between low and high where memory does not suffice, or nobody's.
+int32_t Search::overflow() {
+  const double limit = tasks_.limit(rank_) + kSlack;
+  double held = level_[low_];
+  int32_t found = kNobody;
+  for (int32_t i = low_; i <= high_; ++i) {
+    level_[i] = held;
+    held += tasks_.take(order_.tasks[i]);
+    if (held > limit && found == kNobody) found = i;
+    held -= tasks_.give(order_.tasks[i]);
+  }
+  return found;
+}
+
+// Puts the next task that frees memory, and may, in front of the one that lacks it.
+bool Search::make_room(int32_t position) {
+  const int32_t last = std::min(tasks_.last(rank_) - 1, position + kReach);
+  for (int32_t i = position + 1; i <= last; ++i) {
+    const int32_t task = order_.tasks[i];
+    if (tasks_.give(task) > 0.0 && earliest(task) <= position) {
+      put({i, position});
+      return true;
+    }
+  }
+  return false;
+}
+
+int32_t Search::earliest(int32_t task) const {
+  int32_t place = tasks_.first(rank_);
+  const Lists& before = tasks_.before();
+  for (const int32_t* other = before.begin(task); other != before.end(task); ++other) {
+    place = std::max(place, order_.place[*other] + 1);
+  }
+  return place;
+}
+
+int32_t Search::latest(int32_t task) const {
+  int32_t place = tasks_.last(rank_) - 1;
+  const Lists& after = tasks_.after();
+  for (const int32_t* other = after.begin(task); other != after.end(task); ++other) {
+    place = std::min(place, order_.place[*other] - 1);
+  }
+  return place;
+}
+
+void Search::accept() {
+  retimer_.keep();
+  retimer_.find_tails();
+  retimer_.find_path(path_);
+  if (retimer_.score() < best_score_) {
+    best_ = order_.tasks;
+    best_objective_ = retimer_.objective();
+    best_score_ = retimer_.score();
+  }
+}
+
+}  // namespace fastpipe::plan
+
+extern "C" int32_t fastpipe_plan_improve(const PlanTasks* given, int32_t span, uint64_t seed, int64_t attempts, double hot,
+                                         double cold, int32_t* order, double* objective) {
+  try {
+    const fastpipe::plan::Tasks tasks(*given);
+    fastpipe::plan::Search search(tasks, order, span != 0, seed);
+    if (!search.begin()) return 0;
+    search.improve(attempts, hot, cold);
+    std::copy(search.best().begin(), search.best().end(), order);
+    *objective = search.best_objective();
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}

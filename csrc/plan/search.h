@@ -1,0 +1,79 @@
+// Annealing over orders, led by the critical path: fastpipe/planner/search.py, sooner, and number by number the same.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/retime.h"
+
+namespace fastpipe::plan {
+
+// xorshift64*: a few lines in any language.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 0x2545F4914F6CDD1Du) {
+    if (state_ == 0) state_ = 1;
+  }
+  uint64_t next() {
+    state_ ^= state_ >> 12;
+    state_ ^= state_ << 25;
+    state_ ^= state_ >> 27;
+    return state_ * 0x2545F4914F6CDD1Du;
+  }
+  int32_t below(int32_t limit) { return static_cast<int32_t>((next() >> 33) % static_cast<uint64_t>(limit)); }
+  double unit() { return static_cast<double>(next() >> 11) * 0x1.0p-53; }
+
+ private:
+  uint64_t state_;
+};
+
+// A task taken out of one place and put into another of its rank.
+struct Shift {
+  int32_t from;
+  int32_t to;
+};
+
+class Search {
+ public:
+  Search(const Tasks& tasks, const int32_t* order, bool span, uint64_t seed);
+
+  // False if the order given cannot run or does not fit into memory.
+  bool begin();
+  // Tries so many changes; a worse order is taken if it is worse by less than `heat`, times a random number. `heat`
+  // falls from the first to the second.
+  void improve(int64_t attempts, double hot, double cold);
+  const std::vector<int32_t>& best() const { return best_; }
+  double best_objective() const { return best_objective_; }
+
+ private:
+  bool propose();
+  int32_t chosen_task();
+  bool shift_chain(int32_t task, int32_t distance, int32_t length);
+  bool shift_by(int32_t task, int32_t distance);
+  bool fill_hole(int32_t task);
+  void put(Shift shift);
+  void rotate(Shift shift);
+  void undo();
+  bool try_out(double most);
+  int32_t overflow();
+  bool make_room(int32_t position);
+  int32_t earliest(int32_t task) const;
+  int32_t latest(int32_t task) const;
+  void accept();
+
+  const Tasks& tasks_;
+  Order order_;
+  Retimer retimer_;
+  Random random_;
+  std::vector<double> level_;  // by position: what is held before the task there
+  std::vector<Shift> shifts_;
+  std::vector<int32_t> path_;
+  std::vector<int32_t> best_;
+  double best_objective_ = 0.0;
+  double best_score_ = 0.0;
+  int32_t rank_ = 0;  // where the shifts are
+  int32_t low_ = 0;
+  int32_t high_ = 0;
+};
+
+}  // namespace fastpipe::plan

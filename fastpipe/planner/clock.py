@@ -1,0 +1,23 @@
+"""The clock of a plan: when its time is over."""
+
+from __future__ import annotations
+
+import time
+
+
+class Clock:
+    """Runs from when it is made.
+
+    Args:
+        limit: seconds; None for any number.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.limit, self.start = limit, time.monotonic()
+        self.cut = False
+
+    def is_over(self) -> bool:
+        """Whether the time is over; what asks then stops, and the plan says that it was cut."""
+        if self.limit is not None and time.monotonic() - self.start >= self.limit:
+            self.cut = True
+        return self.cut

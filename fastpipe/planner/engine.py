@@ -1,0 +1,56 @@
+"""The search's three steps, in C++ where the planning library is built, else in Python: the same numbers either way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastpipe import native_plan
+from fastpipe.planner.construct import Constructor
+from fastpipe.planner.retime import retime as _retime
+from fastpipe.planner.search import Search
+from fastpipe.planner.tasks import Floats, Ints, Tasks
+
+
+def is_native() -> bool:
+    """Whether the library is there."""
+    return native_plan.library() is not None
+
+
+def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
+    """Starts and ends of every task, or None if the order cannot run."""
+    if is_native():
+        return native_plan.retime(tasks, order)
+    found = _retime(tasks, order)
+    return None if found is None else (np.array(found[0]), np.array(found[1]))
+
+
+def measure(tasks: Tasks, order: Ints, span: bool) -> float:
+    """The makespan or the span of an order; infinite if it cannot run."""
+    times = retime(tasks, order)
+    if times is None:
+        return float("inf")
+    starts, ends = times
+    last = ends[order[tasks.first[1:] - 1]]
+    begin = starts[order[tasks.first[:-1]]] if span else 0.0
+    return float((last - begin).max())
+
+
+def improve(
+    tasks: Tasks, order: Ints, *, span: bool, seed: int, attempts: int, hot: float, cold: float
+) -> tuple[Ints, float] | None:
+    """The best order that an annealing of so many attempts meets, and its objective; None if the start is none."""
+    if is_native():
+        return native_plan.improve(tasks, order, span, seed, attempts, hot, cold)
+    search = Search(tasks, order, span, seed)
+    if not search.begin():
+        return None
+    search.improve(attempts, hot, cold)
+    return np.array(search.best, dtype=np.int32), search.best_objective
+
+
+def construct(tasks: Tasks, key: Floats, reserve: Floats, patience: float) -> Ints | None:
+    """The order that list scheduling gives; None if it came to a stop."""
+    if is_native():
+        return native_plan.construct(tasks, key, reserve, patience)
+    order = Constructor(tasks, key, reserve, patience).run()
+    return None if order is None else np.array(order, dtype=np.int32)

@@ -1,0 +1,167 @@
+"""LayerCosts: what every layer of a model costs, from which the planner cuts stages."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fastpipe.cost import CostModel, PerLink
+from fastpipe.partition import partition
+
+PerLayer = float | Sequence[float]
+"""A number for every layer, or a sequence with one each."""
+
+_BY_LAYER = (
+    "forward",
+    "backward_input",
+    "backward_weight",
+    "activation_bytes",
+    "held_bytes",
+    "parameter_bytes",
+)
+_NUMBERS = ("launch", "fused")
+_COUNTS = ("num_layers", "microbatch_size", "batch_size")
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What the layers of a model cost with one microbatch of `microbatch_size` rows. Seconds and bytes.
+
+    A number holds for every layer, a sequence names each; the first and the last often differ (embedding, head, loss).
+
+    Attributes:
+        num_layers: how many there are.
+        forward: seconds of a layer's forward.
+        backward_input: seconds of its backward for the input.
+        backward_weight: seconds of its backward for the weights.
+        activation_bytes: bytes of the tensor that a layer hands to the next; its gradient has as many.
+        held_bytes: bytes that a layer holds of a microbatch from its forward to its backward for the weights.
+        parameter_bytes: bytes that stay: weights, gradients, and what the optimizer keeps.
+        comm: seconds of latency between two ranks, as in `CostModel`.
+        bandwidth: bytes a second of a link, as in `CostModel`.
+        launch: seconds that a stage action costs whatever its size, beside those of its layers; what makes small stages
+            and small microbatches dear.
+        fused: seconds of a fused F and B as a fraction of the two; 1 unless given.
+        microbatch_size: the rows of a microbatch that all of this holds for.
+        batch_size: the rows of a step. Given, the planner may choose the number of microbatches: seconds of layers, and
+            bytes but those of parameters, grow in proportion to a microbatch's rows.
+    """
+
+    num_layers: int
+    forward: PerLayer = 1.0
+    backward_input: PerLayer = 1.0
+    backward_weight: PerLayer = 1.0
+    activation_bytes: PerLayer = 0.0
+    held_bytes: PerLayer = 0.0
+    parameter_bytes: PerLayer = 0.0
+    comm: PerLink = 0.0
+    bandwidth: PerLink = math.inf
+    launch: float = 0.0
+    fused: float = 1.0
+    microbatch_size: int = 1
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            count = getattr(self, name)
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name} = {count!r}: give a whole number of at least 1")
+        for name in _BY_LAYER:
+            object.__setattr__(self, name, _per_layer(name, getattr(self, name), self.num_layers))
+        for name in _NUMBERS:
+            if not _is_cost(getattr(self, name)):
+                raise ValueError(f"{name} = {getattr(self, name)!r}: give a finite number of at least 0")
+        links = CostModel(comm=self.comm, bandwidth=self.bandwidth)  # which checks them
+        object.__setattr__(self, "comm", links.comm)
+        object.__setattr__(self, "bandwidth", links.bandwidth)
+
+    def rows(self, num_microbatches: int) -> float:
+        """The rows of a microbatch where a step has so many."""
+        if self.batch_size is None:
+            return float(self.microbatch_size)
+        return self.batch_size / num_microbatches
+
+    def partition(self, num_stages: int) -> list[range]:
+        """Layers to stages, the longest stage as short as possible."""
+        seconds = zip(self._all("forward"), self._all("backward_input"), self._all("backward_weight"), strict=True)
+        return partition([sum(layer) for layer in seconds], num_stages)
+
+    def stages(self, parts: Sequence[range], num_microbatches: int) -> CostModel:
+        """What the stages of a partition cost."""
+        scale = self.rows(num_microbatches) / self.microbatch_size
+        seconds = {
+            name: [self.launch + scale * self._sum(name, part) for part in parts]
+            for name in ("forward", "backward_input", "backward_weight")
+        }
+        backward = [self.launch + scale * (self._sum(_BY_LAYER[1], p) + self._sum(_BY_LAYER[2], p)) for p in parts]
+        overlapped = None
+        if self.fused != 1.0:
+            overlapped = [self.fused * (f + b) for f, b in zip(seconds["forward"], backward, strict=True)]
+        return CostModel(
+            **seconds,
+            backward=backward if self.launch else None,
+            overlapped=overlapped,
+            comm=self.comm,
+            bandwidth=self.bandwidth,
+            activation_bytes=[scale * self._all("activation_bytes")[part[-1]] for part in parts],
+            stage_bytes=[scale * self._sum("held_bytes", part) for part in parts],
+        )
+
+    def parameters(self, parts: Sequence[range]) -> list[float]:
+        """The bytes that stay, by stage."""
+        return [self._sum("parameter_bytes", part) for part in parts]
+
+    def _all(self, name: str) -> tuple[float, ...]:
+        values: tuple[float, ...] = getattr(self, name)
+        return values
+
+    def _sum(self, name: str, part: range) -> float:
+        return math.fsum(self._all(name)[part.start : part.stop])
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> LayerCosts:
+        """Read it from a JSON file: an object with the attributes' names; links as in `CostModel.from_json`.
+
+        Raises:
+            ValueError: naming the entry that is wrong.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: no JSON: {error}") from None
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> LayerCosts:
+        """Build it from what JSON gives.
+
+        Raises:
+            ValueError: naming the entry that is wrong.
+        """
+        if not isinstance(data, Mapping) or "num_layers" not in data:
+            raise ValueError("costs: give an object with num_layers and the other attributes of LayerCosts")
+        known = [field.name for field in fields(cls)]
+        for name in data:
+            if name not in known:
+                raise ValueError(f"costs: there is no {name!r}; there are {', '.join(known)}")
+        links = {name: data[name] for name in ("comm", "bandwidth") if name in data}
+        model = CostModel.from_json(json.dumps(links) + "\n")
+        return cls(**{**data, **{name: getattr(model, name) for name in links}})
+
+
+def _per_layer(name: str, value: Any, num_layers: int) -> tuple[float, ...]:
+    values = (value,) * num_layers if isinstance(value, int | float) else value
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != num_layers:
+        raise ValueError(f"{name} = {value!r}: give a number, or one for each of {num_layers} layers")
+    for layer, number in enumerate(values):
+        if not _is_cost(number):
+            raise ValueError(f"{name}[{layer}] = {number!r}: give a finite number of at least 0")
+    return tuple(map(float, values))
+
+
+def _is_cost(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -1,0 +1,251 @@
+"""`plan`: the best known partition, placement and order for given costs and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastpipe.cost import CostModel
+from fastpipe.placement import Placement, is_whole
+from fastpipe.planner import bound, partitions, pool, starts
+from fastpipe.planner.budget import Memory, memory_of
+from fastpipe.planner.clock import Clock
+from fastpipe.planner.judge import judge
+from fastpipe.planner.layer_costs import LayerCosts
+from fastpipe.planner.model import OBJECTIVES, Problem, Setting, read_costs
+from fastpipe.planner.pool import Member
+from fastpipe.planner.result import Candidate, Plan
+from fastpipe.schedule import Schedule
+from fastpipe.timeline import Timeline
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done, and the best objective so far (infinite before there is one)."""
+
+_TRIES = 120
+"""Orders that are made by list scheduling on a placement of a few hundred tasks; fewer of large ones."""
+_TRIES_WORK = 3e5
+_KEPT = 4
+_FINALISTS = 4
+_SEARCHED_COUNTS = 2
+"""Numbers of microbatches that are searched in depth, where the planner may choose."""
+
+
+def plan(
+    costs: CostModel | LayerCosts | dict[str, Any] | str | Path,
+    *,
+    num_ranks: int,
+    num_microbatches: int | None = None,
+    memory: float | str | Memory | None = None,
+    objective: str = "makespan",
+    max_stages_per_rank: int = 4,
+    effort: float = 1.0,
+    time_limit: float | None = None,
+    seed: int = 0,
+    exact: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Find a schedule for these costs that fits into this memory.
+
+    All schedules of the registry are generated with every number of stages a rank that is allowed, and simulated. With
+    orders that list scheduling makes they are the pool in which orders are then improved by annealing. So the plan is
+    never worse than any schedule of the registry that fits. It is what `fastpipe.simulate` says of it: the times in
+    the result are those of the lowered and proved program.
+
+    Args:
+        costs: of a rank's whole share of the model (a `CostModel` of numbers; stages of a schedule with two stages a
+            rank cost half), of every stage (one with sequences), or of layers (`LayerCosts`); or a dict or JSON file
+            of either's attributes.
+        num_ranks: the pipeline's ranks.
+        num_microbatches: of a step; None to have it chosen, which needs `LayerCosts.batch_size`.
+        memory: what a rank may hold: a number up to 1000 is a fraction of 1F1B's, ``"5 activations"`` are those of a
+            rank's share of the model, ``"40GiB"`` or a number of at least a million are bytes, parameters and receive
+            buffers included. None for no limit.
+        objective: ``"makespan"``, or ``"span"`` where ranks do not wait for each other between steps.
+        max_stages_per_rank: how finely the model may be cut.
+        effort: how long the search is, as a factor. 1 is about a second for 16 ranks and 64 microbatches with the
+            native library.
+        time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
+            it: the same seed gives the same plan, natively and in Python.
+        seed: of the search's random numbers.
+        exact: look for a proved optimum of small cases, with OR-Tools (``pip install 'fastpipe[exact]'``).
+        progress: called as the search goes on.
+
+    Raises:
+        ValueError: for numbers or costs that are none, or when nothing fits into the memory; it says what would.
+    """
+    problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank)
+    _check_search(effort, time_limit, seed)
+    planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress)
+    return planner.run(_microbatch_counts(problem, num_microbatches), exact)
+
+
+def _problem(costs: Any, num_ranks: Any, memory: Any, objective: Any, max_stages_per_rank: Any) -> Problem:
+    for name, value in (("num_ranks", num_ranks), ("max_stages_per_rank", max_stages_per_rank)):
+        if not is_whole(value, least=1):
+            raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective = {objective!r}: use one of {', '.join(OBJECTIVES)}")
+    problem = Problem(read_costs(costs), int(num_ranks), memory_of(memory), objective, int(max_stages_per_rank))
+    if problem.memory is not None and problem.memory.unit == "bytes" and not problem.knows_bytes:
+        raise ValueError(
+            f"memory = {problem.memory}: the costs do not say how many bytes a stage holds; give held_bytes of layers, "
+            "or stage_bytes, or the memory as a fraction of 1F1B's"
+        )
+    return problem
+
+
+def _check_search(effort: Any, time_limit: Any, seed: Any) -> None:
+    if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < math.inf:
+        raise ValueError(f"effort = {effort!r}: give a finite number of at least 0")
+    if time_limit is not None and (not isinstance(time_limit, int | float) or not 0 < time_limit < math.inf):
+        raise ValueError(f"time_limit = {time_limit!r}: give seconds, or None")
+    if not is_whole(seed):
+        raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
+
+
+def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
+    """What was given, or every number that divides the batch."""
+    costs = problem.costs
+    batch = costs.batch_size if isinstance(costs, LayerCosts) else None
+    if num_microbatches is not None:
+        if not is_whole(num_microbatches, least=1):
+            raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number of at least 1")
+        return [int(num_microbatches)]
+    if batch is None:
+        raise ValueError("num_microbatches: give it, or costs of layers with batch_size, from which it can be chosen")
+    most = max(16 * problem.num_ranks, 1)
+    return [count for count in range(1, min(batch, most) + 1) if batch % count == 0]
+
+
+@dataclass
+class _Planner:
+    """The steps of a plan, and what they have found."""
+
+    problem: Problem
+    clock: Clock
+    seed: int
+    effort: float
+    progress: Progress | None
+    rows: list[Candidate] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+    best: tuple[float, str, Setting, Timeline, Schedule] | None = None
+
+    def run(self, counts: list[int], exact: bool) -> Plan:
+        depths = self.problem.stages_per_rank()
+        for count in counts:
+            self._named(count, depths)
+            if self.clock.is_over() and self.best is not None:
+                break
+        if self.effort > 0 and not self.clock.is_over():
+            self._search(self._promising(counts), depths)
+        if self.best is None:
+            raise ValueError(self._nothing_fits())
+        optimal = self._exact() if exact else False
+        return self._plan(optimal)
+
+    def _say(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress(text, math.inf if self.best is None else self.best[0])
+
+    def _named(self, num_microbatches: int, depths: list[int]) -> None:
+        """Simulate every schedule of the registry."""
+        seen: set[Schedule] = set()
+        for name, schedule in starts.named(self.problem, num_microbatches, depths):
+            if isinstance(schedule, str):
+                self.rows.append(Candidate(name, num_microbatches, refused=schedule))
+                continue
+            if schedule in seen:
+                continue
+            seen.add(schedule)
+            self._say(f"simulating {name}")
+            setting = self.problem.setting(schedule.placement, num_microbatches)
+            self._consider(name, setting, schedule)
+            found = pool.member(self.problem, name, setting, schedule)
+            if found is not None:
+                self.members.append(found)
+            if self.clock.is_over() and self.best is not None:
+                return
+
+    def _consider(self, name: str, setting: Setting, schedule: Schedule) -> Candidate:
+        """Lower, prove and simulate; keep it if it is the best that fits."""
+        row, timeline = judge(self.problem, name, setting, schedule)
+        self.rows.append(row)
+        value = timeline.span if self.problem.span else timeline.makespan
+        if row.fits and (self.best is None or value < self.best[0]):
+            self.best = (value, name, setting, timeline, schedule)
+        return row
+
+    def _promising(self, counts: list[int]) -> list[int]:
+        """The numbers of microbatches whose best schedule of the registry is shortest."""
+        shortest = {count: math.inf for count in counts}
+        for one in self.members:
+            count = one.setting.num_microbatches
+            shortest[count] = min(shortest[count], one.value)
+        return sorted(counts, key=lambda count: (shortest[count], count))[:_SEARCHED_COUNTS]
+
+    def _search(self, counts: list[int], depths: list[int]) -> None:
+        members = [one for one in self.members if one.setting.num_microbatches in counts]
+        for number, (count, placement) in enumerate(_placements(self.problem.num_ranks, counts, depths)):
+            self._say(f"list scheduling on {pool.describe(placement)}, {count} microbatches")
+            setting = self.problem.setting(placement, count)
+            size = 3 * placement.num_stages * count
+            tries = max(2, int(_TRIES * min(1.0, self.effort) * min(1.0, _TRIES_WORK / size / _TRIES)))
+            members += pool.constructed(self.problem, setting, self.seed * 31 + number, tries, _KEPT, self.clock)
+            if self.clock.is_over():
+                break
+        improved = []
+        for one in pool.anneal(self.problem, members, pool.WORK * self.effort, self.seed, self.clock):
+            improved.append(one)
+            self._say(f"annealing what began as {one.name}")
+        for one in sorted(improved, key=lambda one: one.value)[:_FINALISTS]:
+            moved = partitions.improve(self.problem, one, self.clock)
+            self._consider(f"plan from {one.name}", moved.setting, moved.schedule())
+            if moved.setting.cost.backward is not None:
+                self._consider(f"plan from {one.name}, joined", moved.setting, starts.joined(moved.schedule()))
+
+    def _exact(self) -> bool:
+        from fastpipe.planner.exact import improve
+
+        assert self.best is not None
+        _, name, setting, _, schedule = self.best
+        self._say("solving exactly")
+        found = improve(self.problem, setting, schedule, self.clock)
+        if found.schedule is not None:
+            self._consider("exact", setting, found.schedule)
+        return found.optimal
+
+    def _plan(self, optimal: bool) -> Plan:
+        assert self.best is not None
+        value, name, setting, timeline, schedule = self.best
+        chosen = (name, setting.num_microbatches, value)
+        rows = [row._replace(chosen=self._key(row) == chosen) for row in self.rows]
+        rows.sort(key=lambda row: (row.refused is not None, not row.fits, not row.chosen, self._key(row)[2]))
+        parts = None if setting.parts is None else list(setting.parts)
+        least = bound.lower_bound(self.problem, setting)
+        objective, memory = self.problem.objective, self.problem.memory
+        return Plan(schedule, parts, timeline, objective, memory, least, rows, self.clock.cut, optimal)
+
+    def _key(self, row: Candidate) -> tuple[str, int, float]:
+        return row.name, row.num_microbatches, row.span if self.problem.span else row.makespan
+
+    def _nothing_fits(self) -> str:
+        possible = [row for row in self.rows if row.refused is None]
+        if not possible:
+            return f"num_ranks = {self.problem.num_ranks}: no schedule takes these numbers: {self.rows[0].refused}"
+        least = min(possible, key=lambda row: row.peak_memory)
+        needs = f"{least.peak_memory / self.problem.num_ranks:.4g} of 1F1B's"
+        if least.peak_bytes:
+            needs += f", {least.peak_bytes:.6g} bytes"
+        return f"memory = {self.problem.memory}: nothing fits; the smallest, {least.name}, needs {needs}"
+
+
+def _placements(num_ranks: int, counts: list[int], depths: list[int]) -> Iterator[tuple[int, Placement]]:
+    """Loops and waves of every depth."""
+    for count in counts:
+        for depth in depths:
+            yield count, Placement.loop(num_ranks, depth)
+            if depth > 1 and num_ranks > 1:
+                yield count, Placement.wave(num_ranks, depth)

@@ -1,0 +1,136 @@
+"""The pool: orders from everywhere, timed under the real costs, the best of them annealed in rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fastpipe.placement import Placement
+from fastpipe.planner import engine
+from fastpipe.planner.clock import Clock
+from fastpipe.planner.keys import Keys, unordered
+from fastpipe.planner.model import Problem, Setting
+from fastpipe.planner.starts import split
+from fastpipe.planner.tasks import Ints, Tasks, tasks_of
+from fastpipe.schedule import Schedule
+
+WORK = 6e7
+"""Attempts times tasks of a whole search: about half a second natively."""
+_ROUNDS = ((12, 0.3), (5, 0.3), (2, 0.4))
+"""How many orders are annealed, and with what part of the attempts."""
+_HOT, _COLD = 0.3, 0.01
+"""Heat at the start and the end of an annealing, in mean durations of a task."""
+_SLICES = 4
+"""Parts of an annealing, after each of which the clock is read: what does not run out of time does not depend on it."""
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Member:
+    """An order in the pool.
+
+    Attributes:
+        name: where it comes from.
+        setting: what it is ordered for.
+        tasks: what is ordered.
+        order: of the tasks.
+        value: the objective.
+    """
+
+    name: str
+    setting: Setting
+    tasks: Tasks
+    order: Ints
+    value: float
+
+    def schedule(self) -> Schedule:
+        """It, as a schedule."""
+        return self.tasks.ordered(self.order, "plan")
+
+
+def member(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> Member | None:
+    """A schedule as a member; None where it does not fit into memory or cannot run."""
+    schedule = schedule.without_transfers()
+    cost = setting.cost
+    if cost.backward is None and schedule.splits_backward is False:
+        schedule = split(schedule)
+    tasks = tasks_of(schedule, cost, setting.held, setting.limit)
+    order = tasks.start
+    if not fits(tasks, order):
+        return None
+    value = engine.measure(tasks, order, problem.span)
+    return Member(name, setting, tasks, order, value) if value < float("inf") else None
+
+
+def fits(tasks: Tasks, order: Ints) -> bool:
+    """Whether every rank holds no more than it may."""
+    peaks = zip(tasks.peaks(order), tasks.limit.tolist(), strict=True)
+    return all(peak <= limit + _SLACK * max(1.0, limit) for peak, limit in peaks)
+
+
+def constructed(problem: Problem, setting: Setting, seed: int, tries: int, keep: int, clock: Clock) -> list[Member]:
+    """The best orders that list scheduling makes on a placement."""
+    placement = setting.placement
+    tasks = tasks_of(unordered(placement, setting.num_microbatches), setting.cost, setting.held, setting.limit)
+    if not len(tasks) or (tasks.take > tasks.limit[0] + _SLACK).any():
+        return []
+    found = []
+    for order in Keys(tasks, seed).orders(tries):
+        value = engine.measure(tasks, order, problem.span)
+        found.append(Member(f"list scheduling on {describe(placement)}", setting, tasks, order, value))
+        if clock.is_over():
+            break
+    return sorted(found, key=lambda one: one.value)[:keep]
+
+
+def describe(placement: Placement) -> str:
+    """The placement in words."""
+    depth = placement.num_stages // placement.num_ranks
+    return f"{placement.name} of {depth}" if placement.num_stages > placement.num_ranks else placement.name
+
+
+def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: Clock) -> Iterator[Member]:
+    """Better orders, round by round: many for a short time, then the best of them for longer."""
+    ranked = spread(pool, _ROUNDS[0][0])
+    for number, (count, part) in enumerate(_ROUNDS):
+        chosen = spread(ranked, count)
+        improved = []
+        for index, one in enumerate(chosen):
+            attempts = int(work * part / len(chosen) / max(1, len(one.tasks)))
+            better = _annealed(problem, one, attempts, seed * 1009 + number * 101 + index, clock)
+            improved.append(better)
+            yield better
+            if clock.is_over():
+                return
+        ranked = sorted(improved, key=lambda one: one.value)
+
+
+def _annealed(problem: Problem, one: Member, attempts: int, seed: int, clock: Clock) -> Member:
+    """The order after an annealing, cut into slices so that the clock is seen."""
+    mean = float(one.tasks.seconds.mean())
+    for number in range(_SLICES):
+        count = attempts // _SLICES
+        if count == 0 or clock.is_over():
+            break
+        heat = [(_HOT + (_COLD - _HOT) * (number + end) / _SLICES) * mean for end in (0, 1)]
+        found = engine.improve(
+            one.tasks, one.order, span=problem.span, seed=seed * 17 + number, attempts=count, hot=heat[0], cold=heat[1]
+        )
+        if found is None:
+            break
+        order, value = found
+        if value < one.value:
+            one = replace(one, order=order, value=value)
+    return one
+
+
+def spread(pool: list[Member], count: int, each: int = 3) -> list[Member]:
+    """The best, but not more than a few of one placement: another may get further."""
+    ranked, taken = sorted(pool, key=lambda one: one.value), Counter[tuple[object, int]]()
+    chosen, rest = [], []
+    for one in ranked:
+        key = (one.setting.placement, one.setting.num_microbatches)
+        taken[key] += 1
+        (chosen if taken[key] <= each else rest).append(one)
+    return (chosen + rest)[:count]

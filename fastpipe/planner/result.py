@@ -1,0 +1,161 @@
+"""Plan: what `fastpipe.plan` gives, and how it prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastpipe.planner.budget import Memory, human
+from fastpipe.schedule import Schedule
+from fastpipe.timeline import Timeline
+from fastpipe.visualize import pareto
+
+_ROWS = 16
+"""Candidates that print shows."""
+
+
+class Candidate(NamedTuple):
+    """One schedule that was considered.
+
+    Attributes:
+        name: the registry's, with the options; or what the planner found, and from where.
+        num_microbatches: of a step.
+        stages_per_rank: stages that a rank holds.
+        makespan: seconds.
+        span: seconds.
+        bubble_fraction: 1 - busy / (ranks x objective).
+        peak_memory: at most on a rank, in activations of a rank's share of the model; 1F1B holds as many as ranks.
+        peak_bytes: at most on a rank, parameters and receive buffers included; 0 where the costs have no bytes.
+        messages: transfers between ranks in a step.
+        fits: whether a rank holds no more than it may.
+        chosen: whether it is the plan.
+        refused: why it is not possible; the numbers are then NaN or 0.
+    """
+
+    name: str
+    num_microbatches: int
+    stages_per_rank: int = 0
+    makespan: float = float("nan")
+    span: float = float("nan")
+    bubble_fraction: float = float("nan")
+    peak_memory: float = float("nan")
+    peak_bytes: float = 0.0
+    messages: int = 0
+    fits: bool = False
+    chosen: bool = False
+    refused: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The best schedule that was found for costs and memory, and how far from the best possible it may be.
+
+    Attributes:
+        schedule: for `fastpipe.Pipeline`, validated.
+        partition: the layers of every stage; None where the costs are not of layers.
+        timeline: the schedule simulated under the costs.
+        objective: ``"makespan"`` or ``"span"``.
+        memory: the limit; None for none.
+        bound: seconds; no schedule on these ranks can have a shorter objective.
+        candidates: everything that was considered, the best that fits first.
+        cut: whether `time_limit` ended the search; without that a plan is the same for the same seed.
+        optimal: whether the exact solver has proved that no other order of this placement is shorter.
+    """
+
+    schedule: Schedule
+    partition: list[range] | None
+    timeline: Timeline
+    objective: str
+    memory: Memory | None
+    bound: float
+    candidates: list[Candidate] = field(repr=False)
+    cut: bool = False
+    optimal: bool = False
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return self.timeline.makespan
+
+    @property
+    def span(self) -> float:
+        """Seconds of the rank that takes longest from its own first start to its own last end."""
+        return self.timeline.span
+
+    @property
+    def value(self) -> float:
+        """The objective."""
+        return self.span if self.objective == "span" else self.makespan
+
+    @property
+    def bubble_fraction(self) -> float:
+        """1 - busy / (ranks x objective)."""
+        return self.timeline.span_bubble_fraction if self.objective == "span" else self.timeline.bubble_fraction
+
+    @property
+    def gap(self) -> float:
+        """How much shorter a schedule could be at most, as a fraction of this one."""
+        return 1.0 - self.bound / self.value if self.value > 0 else 0.0
+
+    @property
+    def chosen(self) -> Candidate:
+        """The plan among the candidates."""
+        return next(one for one in self.candidates if one.chosen)
+
+    def plot(self, path: str | Path, **options: Any) -> Path:
+        """Draw bubble against memory of all candidates, the plan marked; see `fastpipe.visualize.pareto`."""
+        title = f"{self.schedule.num_ranks} ranks, {self.schedule.num_microbatches} microbatches"
+        return pareto(self.candidates, path, chosen=self.chosen.name, **{"title": title, **options})
+
+    def __str__(self) -> str:
+        schedule, chosen = self.schedule, self.chosen
+        limit = "no limit of memory" if self.memory is None else f"memory {self.memory}"
+        lines = [
+            f"Plan for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {limit}: {chosen.name}",
+            f"  {self.objective} {self.value:.6g}, bubble {percent(self.bubble_fraction)}; "
+            f"bound {self.bound:.6g}, so at most {percent(self.gap)} could be gained"
+            + (", proved optimal for its placement" if self.optimal else ""),
+            f"  {chosen.stages_per_rank} stages a rank ({schedule.placement.name}), {chosen.messages} messages, "
+            f"peak memory {chosen.peak_memory:.4g} of {schedule.num_ranks}"
+            + (f" ({human(chosen.peak_bytes)})" if chosen.peak_bytes else ""),
+        ]
+        if self.partition is not None:
+            lines.append("  layers: " + " ".join(f"{part.start}-{part[-1]}" for part in self.partition))
+        if self.cut:
+            lines.append("  the search was cut by its time limit")
+        return "\n".join([*lines, "", *self._table()])
+
+    def _table(self) -> list[str]:
+        header = ("candidate", "stages", "microbatches", "makespan", "span", "bubble", "memory", "messages", "")
+        shown = [one for one in self.candidates if one.refused is None][:_ROWS]
+        rows = [header, *(_row(one) for one in shown)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:-1], strict=True))]
+            lines.append("  ".join([*cells, row[-1]]).rstrip())
+        possible = sum(one.refused is None for one in self.candidates)
+        if possible > len(shown):
+            lines.append(f"and {possible - len(shown)} more in .candidates")
+        return lines
+
+
+def _row(one: Candidate) -> tuple[str, ...]:
+    note = "the plan" if one.chosen else "" if one.fits else "too much memory"
+    return (
+        one.name,
+        str(one.stages_per_rank),
+        str(one.num_microbatches),
+        f"{one.makespan:.6g}",
+        f"{one.span:.6g}",
+        percent(one.bubble_fraction),
+        f"{one.peak_memory:.4g}",
+        str(one.messages),
+        note,
+    )
+
+
+def percent(value: float) -> str:
+    """A fraction for people."""
+    return f"{100 * max(0.0, value):.2f}%"

@@ -1,0 +1,207 @@
+"""Annealing over orders, led by the critical path. csrc/plan/search.cpp does the same sooner, number by number.
+
+An order is changed on one rank: a task goes earlier or later, together with the same task of the microbatches that
+follow it, or a later task is put into a wait. The order of a stage's microbatches stays, and what depends on each other
+within a rank; memory is checked before anything is timed, and where it lacks, a task that frees some is put in front.
+What is longer is taken if it is longer by no more than a heat, times a random number, that falls.
+"""
+
+from __future__ import annotations
+
+from fastpipe.planner.retime import Lines, Retimer
+from fastpipe.planner.tasks import NOBODY, Ints, Tasks
+
+SLACK = 1e-9
+REACH = 24
+"""How many positions away a task is looked for that frees memory."""
+HOLE_REACH = 40
+MOST_SHIFTS = 160
+_MASK = 2**64 - 1
+
+
+class Random:
+    """xorshift64*: a few lines in any language."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = (seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & _MASK or 1
+
+    def next(self) -> int:
+        """64 random bits."""
+        state = self.state
+        state ^= state >> 12
+        state = (state ^ (state << 25)) & _MASK
+        state ^= state >> 27
+        self.state = state
+        return (state * 0x2545F4914F6CDD1D) & _MASK
+
+    def below(self, limit: int) -> int:
+        """0 to limit - 1."""
+        return (self.next() >> 33) % limit
+
+    def unit(self) -> float:
+        """0 to 1."""
+        return (self.next() >> 11) * 2.0**-53
+
+
+class Search:
+    """The state of a search.
+
+    Args:
+        tasks: what is ordered.
+        order: where it starts.
+        span: whether the span is the objective, not the makespan.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, tasks: Tasks, order: Ints, span: bool, seed: int) -> None:
+        self.lines = Lines(tasks)
+        self.order: list[int] = order.tolist()
+        self.place = [0] * self.lines.size
+        for position, task in enumerate(self.order):
+            self.place[task] = position
+        self.retimer = Retimer(self.lines, self.order, self.place, span)
+        self.random = Random(seed)
+        self.level = [0.0] * self.lines.size
+        self.shifts: list[tuple[int, int]] = []
+        self.path: list[int] = []
+        self.rank = self.low = self.high = 0
+
+    def begin(self) -> bool:
+        """False if the order given cannot run or does not fit into memory."""
+        if not self.retimer.run():
+            return False
+        for self.rank in range(self.lines.num_ranks):
+            self.low, self.high = self.lines.first[self.rank], self.lines.first[self.rank + 1] - 1
+            if self.low <= self.high and self._overflow() != NOBODY:
+                return False
+        self.retimer.find_tails()
+        self.path = self.retimer.path()
+        self.best, self.best_objective, self.best_score = list(self.order), self.retimer.objective, self.retimer.score
+        return True
+
+    def improve(self, attempts: int, hot: float, cold: float) -> None:
+        """Try so many changes, the heat falling from the first to the second."""
+        for number in range(attempts):
+            heat = hot + (cold - hot) * (number / attempts)
+            draw = self.random.unit()
+            most = self.retimer.score + heat * (draw * draw)
+            self.shifts.clear()
+            if self._propose() and self._try_out(most):
+                self._accept()
+            else:
+                self._undo()
+
+    def _accept(self) -> None:
+        retimer = self.retimer
+        retimer.keep()
+        retimer.find_tails()
+        self.path = retimer.path()
+        if retimer.score < self.best_score:
+            self.best, self.best_objective, self.best_score = list(self.order), retimer.objective, retimer.score
+
+    def _propose(self) -> bool:
+        random = self.random
+        task = self._chosen_task()
+        self.rank = self.lines.rank_of[task]
+        self.low = self.high = self.place[task]
+        if random.below(4) == 0:
+            return self._fill_hole(task)
+        distance = 1 + random.below(1 << random.below(5))
+        later = random.below(2) != 0
+        length = 1 << random.below(7) if random.below(4) == 0 else 1
+        return self._shift_chain(task, distance if later else -distance, length)
+
+    def _chosen_task(self) -> int:
+        """Three of four times on the critical path, where alone a change can make the whole shorter."""
+        if self.random.below(4) != 0:
+            return self.path[self.random.below(len(self.path))]
+        return self.random.below(self.lines.size)
+
+    def _shift_chain(self, task: int, distance: int, length: int) -> bool:
+        """The same change for the microbatches that follow: in the steady state what helps one helps all."""
+        done = 0
+        while task != NOBODY and done < length and self._shift_by(task, distance):
+            task = self.lines.next[task]
+            done += 1
+        return done > 0
+
+    def _shift_by(self, task: int, distance: int) -> bool:
+        origin = self.place[task]
+        if distance < 0:
+            target = max(origin + distance, self._earliest(task))
+        else:
+            target = min(origin + distance, self._latest(task))
+        if target == origin:
+            return False
+        self._put(origin, target)
+        return True
+
+    def _fill_hole(self, task: int) -> bool:
+        """Put a later task in front of one that waits."""
+        place, first, last = self.place[task], *self.lines.first[self.rank : self.rank + 2]
+        if place == first or self.retimer.starts[task] <= self.retimer.ends[self.order[place - 1]]:
+            return False
+        last = min(last - 1, place + HOLE_REACH)
+        if last == place:
+            return False
+        for position in range(place + 1 + self.random.below(last - place), last + 1):
+            if self._earliest(self.order[position]) <= place:
+                self._put(position, place)
+                return True
+        return False
+
+    def _put(self, origin: int, target: int) -> None:
+        self.shifts.append((origin, target))
+        self.low, self.high = min(self.low, origin, target), max(self.high, origin, target)
+        self._rotate(origin, target)
+
+    def _rotate(self, origin: int, target: int) -> None:
+        self.order.insert(target, self.order.pop(origin))
+        for position in range(min(origin, target), max(origin, target) + 1):
+            self.place[self.order[position]] = position
+
+    def _undo(self) -> None:
+        if not self.shifts:
+            return
+        while self.shifts:
+            origin, target = self.shifts.pop()
+            self._rotate(target, origin)
+        self._overflow()
+
+    def _try_out(self, most: float) -> bool:
+        while (full := self._overflow()) != NOBODY:
+            if len(self.shifts) >= MOST_SHIFTS or not self._make_room(full):
+                return False
+        moved = self.order[self.low : self.high + 1]
+        began = min(map(self.retimer.starts.__getitem__, moved))
+        settled = max(map(self.retimer.ends.__getitem__, moved))
+        return self.retimer.attempt(self.rank, self.low, began, settled, most)
+
+    def _overflow(self) -> int:
+        """The first position between low and high where memory does not suffice, or nobody's; levels are renewed."""
+        limit, held, found = self.lines.limit[self.rank] + SLACK, self.level[self.low], NOBODY
+        for position in range(self.low, self.high + 1):
+            task = self.order[position]
+            self.level[position] = held
+            held += self.lines.take[task]
+            if held > limit and found == NOBODY:
+                found = position
+            held -= self.lines.give[task]
+        return found
+
+    def _make_room(self, position: int) -> bool:
+        """Put the next task that frees memory, and may, in front of the one that lacks it."""
+        last = min(self.lines.first[self.rank + 1] - 1, position + REACH)
+        for other in range(position + 1, last + 1):
+            task = self.order[other]
+            if self.lines.give[task] > 0.0 and self._earliest(task) <= position:
+                self._put(other, position)
+                return True
+        return False
+
+    def _earliest(self, task: int) -> int:
+        return max((self.place[other] + 1 for other in self.lines.before[task]), default=self.lines.first[self.rank])
+
+    def _latest(self, task: int) -> int:
+        last = self.lines.first[self.rank + 1] - 1
+        return min((self.place[other] - 1 for other in self.lines.after[task]), default=last)

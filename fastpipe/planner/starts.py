@@ -1,0 +1,142 @@
+"""Where the search starts: every schedule of the registry, with every option that matters, generated for the costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from fastpipe.action import ActionKind
+from fastpipe.cost import CostModel
+from fastpipe.planner.model import Problem, Setting
+from fastpipe.schedule import Schedule
+from fastpipe.schedules import list_schedules
+from fastpipe.schedules.family import Family
+
+_COSTS = ("forward", "backward_input", "backward_weight", "comm")
+_B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
+
+
+def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
+    """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible.
+
+    Args:
+        problem: what is planned for.
+        num_microbatches: of a step.
+        allowed: the numbers of stages that a rank may have.
+    """
+    for family in list_schedules():
+        if family.name == "forward_only":
+            continue
+        for shape in _shapes(family, allowed):
+            for options in _variants(problem, num_microbatches, family, shape):
+                yield _made(family, problem.num_ranks, num_microbatches, options, shape)
+
+
+def _shapes(family: Family, allowed: list[int]) -> list[dict[str, Any]]:
+    """The options that say how many stages a rank holds, for every number that is allowed."""
+    if "stages_per_rank" in family.options:
+        return [{"stages_per_rank": v} for v in allowed if v > 1 or family.stages_per_rank == 1]
+    if "waves" in family.options:
+        return [{"waves": v // 2} for v in allowed if v % 2 == 0]
+    return [{}] if family.stages_per_rank in allowed else []
+
+
+def _variants(problem: Problem, num_microbatches: int, family: Family, shape: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """As it is by default, for the costs, and for the memory."""
+    limited = [name for name in ("memory_limit",) if name in family.options]
+    try:
+        plain = family.make(problem.num_ranks, num_microbatches, shape)
+    except ValueError:
+        plain = None
+    stages = plain.placement if plain is not None else None
+    if stages is None:
+        return [dict(shape)]
+    setting = problem.setting(stages, num_microbatches)
+    costs = _costs(family, setting.cost, problem.num_ranks, stages.num_stages)
+    found: list[dict[str, Any]] = [dict(shape)]
+    if costs:
+        found.append({**shape, **costs})
+    for limit in _limits(setting) if limited else ():
+        found.append({**shape, **costs, limited[0]: limit})
+        if costs:
+            found.append({**shape, limited[0]: limit})
+    return found
+
+
+def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> dict[str, Any]:
+    """What a generator that looks at costs is given: one a rank where it takes that, else their mean."""
+    found: dict[str, Any] = {}
+    for name in _COSTS:
+        option = family.options.get(name)
+        if option is None:
+            continue
+        if name == "comm":
+            value: Any = _mean_latency(cost, num_ranks)
+        else:
+            values = cost.per_stage(name, num_stages).tolist()
+            even = len(set(values)) == 1
+            value = values[0] if even else values
+            if not even and (num_stages != num_ranks or (option.check is not None and not option.check(value))):
+                value = math.fsum(values) / num_stages
+        if value != option.default and (option.check is None or option.check(value)):
+            found[name] = value
+    return found
+
+
+def _mean_latency(cost: CostModel, num_ranks: int) -> float:
+    """Seconds of a transfer between neighbours, with the bytes of an average boundary."""
+    if num_ranks == 1:
+        return 0.0
+    sizes = cost.activation_bytes
+    size = float(np.mean(sizes)) if isinstance(sizes, tuple) else float(sizes)
+    links = [cost.link(rank, rank + 1) for rank in range(num_ranks - 1)]
+    return math.fsum(latency + size / bandwidth for latency, bandwidth in links) / len(links)
+
+
+def _limits(setting: Setting) -> list[int]:
+    """How many stage activations fit: by the largest stage and by the mean; as many as there can be without a limit."""
+    num_ranks, stages = setting.placement.num_ranks, setting.placement.num_stages
+    most = setting.num_microbatches * stages // num_ranks
+    if math.isinf(min(setting.limit)):
+        return sorted({min(most, count * stages // num_ranks) for count in (num_ranks, 2 * num_ranks)})
+    sizes = {max(setting.held), math.fsum(setting.held) / stages}
+    return sorted({min(most, int(min(setting.limit) / size + 1e-9)) for size in sizes if size > 0} - {0})
+
+
+def _made(
+    family: Family, num_ranks: int, num_microbatches: int, options: Mapping[str, Any], shape: Mapping[str, Any]
+) -> tuple[str, Schedule | str]:
+    shown = {name: value for name, value in options.items() if name not in _COSTS}
+    text = ", ".join(f"{name}={value:g}" for name, value in shown.items())
+    label = f"{family.name}({text})" if text else family.name
+    if set(options) - set(shape) - {"memory_limit"}:
+        label += " for the costs"
+    try:
+        return label, family.make(num_ranks, num_microbatches, options)
+    except ValueError as error:
+        return label, str(error)
+
+
+def split(schedule: Schedule) -> Schedule:
+    """The same with every B as I and W, one after the other: what a search can take apart."""
+    columns = []
+    for rows in schedule.columns:
+        twice = np.repeat(rows, np.where(rows[0] == _B, 2, 1), axis=1)
+        both = np.flatnonzero(twice[0] == _B)
+        twice[0, both[0::2]], twice[0, both[1::2]] = _I, _W
+        columns.append(twice)
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)
+
+
+def joined(schedule: Schedule) -> Schedule:
+    """The same with every I that its W follows at once as one B."""
+    columns = []
+    for rows in schedule.columns:
+        pair = (rows[0, :-1] == _I) & (rows[0, 1:] == _W) & (rows[1:3, :-1] == rows[1:3, 1:]).all(axis=0)
+        array = rows.copy()
+        array[0, :-1][pair] = _B
+        columns.append(array[:, ~np.concatenate([[False], pair])])
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)

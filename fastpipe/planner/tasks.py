@@ -1,0 +1,208 @@
+"""Tasks: the actions of a schedule as the search sees them, columns that Python and csrc/plan read alike.
+
+A task is an action; what it waits for is a message of another rank (`source`), or a task of its own rank that comes
+before it in every order (`local`): for the k-th microbatch of a stage the one before, the stage's own forward, and what
+is handed over within the rank. That the microbatches of a stage keep their order loses nothing, since all cost the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fastpipe.action import ActionKind
+from fastpipe.cost import CostModel
+from fastpipe.placement import Placement
+from fastpipe.program import Channel, ChannelKind, Op
+from fastpipe.schedule import Schedule
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+
+NOBODY = -1
+_F, _B, _I, _W, _PAIR = (int(ActionKind[name]) for name in ("F", "B", "I", "W", "OVERLAP_F_B"))
+_BACKWARD = 1
+"""Of a part: B and I are one class, since what waits for the one waits for the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tasks:
+    """The tasks of a schedule, numbered rank by rank in its order.
+
+    Attributes:
+        schedule: where they come from.
+        first: the first task of every rank, and the number of tasks.
+        seconds: of every task.
+        source: ``(tasks, 2)``: the tasks of other ranks whose messages it waits for, or -1.
+        transfer: ``(tasks, 2)``: the seconds that those take.
+        local: ``(pairs, 2)``: tasks of one rank of which the first comes before the second.
+        next: the task that does the same for the following microbatch, or -1.
+        take: what a task holds from its start on, in the unit of `limit`.
+        give: what its end releases.
+        limit: what every rank may hold.
+    """
+
+    schedule: Schedule
+    first: Ints
+    seconds: Floats
+    source: Ints
+    transfer: Floats
+    local: Ints
+    next: Ints
+    take: Floats
+    give: Floats
+    limit: Floats
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.first) - 1
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def start(self) -> Ints:
+        """The schedule's own order."""
+        return np.arange(len(self), dtype=np.int32)
+
+    def ordered(self, order: Ints, name: str) -> Schedule:
+        """The schedule whose ranks run their tasks in the given order."""
+        old, columns = self.schedule, []
+        for rank, rows in enumerate(old.columns):
+            first, last = self.first[rank : rank + 2]
+            columns.append(rows[:, order[first:last] - first])
+        return Schedule(name, old.placement, old.num_microbatches, columns, old.options)
+
+    def peaks(self, order: Ints) -> list[float]:
+        """What every rank holds at most."""
+        found = []
+        for rank in range(self.num_ranks):
+            mine = order[self.first[rank] : self.first[rank + 1]]
+            steps = np.stack([self.take[mine], -self.give[mine]], axis=1).ravel()
+            found.append(float(np.cumsum(steps).max(initial=0.0)))
+        return found
+
+
+def tasks_of(schedule: Schedule, cost: CostModel, held: Sequence[float], limit: Sequence[float]) -> Tasks:
+    """The tasks of a schedule of F, B, I, W and fused pairs.
+
+    Args:
+        schedule: what is to be ordered.
+        cost: seconds of every stage action and transfer.
+        held: what a stage holds of one microbatch from the start of F to the end of W or B.
+        limit: what every rank may hold, in the same unit.
+    """
+    counts = [rows.shape[1] for rows in schedule.columns]
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    rank_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    rows = np.concatenate(schedule.columns, axis=1)
+    parts = _Parts(rows, schedule.placement, schedule.num_microbatches)
+    source, transfer, handed = _messages(parts, rank_of, schedule.placement, cost)
+    local, following = _local(parts, rank_of)
+    take, give = _memory(rows, np.asarray(held, dtype=np.float64))
+    return Tasks(
+        schedule,
+        first,
+        _seconds(rows, cost, schedule.num_stages),
+        source,
+        transfer,
+        np.ascontiguousarray(np.concatenate([handed, local]), dtype=np.int32),
+        following,
+        take,
+        give,
+        np.asarray(limit, dtype=np.float64),
+    )
+
+
+class _Parts:
+    """The F, B, I and W of all tasks: which task does which, by (stage, microbatch)."""
+
+    def __init__(self, rows: Ints, placement: Placement, num_microbatches: int) -> None:
+        self.num_stages, self.shape = placement.num_stages, (placement.num_stages, num_microbatches)
+        fused = rows[0] == _PAIR
+        self.forward = self._table(rows, (rows[0] == _F) | fused)
+        self.backward = self._table(rows, (rows[0] == _B) | (rows[0] == _I))
+        numbers = np.flatnonzero(fused)
+        self.backward[rows[3, numbers], rows[4, numbers]] = numbers
+        self.weight = self._table(rows, rows[0] == _W)
+
+    def _table(self, rows: Ints, mask: npt.NDArray[np.bool_]) -> Ints:
+        table = np.full(self.shape, NOBODY, dtype=np.int32)
+        numbers = np.flatnonzero(mask)
+        table[rows[1, numbers], rows[2, numbers]] = numbers
+        return table
+
+
+def _seconds(rows: Ints, cost: CostModel, num_stages: int) -> Floats:
+    table = np.stack([cost.per_stage(n, num_stages) for n in ("forward", "backward", "backward_input", "backward_weight")])
+    fused = rows[0] == _PAIR
+    seconds = table[np.where(fused, 0, rows[0]), rows[1]]
+    if fused.any():
+        pairs = [cost.compute_seconds(Op.OVERLAP_F_B, *pair) for pair in rows[[1, 3]][:, fused].T.tolist()]
+        seconds[fused] = pairs
+    return np.ascontiguousarray(seconds)
+
+
+def _messages(
+    parts: _Parts, rank_of: Ints, placement: Placement, cost: CostModel
+) -> tuple[Ints, Floats, Ints]:
+    """Sources and transfers by task, and the pairs of those that hand over within a rank."""
+    source = np.full((len(rank_of), 2), NOBODY, dtype=np.int32)
+    transfer = np.zeros((len(rank_of), 2))
+    handed: list[Ints] = []
+    edges = []
+    for stage in range(placement.num_stages - 1):
+        edges.append((stage + 1, ChannelKind.ACTIVATION, parts.forward[stage], parts.forward[stage + 1]))
+        edges.append((stage, ChannelKind.GRADIENT, parts.backward[stage + 1], parts.backward[stage]))
+    for stage, kind, makers, takers in edges:
+        known = (makers != NOBODY) & (takers != NOBODY)
+        makers, takers = makers[known], takers[known]
+        stays = rank_of[makers] == rank_of[takers]
+        handed.append(np.stack([makers[stays], takers[stays]], axis=1))
+        makers, takers = makers[~stays], takers[~stays]
+        slot = (source[takers, 0] != NOBODY).astype(np.int32)
+        source[takers, slot] = makers
+        for a, b in np.unique(np.stack([rank_of[makers], rank_of[takers]], axis=1), axis=0).tolist():
+            mine = (rank_of[makers] == a) & (rank_of[takers] == b)
+            transfer[takers[mine], slot[mine]] = cost.transfer_seconds(Channel(a, b, kind), stage)
+    return source, transfer, np.concatenate(handed) if handed else np.zeros((0, 2), dtype=np.int32)
+
+
+def _local(parts: _Parts, rank_of: Ints) -> tuple[Ints, Ints]:
+    """Pairs of tasks of one rank that keep their order; and the next task of the same class."""
+    pairs: list[Ints] = []
+    following = np.full(len(rank_of), NOBODY, dtype=np.int32)
+    for table in (parts.weight, parts.backward, parts.forward):  # a fused pair follows its forward's line
+        for line in table:
+            tasks = line[line != NOBODY]
+            for rank in np.unique(rank_of[tasks]).tolist():
+                mine = np.sort(tasks[rank_of[tasks] == rank])
+                pairs.append(np.stack([mine[:-1], mine[1:]], axis=1))
+                following[mine[:-1]] = mine[1:]
+    for before, after in ((parts.forward, parts.backward), (parts.backward, parts.weight)):
+        known = (before != NOBODY) & (after != NOBODY)
+        pairs.append(np.stack([before[known], after[known]], axis=1))
+    return np.concatenate(pairs), following
+
+
+def held_peaks(schedule: Schedule, held: Sequence[float]) -> list[float]:
+    """What every rank holds at most, given what its stages hold of one microbatch."""
+    found = []
+    for rows in schedule.columns:
+        steps = np.stack(_memory(rows, np.asarray(held, dtype=np.float64)), axis=1)
+        found.append(float(np.cumsum(steps.ravel() * np.tile([1.0, -1.0], len(steps))).max(initial=0.0)))
+    return found
+
+
+def _memory(rows: Ints, held: Floats) -> tuple[Floats, Floats]:
+    take, give = np.zeros(rows.shape[1]), np.zeros(rows.shape[1])
+    fused = rows[0] == _PAIR
+    forwards, ends = (rows[0] == _F) | fused, (rows[0] == _B) | (rows[0] == _W)
+    take[forwards] = held[rows[1, forwards]]
+    give[ends] = held[rows[1, ends]]
+    give[fused] = held[rows[3, fused]]
+    return take, give
