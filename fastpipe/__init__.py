@@ -12,6 +12,7 @@ from fastpipe.cost import CostModel
 from fastpipe.errors import FastpipeError, ProgramError, ScheduleError, StepError
 from fastpipe.partition import partition
 from fastpipe.placement import Placement
+from fastpipe.planner import Candidate, LayerCosts, Plan, plan
 from fastpipe.program import Channel, ChannelKind, Instruction, Op, Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import list_schedules, make_schedule
@@ -35,13 +36,16 @@ _LAZY = {
 __all__ = [
     "Action",
     "ActionKind",
+    "Candidate",
     "Channel",
     "ChannelKind",
     "CostModel",
     "FastpipeError",
     "Instruction",
+    "LayerCosts",
     "Op",
     "Pipeline",
+    "Plan",
     "Placement",
     "Program",
     "ProgramError",
@@ -59,6 +63,7 @@ __all__ = [
     "make_schedule",
     "native_status",
     "partition",
+    "plan",
     "plot",
     "simulate",
     "validate_program",

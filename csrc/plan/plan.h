@@ -38,16 +38,16 @@ struct PlanCosts {
 struct PlanTasks {
   int32_t num_ranks;
   int32_t num_tasks;
-  const int32_t* first;    // of every rank, and num_tasks
+  const int32_t* first;  // of every rank, and num_tasks
   const double* seconds;
   const int32_t* source;   // two a task: those whose messages it waits for, or -1
   const double* transfer;  // two a task: seconds that those take
   int32_t num_local;
-  const int32_t* local;    // pairs of tasks of one rank: the first comes before the second
-  const int32_t* next;     // the same for the following microbatch, or -1
-  const double* take;      // what a task holds from its start on
-  const double* give;      // what its end releases
-  const double* limit;     // what every rank may hold
+  const int32_t* local;  // pairs of tasks of one rank: the first comes before the second
+  const int32_t* next;   // the same for the following microbatch, or -1
+  const double* take;    // what a task holds from its start on
+  const double* give;    // what its end releases
+  const double* limit;   // what every rank may hold
 };
 
 // Changes whenever a struct, a function or the meaning of either does.

@@ -188,8 +188,8 @@ void Search::accept() {
 
 }  // namespace fastpipe::plan
 
-extern "C" int32_t fastpipe_plan_improve(const PlanTasks* given, int32_t span, uint64_t seed, int64_t attempts, double hot,
-                                         double cold, int32_t* order, double* objective) {
+extern "C" int32_t fastpipe_plan_improve(const PlanTasks* given, int32_t span, uint64_t seed, int64_t attempts,
+                                         double hot, double cold, int32_t* order, double* objective) {
   try {
     const fastpipe::plan::Tasks tasks(*given);
     fastpipe::plan::Search search(tasks, order, span != 0, seed);

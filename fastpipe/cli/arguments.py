@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from fastpipe._version import __version__
-from fastpipe.cli import checks, commands, drawings
+from fastpipe.cli import checks, commands, drawings, planning
 from fastpipe.cost import CostModel
 
 COSTS = tuple(field.name for field in fields(CostModel))
@@ -33,6 +33,7 @@ examples:
   fastpipe show 1f1b --ranks 4 --microbatches 8
   fastpipe simulate dualpipev --ranks 4 --microbatches 16
   fastpipe compare all --ranks 8 --microbatches 32 --plot pareto.png
+  fastpipe plan --ranks 8 --microbatches 32 --memory 0.625
   fastpipe html dualpipev --ranks 8 --microbatches 32 -o dualpipev.html
 `fastpipe COMMAND --help` has more.
 """
@@ -57,7 +58,7 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"fastpipe {__version__}")
     adder = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for add in (_schedules, _show, _simulate, _compare, _plot, _html, _trace, _validate, _convert, _doctor):
+    for add in (_schedules, _show, _simulate, _compare, _plan, _plot, _html, _trace, _validate, _convert, _doctor):
         add(adder)
     return top
 
@@ -144,6 +145,37 @@ def _compare(adder: Any) -> None:
     _count_arguments(command, required=True)
     _cost_arguments(command)
     command.add_argument("--plot", metavar="FILE", help="draw bubble against peak memory (.png, .svg or .pdf)")
+
+
+def _plan(adder: Any) -> None:
+    command = _command(
+        adder,
+        planning.plan,
+        "find the best schedule for your costs and your memory, and how far from the best possible it may be",
+        """
+        fastpipe plan --ranks 8 --microbatches 32 --memory 0.625
+        fastpipe plan --ranks 8 --microbatches 32 --costs costs.json --memory 0.75 --plot pareto.png --csv plan.csv
+        fastpipe plan --ranks 4 --microbatches 16 --stage-bytes 2e9 --memory 20GiB --objective span --json
+        """,
+    )
+    command.add_argument("--ranks", "-p", metavar="N", type=_count(1), required=True, help="pipeline ranks")
+    text = "microbatches of a step; chosen where the costs of layers have a batch_size"
+    command.add_argument("--microbatches", "-m", metavar="N", type=_count(1), help=text)
+    text = "what a rank may hold: a fraction of 1F1B's (0.625), '5 activations' of a rank's share, or bytes (40GiB)"
+    command.add_argument("--memory", metavar="X", help=text)
+    command.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what is made short")
+    command.add_argument("--max-stages-per-rank", metavar="N", type=_count(1), default=4, help="at most so many (4)")
+    text = "how long the search is, as a factor (1: about a second for 16 ranks and 64 microbatches)"
+    command.add_argument("--effort", metavar="X", type=_typed(_number), default=1.0, help=text)
+    command.add_argument("--time-limit", metavar="S", type=_typed(_number), help="seconds after which the search ends")
+    command.add_argument("--seed", metavar="N", type=_count(0), default=0, help="of the search's random numbers (0)")
+    _cost_numbers(
+        command,
+        "of a rank's whole share of the model, or by stage (1,1,2); or, in the file, of layers (docs/planner.md)",
+    )
+    command.add_argument("--plot", metavar="FILE", help="draw bubble against memory of all candidates")
+    command.add_argument("--csv", metavar="FILE", help="write the schedule as torch.distributed.pipelining does")
+    command.add_argument("--html", metavar="FILE", help="write the plan as an interactive page")
 
 
 def _plot(adder: Any) -> None:
@@ -262,17 +294,22 @@ def _simulation_arguments(command: Parser) -> None:
 
 
 def _cost_arguments(command: Parser) -> None:
-    group = command.add_argument_group("costs", "of one stage and one microbatch; a number, or one a stage (1,1,2)")
-    group.add_argument("--costs", metavar="FILE", help="a JSON object with any of the following names")
-    for name in COSTS:
-        flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, metavar="X", type=_cost, help=_COST_HELP.get(name, name))
+    group = _cost_numbers(command, "of one stage and one microbatch; a number, or one a stage (1,1,2)")
     group.add_argument(
         "--lanes",
         choices=("directed", "pair", "group"),
         default="directed",
         help="which channels a transport executes in one order (directed: none share)",
     )
+
+
+def _cost_numbers(command: Parser, text: str) -> Any:
+    group = command.add_argument_group("costs", text)
+    group.add_argument("--costs", metavar="FILE", help="a JSON object with any of the following names")
+    for name in COSTS:
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, metavar="X", type=_cost, help=_COST_HELP.get(name, name))
+    return group
 
 
 def _output_argument(command: Parser, suffix: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,13 +60,24 @@ def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int)
 @contextmanager
 def progress(text: str) -> Iterator[None]:
     """Say what is being done while it takes long: on the standard error, on a terminal, gone when it is done."""
-    if not sys.stderr.isatty():
+    with reports(text):
         yield
+
+
+@contextmanager
+def reports(text: str) -> Iterator[Callable[[str], None]]:
+    """The same, with a function that changes what is said."""
+    if not sys.stderr.isatty():
+        yield _say_nothing
         return
     try:
         from rich.console import Console
     except ImportError:
-        yield
+        yield _say_nothing
         return
-    with Console(stderr=True).status(text):
-        yield
+    with Console(stderr=True).status(text) as status:
+        yield status.update
+
+
+def _say_nothing(text: str) -> None:
+    """Progress is for terminals."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastpipe import api
 from fastpipe.cli.output import progress
-from fastpipe.cost import CostModel
+from fastpipe.cost import CostModel, shared_out
 from fastpipe.placement import Placement
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
@@ -36,7 +36,7 @@ def schedule_of(
     if arguments.stages_per_rank is not None:
         options.setdefault("stages_per_rank", arguments.stages_per_rank)
     if cost is not None:
-        of_stage = api.shared_out(cost, find(name).stages_per_rank) if share else cost
+        of_stage = shared_out(cost, find(name).stages_per_rank) if share else cost
         options = {**api.generator_costs(name, of_stage), **options}
     with progress(f"generating {name}"):
         return make_schedule(name, num_ranks=arguments.ranks, num_microbatches=arguments.microbatches, **options)
@@ -89,9 +89,13 @@ def schedule_document(schedule: Schedule) -> dict[str, Any]:
 
 def cost_of(arguments: argparse.Namespace) -> CostModel:
     """The costs: those of the file, and over them those of the command line."""
-    given = {name: getattr(arguments, name) for name in _COSTS if getattr(arguments, name) is not None}
     costs = CostModel() if arguments.costs is None else CostModel.from_json(Path(arguments.costs))
-    return replace(costs, **given)
+    return replace(costs, **given_costs(arguments))
+
+
+def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The costs of the command line alone."""
+    return {name: getattr(arguments, name) for name in _COSTS if getattr(arguments, name) is not None}
 
 
 def program_of(arguments: argparse.Namespace, schedule: Schedule) -> Program:
@@ -107,7 +111,7 @@ def timeline_of(arguments: argparse.Namespace, name: str | None = None, *, share
         api.check_one_cost(cost)
     schedule = schedule_of(arguments, name, cost, share=share)
     if share:
-        cost = api.shared_out(cost, schedule.num_stages / schedule.num_ranks)
+        cost = shared_out(cost, schedule.num_stages / schedule.num_ranks)
     cost.check(schedule.num_stages)
     program = program_of(arguments, schedule)
     with progress(f"simulating {schedule.name}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from fastpipe.action import NONE, ActionKind
 from fastpipe.placement import Placement
@@ -76,12 +77,16 @@ class Keys:
     def orders(self, count: int) -> Iterator[Ints]:
         """As many orders as can be made in so many tries."""
         for _ in range(count):
-            key = self._periodic() if self.random.random() < 0.5 else self._grouped()
+            key = self.draw()
             reserve = self.ladder * float(self.random.choice([1.0, 1.0, 1.0, 2.0, 3.0]))
             patience = float(self.random.choice([0.0, 0.0, 0.3, 0.6, 0.99]))
             order = engine.construct(self.tasks, key, reserve, patience)
             if order is not None:
                 yield order
+
+    def draw(self) -> Floats:
+        """Keys of either family."""
+        return self._periodic() if self.random.random() < 0.5 else self._grouped()
 
     def _periodic(self) -> Floats:
         """Every microbatch the same, one period after the one before; the slopes of F and I, and W's delay, vary."""
@@ -108,6 +113,6 @@ class Keys:
         backward = self._lexical(groups[1], self.depth - 1 - local)
         return np.asarray(ranking[self.kind] * _FAR + np.where(self.kind == _F, forward, backward))
 
-    def _lexical(self, group: int, local: Ints) -> Ints:
+    def _lexical(self, group: int, local: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         number, within = np.divmod(self.microbatch.astype(np.int64), group)
-        return number * (group * self.depth) + local * group + within
+        return np.asarray(number * (group * self.depth) + local * group + within)

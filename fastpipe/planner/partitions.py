@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+
 from fastpipe.planner import engine
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.model import Problem

@@ -44,7 +44,6 @@ def plan(
     effort: float = 1.0,
     time_limit: float | None = None,
     seed: int = 0,
-    exact: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Find a schedule for these costs that fits into this memory.
@@ -70,7 +69,6 @@ def plan(
         time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
             it: the same seed gives the same plan, natively and in Python.
         seed: of the search's random numbers.
-        exact: look for a proved optimum of small cases, with OR-Tools (``pip install 'fastpipe[exact]'``).
         progress: called as the search goes on.
 
     Raises:
@@ -79,7 +77,7 @@ def plan(
     problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank)
     _check_search(effort, time_limit, seed)
     planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress)
-    return planner.run(_microbatch_counts(problem, num_microbatches), exact)
+    return planner.run(_microbatch_counts(problem, num_microbatches))
 
 
 def _problem(costs: Any, num_ranks: Any, memory: Any, objective: Any, max_stages_per_rank: Any) -> Problem:
@@ -133,7 +131,7 @@ class _Planner:
     members: list[Member] = field(default_factory=list)
     best: tuple[float, str, Setting, Timeline, Schedule] | None = None
 
-    def run(self, counts: list[int], exact: bool) -> Plan:
+    def run(self, counts: list[int]) -> Plan:
         depths = self.problem.stages_per_rank()
         for count in counts:
             self._named(count, depths)
@@ -143,8 +141,7 @@ class _Planner:
             self._search(self._promising(counts), depths)
         if self.best is None:
             raise ValueError(self._nothing_fits())
-        optimal = self._exact() if exact else False
-        return self._plan(optimal)
+        return self._plan()
 
     def _say(self, text: str) -> None:
         if self.progress is not None:
@@ -206,18 +203,7 @@ class _Planner:
             if moved.setting.cost.backward is not None:
                 self._consider(f"plan from {one.name}, joined", moved.setting, starts.joined(moved.schedule()))
 
-    def _exact(self) -> bool:
-        from fastpipe.planner.exact import improve
-
-        assert self.best is not None
-        _, name, setting, _, schedule = self.best
-        self._say("solving exactly")
-        found = improve(self.problem, setting, schedule, self.clock)
-        if found.schedule is not None:
-            self._consider("exact", setting, found.schedule)
-        return found.optimal
-
-    def _plan(self, optimal: bool) -> Plan:
+    def _plan(self) -> Plan:
         assert self.best is not None
         value, name, setting, timeline, schedule = self.best
         chosen = (name, setting.num_microbatches, value)
@@ -226,7 +212,7 @@ class _Planner:
         parts = None if setting.parts is None else list(setting.parts)
         least = bound.lower_bound(self.problem, setting)
         objective, memory = self.problem.objective, self.problem.memory
-        return Plan(schedule, parts, timeline, objective, memory, least, rows, self.clock.cut, optimal)
+        return Plan(schedule, parts, timeline, objective, memory, least, rows, self.clock.cut)
 
     def _key(self, row: Candidate) -> tuple[str, int, float]:
         return row.name, row.num_microbatches, row.span if self.problem.span else row.makespan

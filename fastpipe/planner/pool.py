@@ -128,7 +128,8 @@ def _annealed(problem: Problem, one: Member, attempts: int, seed: int, clock: Cl
 def spread(pool: list[Member], count: int, each: int = 3) -> list[Member]:
     """The best, but not more than a few of one placement: another may get further."""
     ranked, taken = sorted(pool, key=lambda one: one.value), Counter[tuple[object, int]]()
-    chosen, rest = [], []
+    chosen: list[Member] = []
+    rest: list[Member] = []
     for one in ranked:
         key = (one.setting.placement, one.setting.num_microbatches)
         taken[key] += 1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fastpipe.planner.budget import Memory, human
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
-from fastpipe.visualize import pareto
+from fastpipe.visualize.pareto import pareto
 
 _ROWS = 16
 """Candidates that print shows."""
@@ -60,7 +60,6 @@ class Plan:
         bound: seconds; no schedule on these ranks can have a shorter objective.
         candidates: everything that was considered, the best that fits first.
         cut: whether `time_limit` ended the search; without that a plan is the same for the same seed.
-        optimal: whether the exact solver has proved that no other order of this placement is shorter.
     """
 
     schedule: Schedule
@@ -71,7 +70,6 @@ class Plan:
     bound: float
     candidates: list[Candidate] = field(repr=False)
     cut: bool = False
-    optimal: bool = False
 
     @property
     def makespan(self) -> float:
@@ -114,8 +112,7 @@ class Plan:
         lines = [
             f"Plan for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {limit}: {chosen.name}",
             f"  {self.objective} {self.value:.6g}, bubble {percent(self.bubble_fraction)}; "
-            f"bound {self.bound:.6g}, so at most {percent(self.gap)} could be gained"
-            + (", proved optimal for its placement" if self.optimal else ""),
+            f"bound {self.bound:.6g}, so at most {percent(self.gap)} could be gained",
             f"  {chosen.stages_per_rank} stages a rank ({schedule.placement.name}), {chosen.messages} messages, "
             f"peak memory {chosen.peak_memory:.4g} of {schedule.num_ranks}"
             + (f" ({human(chosen.peak_bytes)})" if chosen.peak_bytes else ""),

@@ -70,7 +70,8 @@ class Search:
         """False if the order given cannot run or does not fit into memory."""
         if not self.retimer.run():
             return False
-        for self.rank in range(self.lines.num_ranks):
+        for rank in range(self.lines.num_ranks):
+            self.rank = rank
             self.low, self.high = self.lines.first[self.rank], self.lines.first[self.rank + 1] - 1
             if self.low <= self.high and self._overflow() != NOBODY:
                 return False

@@ -44,16 +44,20 @@ def _shapes(family: Family, allowed: list[int]) -> list[dict[str, Any]]:
     return [{}] if family.stages_per_rank in allowed else []
 
 
-def _variants(problem: Problem, num_microbatches: int, family: Family, shape: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _variants(
+    problem: Problem, num_microbatches: int, family: Family, shape: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """As it is by default, for the costs, and for the memory."""
     limited = [name for name in ("memory_limit",) if name in family.options]
     try:
         plain = family.make(problem.num_ranks, num_microbatches, shape)
     except ValueError:
         plain = None
-    stages = plain.placement if plain is not None else None
-    if stages is None:
+    if plain is None:
         return [dict(shape)]
+    stages = plain.placement
+    if problem.fixed_stages not in (None, stages.num_stages):
+        return []
     setting = problem.setting(stages, num_microbatches)
     costs = _costs(family, setting.cost, problem.num_ranks, stages.num_stages)
     found: list[dict[str, Any]] = [dict(shape)]
@@ -69,12 +73,14 @@ def _variants(problem: Problem, num_microbatches: int, family: Family, shape: Ma
 def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> dict[str, Any]:
     """What a generator that looks at costs is given: one a rank where it takes that, else their mean."""
     found: dict[str, Any] = {}
+    if _is_default(cost, num_stages):
+        return found
     for name in _COSTS:
         option = family.options.get(name)
         if option is None:
             continue
         if name == "comm":
-            value: Any = _mean_latency(cost, num_ranks)
+            value: Any = _mean_latency(cost, num_ranks, num_stages)
         else:
             values = cost.per_stage(name, num_stages).tolist()
             even = len(set(values)) == 1
@@ -86,12 +92,17 @@ def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> 
     return found
 
 
-def _mean_latency(cost: CostModel, num_ranks: int) -> float:
+def _is_default(cost: CostModel, num_stages: int) -> bool:
+    """Whether all actions cost the same and transfers nothing, which generators take for granted."""
+    seconds = {s for name in _COSTS[:3] for s in cost.per_stage(name, num_stages).tolist()}
+    return len(seconds) == 1 and cost.comm == 0 and cost.bandwidth == math.inf
+
+
+def _mean_latency(cost: CostModel, num_ranks: int, num_stages: int) -> float:
     """Seconds of a transfer between neighbours, with the bytes of an average boundary."""
     if num_ranks == 1:
         return 0.0
-    sizes = cost.activation_bytes
-    size = float(np.mean(sizes)) if isinstance(sizes, tuple) else float(sizes)
+    size = float(cost.per_stage("activation_bytes", num_stages).mean())
     links = [cost.link(rank, rank + 1) for rank in range(num_ranks - 1)]
     return math.fsum(latency + size / bandwidth for latency, bandwidth in links) / len(links)
 

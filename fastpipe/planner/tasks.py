@@ -1,8 +1,9 @@
 """Tasks: the actions of a schedule as the search sees them, columns that Python and csrc/plan read alike.
 
 A task is an action; what it waits for is a message of another rank (`source`), or a task of its own rank that comes
-before it in every order (`local`): for the k-th microbatch of a stage the one before, the stage's own forward, and what
-is handed over within the rank. That the microbatches of a stage keep their order loses nothing, since all cost the same.
+before it in every order (`local`): for the k-th microbatch of a stage the one before, the stage's own forward, and
+what is handed over within the rank. That the microbatches of a stage keep their order loses nothing, as all cost the
+same.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ class _Parts:
 
 
 def _seconds(rows: Ints, cost: CostModel, num_stages: int) -> Floats:
-    table = np.stack([cost.per_stage(n, num_stages) for n in ("forward", "backward", "backward_input", "backward_weight")])
+    table = np.stack(
+        [cost.per_stage(n, num_stages) for n in ("forward", "backward", "backward_input", "backward_weight")]
+    )
     fused = rows[0] == _PAIR
     seconds = table[np.where(fused, 0, rows[0]), rows[1]]
     if fused.any():
@@ -147,9 +150,7 @@ def _seconds(rows: Ints, cost: CostModel, num_stages: int) -> Floats:
     return np.ascontiguousarray(seconds)
 
 
-def _messages(
-    parts: _Parts, rank_of: Ints, placement: Placement, cost: CostModel
-) -> tuple[Ints, Floats, Ints]:
+def _messages(parts: _Parts, rank_of: Ints, placement: Placement, cost: CostModel) -> tuple[Ints, Floats, Ints]:
     """Sources and transfers by task, and the pairs of those that hand over within a rank."""
     source = np.full((len(rank_of), 2), NOBODY, dtype=np.int32)
     transfer = np.zeros((len(rank_of), 2))

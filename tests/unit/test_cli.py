@@ -19,7 +19,19 @@ from fastpipe.cli.arguments import parser
 from fastpipe.cli.checks import FORMATS, diagnosis
 
 SMALL = ["--ranks", "4", "--microbatches", "8"]
-COMMANDS = ("schedules", "show", "simulate", "compare", "plot", "html", "trace", "validate", "convert", "doctor")
+COMMANDS = (
+    "schedules",
+    "show",
+    "simulate",
+    "compare",
+    "plan",
+    "plot",
+    "html",
+    "trace",
+    "validate",
+    "convert",
+    "doctor",
+)
 
 
 def run(capsys: Any, *arguments: str) -> str:
@@ -366,3 +378,26 @@ def test_it_needs_neither_rich_nor_matplotlib_nor_torch(tmp_path: Path) -> None:
 def test_the_parser_prints_help_for_the_whole(capsys: Any) -> None:
     text = parser().format_help()
     assert all(command in text for command in COMMANDS)
+
+
+# Plans
+
+
+def test_plan_prints_and_writes(capsys: Any, tmp_path: Path) -> None:
+    out = run(capsys, "plan", *SMALL, "--memory", "0.75", "--effort", "0.02", "--csv", str(tmp_path / "plan.csv"))
+    assert out.startswith("Plan for 4 ranks, 8 microbatches, memory 0.75 of 1F1B's") and "plan.csv" in out
+    assert fastpipe.Schedule.from_csv(tmp_path / "plan.csv").validate().num_ranks == 4
+    options = ["--forward", "1", "--comm", "0.1", "--effort", "0.02", "--html", str(tmp_path / "plan.html"), "--json"]
+    found = json.loads(run(capsys, "plan", *SMALL, *options))
+    assert found["gap"] >= 0 and found["candidates"][0]["chosen"] and found["schedule"]["num_ranks"] == 4
+    assert "<html" in (tmp_path / "plan.html").read_text()
+
+
+def test_plan_takes_layers_from_a_file(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"num_layers": 8, "held_bytes": 1e6, "batch_size": 8}))
+    options = ["--ranks", "4", "--costs", str(path), "--memory", "8MB", "--effort", "0"]
+    found = json.loads(run(capsys, "plan", *options, "--json"))
+    assert found["partition"][0][0] == 0 and found["partition"][-1][1] == 8
+    assert "has costs of layers; write it there" in refused(capsys, "plan", *options, "--forward", "2")
+    assert "memory = " in refused(capsys, "plan", *SMALL, "--memory", "lots")

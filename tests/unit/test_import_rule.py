@@ -50,6 +50,11 @@ FOLDERS = {
         "messages",
         "errors",
     },
+    "planner": {
+        "planner",
+        *("action", "cost", "lower", "memory", "native_plan", "partition", "placement", "program", "schedule"),
+        *("schedules", "simulate", "timeline", "validate", "validate_program", "visualize", "bounds", "errors"),
+    },
     "runtime": {"runtime", "program", "placement", "action", "dependencies", "machine", "timeline", "errors"},
 }
 MEETING = {

@@ -1,0 +1,243 @@
+"""`fastpipe.plan`: never worse than what is named, within memory, exactly what the simulator says, the same again."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastpipe
+from fastpipe import CostModel, LayerCosts, native_plan
+from fastpipe.planner.budget import Memory, human, memory_of
+
+COSTS = CostModel(1.0, 1.2, 0.8, comm=0.05)
+LAYERS = LayerCosts(
+    num_layers=14,
+    forward=[0.3, *[1.0] * 12, 1.5],
+    backward_input=[0.1, *[1.1] * 12, 1.6],
+    backward_weight=[0.2, *[0.9] * 12, 1.5],
+    held_bytes=[2e6, *[10e6] * 12, 30e6],
+    activation_bytes=1e6,
+    parameter_bytes=[50e6, *[12e6] * 12, 50e6],
+    comm=0.01,
+    bandwidth=1e9,
+    launch=0.02,
+    microbatch_size=2,
+    batch_size=16,
+)
+
+
+def small(costs: Any = COSTS, **options: Any) -> fastpipe.Plan:
+    """A plan of a case so small that it takes no time."""
+    settings = {"num_ranks": 4, "num_microbatches": 8, "effort": 0.05, **options}
+    return fastpipe.plan(costs, **settings)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("memory", [None, 0.75, 1.0])
+def test_a_plan_is_no_worse_than_any_schedule_that_fits(objective: str, memory: float | None) -> None:
+    plan = small(objective=objective, memory=memory)
+    fitting = [one for one in plan.candidates if one.fits]
+    assert plan.value == min(getattr(one, objective) for one in fitting)
+    assert plan.chosen.fits and plan.candidates[0] is plan.chosen
+    assert {"1f1b", "zb_h1", "zbv"} <= {one.name for one in plan.candidates}
+    again = fastpipe.simulate(plan.schedule.validate(), plan_cost(plan))
+    assert (again.makespan, again.span) == (plan.makespan, plan.span)
+    assert plan.bound <= plan.value and 0 <= plan.gap < 1
+    if memory is not None:
+        depth = plan.schedule.num_stages / 4
+        assert max(fastpipe.lower(plan.schedule).peak_activations) / depth <= 4 * memory + 1e-9
+
+
+def plan_cost(plan: fastpipe.Plan) -> CostModel:
+    depth = plan.schedule.num_stages / plan.schedule.num_ranks
+    return CostModel(1.0 / depth, 1.2 / depth, 0.8 / depth, comm=0.05)
+
+
+def test_a_plan_is_the_same_again_and_searches_with_its_seed() -> None:
+    first, second = small(seed=3), small(seed=3)
+    assert first.schedule == second.schedule and first.candidates == second.candidates
+    assert not first.cut
+    assert small(seed=3, time_limit=1000).schedule == first.schedule
+    others = {small(seed=seed, memory=0.6).schedule for seed in range(3)}
+    assert len(others) > 1
+
+
+def test_a_plan_is_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native_plan.library() is None:
+        pytest.skip("there is no library to do without")
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 3, "max_stages_per_rank": 2, "effort": 0.001}
+    native = fastpipe.plan(COSTS, **options)
+    monkeypatch.setattr(native_plan, "library", lambda: None)
+    assert fastpipe.plan(COSTS, **options).schedule == native.schedule
+
+
+def test_the_search_gains_where_costs_are_not_those_of_the_books() -> None:
+    plan = small(CostModel(1.0, 1.3, 0.7, comm=0.1), memory=0.75, effort=0.3)
+    named = [one.makespan for one in plan.candidates if one.fits and not one.name.startswith("plan")]
+    assert plan.makespan < min(named)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8)])
+def test_the_optimum_is_reached_where_it_is_known(num_ranks: int, num_microbatches: int) -> None:
+    """F = I = W and free transfers: no more is lost than the way to the last rank's first stage."""
+    plan = small(CostModel(), num_ranks=num_ranks, num_microbatches=num_microbatches, memory=1.0)
+    assert plan.makespan <= 3 * num_microbatches + (num_ranks - 1) / 4 + 1e-9
+    spanning = small(CostModel(), objective="span", memory=1.0)
+    assert spanning.span == pytest.approx(24)
+
+
+def test_costs_by_stage_fix_the_number_of_stages() -> None:
+    plan = small(CostModel([1, 1, 1, 1, 1, 1, 1, 2], 1.0, 1.0))
+    assert plan.schedule.num_stages == 8
+    with pytest.raises(ValueError, match="costs name 6 stages, which num_ranks = 4 does not divide"):
+        small(CostModel([1] * 6))
+
+
+def test_layers_are_cut_and_bytes_are_kept() -> None:
+    plan = small(LAYERS, memory="400MB")
+    assert plan.partition is not None
+    assert [layer for part in plan.partition for layer in part] == list(range(14))
+    assert len(plan.partition) == plan.schedule.num_stages
+    assert plan.chosen.peak_bytes <= 400e6
+    peaks = fastpipe.simulate(plan.schedule, LAYERS.stages(plan.partition, 8)).peak_bytes
+    parameters = LAYERS.parameters(plan.partition)
+    stays = [sum(parameters[s] for s in plan.schedule.placement.stages_of(rank)) for rank in range(4)]
+    assert max(a + b for a, b in zip(peaks, stays, strict=True)) == plan.chosen.peak_bytes
+
+
+def test_moving_layers_helps_where_the_ends_differ() -> None:
+    """The most even partition minimises the longest stage; a pipeline may want it elsewhere."""
+    plan = small(LAYERS, max_stages_per_rank=1, effort=0.2)
+    even = LAYERS.partition(4)
+    schedules = [plan.schedule, fastpipe.make_schedule("zb_h2", num_ranks=4, num_microbatches=8)]
+    assert plan.makespan <= min(fastpipe.simulate(s, LAYERS.stages(even, 8)).makespan for s in schedules)
+
+
+def test_the_number_of_microbatches_is_chosen_from_the_batch() -> None:
+    plan = small(LAYERS, num_microbatches=None, memory="500MB", effort=0.01)
+    tried = {one.num_microbatches for one in plan.candidates}
+    assert tried == {1, 2, 4, 8, 16}
+    best = min((one for one in plan.candidates if one.fits), key=lambda one: one.makespan)
+    assert plan.schedule.num_microbatches == best.num_microbatches
+    with pytest.raises(ValueError, match="num_microbatches: give it, or costs of layers with batch_size"):
+        small(num_microbatches=None)
+
+
+def test_a_time_limit_cuts_and_says_so() -> None:
+    started = time.monotonic()
+    plan = small(num_ranks=8, num_microbatches=32, time_limit=1e-6, effort=100.0)
+    assert plan.cut and "cut by its time limit" in str(plan)
+    assert time.monotonic() - started < 60  # hours, had it not been cut
+
+
+def test_progress_is_told() -> None:
+    said: list[tuple[str, float]] = []
+    plan = small(progress=lambda text, best: said.append((text, best)))
+    assert said[0][1] == float("inf") and said[-1][1] >= plan.value
+    assert {text.split()[0] for text, _ in said} == {"simulating", "list", "annealing"}
+
+
+def test_a_plan_prints_what_matters(tmp_path: Path) -> None:
+    plan = small(memory=0.75)
+    text = str(plan)
+    assert "memory 0.75 of 1F1B's" in text and "the plan" in text and f"{plan.bound:.6g}" in text
+    assert plan.chosen.name in text
+    pytest.importorskip("matplotlib")
+    assert plan.plot(tmp_path / "pareto.svg").read_text().count('id="chosen"') == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.625, Memory("fraction", 0.625)),
+        ("0.5", Memory("fraction", 0.5)),
+        ("5 activations", Memory("activations", 5)),
+        ("40GiB", Memory("bytes", 40 * 2**30)),
+        ("1.5 gb", Memory("bytes", 1.5e9)),
+        (4e9, Memory("bytes", 4e9)),
+        (None, None),
+    ],
+)
+def test_memory_is_read(value: Any, expected: Memory | None) -> None:
+    assert memory_of(value) == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, [], "", "much", "3 parsecs", 5000, "0GiB"])
+def test_memory_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="memory = "):
+        memory_of(value)
+
+
+def test_bytes_for_people() -> None:
+    assert [human(x) for x in (12, 2048, 3 * 2**20, 40 * 2**30)] == ["12 B", "2 KiB", "3 MiB", "40 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks = 0"),
+        ({"num_microbatches": 1.5}, "num_microbatches = 1.5"),
+        ({"objective": "fun"}, "objective = 'fun': use one of makespan, span"),
+        ({"max_stages_per_rank": 0}, "max_stages_per_rank = 0"),
+        ({"effort": -1}, "effort = -1"),
+        ({"time_limit": 0}, "time_limit = 0"),
+        ({"seed": -1}, "seed = -1"),
+        ({"memory": "1GiB"}, "the costs do not say how many bytes a stage holds"),
+        ({"memory": 0.01}, "nothing fits; the smallest, .*, needs 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**options)
+
+
+def test_costs_are_read_from_files_and_dicts(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"forward": 1.0, "backward_input": 1.2, "backward_weight": 0.8, "comm": 0.05}))
+    assert small(path).schedule == small(str(path)).schedule == small().schedule
+    layers = {"num_layers": 8, "forward": 0.5, "bandwidth": {"0->1": 5.0}, "activation_bytes": 1.0}
+    path.write_text(json.dumps(layers))
+    assert LayerCosts.from_json(path) == LayerCosts(8, 0.5, bandwidth={(0, 1): 5.0}, activation_bytes=1.0)
+    assert small(layers, effort=0).partition is not None
+    path.write_text("{")
+    for read in (small, LayerCosts.from_json):
+        with pytest.raises(ValueError, match="no JSON"):
+            read(path)
+    with pytest.raises(TypeError, match="costs: expected a CostModel, LayerCosts, a dict or a file, found int"):
+        small(3)
+    with pytest.raises(ValueError, match="held_bytes is of layers; say num_layers too"):
+        small({"held_bytes": 3})
+    with pytest.raises(ValueError, match="there is no 'speed'"):
+        small({"num_layers": 8, "speed": 3})
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers = 0"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"forward": [1.0]}, "forward = .*one for each of 2 layers"),
+        ({"forward": [1.0, -1.0]}, r"forward\[1\] = -1.0"),
+        ({"launch": float("nan")}, "launch = nan"),
+        ({"comm": -1.0}, "comm = -1.0"),
+    ],
+)
+def test_layers_costs_are_checked(attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerCosts(**{"num_layers": 2, **attributes})
+
+
+def test_layers_grow_with_the_microbatch_and_launches_do_not() -> None:
+    parts = [range(0, 7), range(7, 14)]
+    measured, twice = LAYERS.stages(parts, 8), LAYERS.stages(parts, 4)
+    for name in ("forward", "backward_input", "backward_weight", "backward"):
+        old, new = measured.per_stage(name, 2), twice.per_stage(name, 2)
+        assert (new - 0.02).tolist() == pytest.approx((2 * (old - 0.02)).tolist())
+    assert twice.per_stage("stage_bytes", 2).tolist() == (2 * measured.per_stage("stage_bytes", 2)).tolist()
+    assert LAYERS.parameters(parts) == [50e6 + 72e6, 50e6 + 72e6]
+    fused = LayerCosts(4, 1.0, 1.0, 1.0, fused=0.75).stages([range(0, 2), range(2, 4)], 1)
+    assert fused.per_stage("overlapped", 2).tolist() == [4.5, 4.5]

@@ -1,0 +1,176 @@
+"""The search's own times are those of the simulator, and its steps take the same way in Python and in C++."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastpipe
+from fastpipe import CostModel, Schedule, native_plan
+from fastpipe.planner import engine, retime, search
+from fastpipe.planner.construct import Constructor
+from fastpipe.planner.keys import Keys, unordered
+from fastpipe.planner.pool import fits
+from fastpipe.planner.starts import joined, split
+from fastpipe.planner.tasks import Tasks, held_peaks, tasks_of
+from tests.unit.planning import random_schedules
+
+NAMED = [
+    ("1f1b", 3, 5, {}),
+    ("zbv", 3, 6, {}),
+    ("v_half", 4, 8, {}),
+    ("dualpipe", 4, 8, {}),
+    ("dualpipev", 2, 5, {}),
+    ("interleaved_zb", 3, 7, {"stages_per_rank": 3}),
+    ("1f1b_overlap", 4, 8, {}),
+    ("hanayo", 3, 4, {"waves": 2}),
+]
+
+
+def made(name: str, num_ranks: int, num_microbatches: int, options: dict[str, int]) -> Schedule:
+    return fastpipe.make_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+
+
+def uneven(num_stages: int, comm: float = 0.13) -> CostModel:
+    """Costs by stage; no transfer takes longer than an action, so that lanes are always free."""
+    return CostModel([1 + 0.1 * stage for stage in range(num_stages)], 1.1, 0.7, comm=comm)
+
+
+def tight(schedule: Schedule, cost: CostModel) -> Tasks:
+    """Its tasks, with just the memory that it needs."""
+    held = [1.0 + 0.5 * (stage % 2) for stage in range(schedule.num_stages)]
+    return tasks_of(schedule, cost, held, held_peaks(schedule, held))
+
+
+@pytest.mark.parametrize("case", NAMED, ids=str)
+@pytest.mark.parametrize("comm", [0.0, 0.13, 0.6])
+def test_an_orders_times_are_the_simulators(case: tuple[str, int, int, dict[str, int]], comm: float) -> None:
+    schedule = made(*case)
+    cost = uneven(schedule.num_stages, comm)
+    tasks = tight(schedule, cost)
+    timeline = fastpipe.simulate(schedule, cost)
+    assert engine.measure(tasks, tasks.start, span=False) == timeline.makespan
+    assert engine.measure(tasks, tasks.start, span=True) == timeline.span
+    times = engine.retime(tasks, tasks.start)
+    assert times is not None
+    for rank in range(schedule.num_ranks):
+        mine = slice(tasks.first[rank], tasks.first[rank + 1])
+        assert [span.start for span in timeline.compute_spans(rank)] == times[0][mine].tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(random_schedules(), st.integers(0, 1000))
+def test_no_search_time_is_above_the_simulators(schedule: Schedule, seed: int) -> None:
+    """With long transfers and orders that cross, a message may also wait for its lane: never less."""
+    rng = np.random.default_rng(seed)
+    cost = CostModel(rng.uniform(0.1, 2, schedule.num_stages).tolist(), comm=float(rng.uniform(0, 2)))
+    tasks = tight(schedule, cost)
+    assert engine.measure(tasks, tasks.start, span=False) <= fastpipe.simulate(schedule, cost).makespan + 1e-9
+
+
+def test_an_order_that_cannot_run_has_no_times() -> None:
+    schedule = made("1f1b", 2, 2, {})
+    tasks = tight(schedule, CostModel())
+    order = tasks.start.copy()
+    order[: tasks.first[1]] = order[: tasks.first[1]][::-1]  # the first rank begins with a backward
+    assert engine.retime(tasks, order) is None
+    assert engine.measure(tasks, order, span=False) == float("inf")
+    assert retime.retime(tasks, order) is None
+    arguments = {"span": False, "seed": 0, "attempts": 10, "hot": 1.0, "cold": 0.0}
+    assert engine.improve(tasks, order, **arguments) is None  # type: ignore[arg-type]
+
+
+def test_peaks_are_counted_by_stage_and_released_at_the_end_of_w() -> None:
+    schedule = made("zb_h1", 4, 8, {})
+    assert held_peaks(schedule, [1.0] * 4) == list(fastpipe.lower(schedule).peak_activations)
+    tasks = tasks_of(schedule, CostModel(), [2.0, 1.0, 1.0, 1.0], [8.0, 4.0, 4.0, 4.0])
+    assert tasks.peaks(tasks.start) == [8.0, 4.0, 4.0, 4.0] and fits(tasks, tasks.start)
+    assert not fits(tasks_of(schedule, CostModel(), [2.0, 1.0, 1.0, 1.0], [7.5] * 4), tasks.start)
+
+
+@pytest.mark.parametrize("case", NAMED, ids=str)
+@pytest.mark.parametrize("span", [False, True])
+def test_the_search_keeps_what_must_be_kept(case: tuple[str, int, int, dict[str, int]], span: bool) -> None:
+    schedule = split(made(*case))
+    cost = uneven(schedule.num_stages)
+    tasks = tight(schedule, cost)
+    before = engine.measure(tasks, tasks.start, span)
+    found = engine.improve(tasks, tasks.start, span=span, seed=3, attempts=3000, hot=0.5, cold=0.01)
+    assert found is not None
+    order, value = found
+    better = tasks.ordered(order, "better").validate()
+    timeline = fastpipe.simulate(better, cost)
+    assert value == (timeline.span if span else timeline.makespan) <= before
+    assert fits(tasks, order)
+    for rank in range(schedule.num_ranks):
+        mine = slice(tasks.first[rank], tasks.first[rank + 1])
+        assert sorted(order[mine].tolist()) == tasks.start[mine].tolist()
+
+
+def test_the_search_finds_what_a_bad_order_wastes() -> None:
+    """GPipe's backwards wait for all forwards; 1F1B's memory allows better, and the search gets nearly there."""
+    tasks = tight(split(made("gpipe", 3, 6, {})), CostModel())
+    found = engine.improve(tasks, tasks.start, span=False, seed=0, attempts=20000, hot=0.5, cold=0.01)
+    assert found is not None and found[1] < engine.measure(tasks, tasks.start, span=False)
+    assert found[1] <= 3 * 6 + 2  # the optimum: work and the way to the last rank
+
+
+def test_what_does_not_fit_is_no_start() -> None:
+    schedule = made("zb_h1", 4, 8, {})
+    tasks = tasks_of(schedule, CostModel(), [1.0] * 4, [3.0] * 4)
+    for improved in (engine.improve(tasks, tasks.start, span=False, seed=0, attempts=5, hot=1.0, cold=0.0),):
+        assert improved is None
+    assert not search.Search(tasks, tasks.start, False, 0).begin()
+
+
+@pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
+@pytest.mark.parametrize("case", NAMED[:6], ids=str)
+@pytest.mark.parametrize("span", [False, True])
+def test_both_languages_take_the_same_way(case: tuple[str, int, int, dict[str, int]], span: bool) -> None:
+    schedule = made(*case)
+    tasks = tight(schedule, uneven(schedule.num_stages))
+    for seed in (0, 2**40 + 7):
+        found = native_plan.improve(tasks, tasks.start, span, seed, 400, 0.5, 0.01)
+        python = search.Search(tasks, tasks.start, span, seed)
+        assert python.begin() and found is not None
+        python.improve(400, 0.5, 0.01)
+        assert (python.best, python.best_objective) == (found[0].tolist(), found[1])
+
+
+@pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
+@pytest.mark.parametrize("limit", [3.0, 4.0])
+def test_both_languages_construct_the_same(limit: float) -> None:
+    placement = fastpipe.Placement.v(4)
+    tasks = tasks_of(unordered(placement, 6), uneven(8), [0.5] * 8, [limit] * 4)
+    rng = np.random.default_rng(1)
+    made_at_all = 0
+    for _ in range(20):
+        key, reserve = rng.random(len(tasks)), 0.5 * rng.integers(0, 2, len(tasks))
+        python = Constructor(tasks, key, reserve, 0.5).run()
+        found = native_plan.construct(tasks, key, reserve, 0.5)
+        assert python == (None if found is None else found.tolist())
+        made_at_all += python is not None
+    assert made_at_all
+
+
+@pytest.mark.parametrize("placement", [fastpipe.Placement.loop(3, 3), fastpipe.Placement.wave(3, 4)], ids=str)
+@pytest.mark.parametrize("spare", [1, 2, 6])
+def test_list_scheduling_never_stops_with_its_ladder(placement: fastpipe.Placement, spare: int) -> None:
+    depth = placement.num_stages // 3
+    limit = (depth - 1 + spare) / depth
+    tasks = tasks_of(unordered(placement, 5), uneven(placement.num_stages), [1 / depth] * 3 * depth, [limit] * 3)
+    keys = Keys(tasks, seed=spare)
+    for _ in range(25):
+        order = engine.construct(tasks, keys.draw(), keys.ladder, 0.5)
+        assert order is not None
+        assert fits(tasks, order)
+        tasks.ordered(order, "listed").validate()
+
+
+def test_backwards_are_split_and_joined() -> None:
+    schedule = made("1f1b", 3, 5, {})
+    apart = split(schedule).validate()
+    assert apart.splits_backward and joined(apart) == schedule
+    assert joined(made("zbv", 3, 5, {})).num_actions < made("zbv", 3, 5, {}).num_actions
