@@ -41,6 +41,7 @@ from setuptools.errors import CompileError
 from setuptools.modified import newer_group
 
 RECORD = "_build_info.json"
+NUM_BUNDLES = 2
 LOG_LINES = 40  # of a failed build, kept in the record
 
 # Python's own flags bring -g, which makes a file a third slower to compile and twenty times as large. What is in
@@ -48,6 +49,8 @@ LOG_LINES = 40  # of a failed build, kept in the record
 COMMON_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra", *shlex.split(os.environ.get("FASTPIPE_CXXFLAGS", ""))]
 # No -std here: torch's own build step adds the one its headers need.
 RUNTIME_FLAGS = [*COMMON_FLAGS, "-fvisibility=hidden"]
+# Lets torch's headers name the operators they need instead of including all of them.
+RUNTIME_MACROS = [("AT_PER_OPERATOR_HEADERS", None)]
 # Sums of seconds come out as Python's do, to the last bit: nothing is fused.
 PLAN_FLAGS = ["-ffp-contract=off", *COMMON_FLAGS, "-std=c++17"]
 
@@ -170,8 +173,29 @@ def plan_extension(declared: Extension) -> Extension:
     )
 
 
-def runtime_extension(declared: Extension, torch: ModuleType) -> Extension:
-    """csrc/core and csrc/torch, with csrc/cuda if this torch has CUDA and there is a toolkit (a GPU is not needed)."""
+def bundled(sources: list[str], folder: str) -> list[str]:
+    """Files that include those of csrc/torch, in their place: a compiler takes ten seconds for torch's headers alone.
+
+    So a name in an anonymous namespace must be the only one of its kind in csrc/torch.
+    """
+    heavy = [source for source in sources if source.startswith("csrc/torch/")]
+    size = -(-len(heavy) // NUM_BUNDLES) or 1
+    bundles = []
+    for start in range(0, len(heavy), size):
+        text = "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in heavy[start : start + size])
+        bundle = Path(folder, f"torch-{len(bundles) + 1}.cpp")
+        bundle.parent.mkdir(parents=True, exist_ok=True)
+        if not bundle.exists() or bundle.read_text() != text:  # a newer file would be compiled again
+            bundle.write_text(text)
+        bundles.append(bundle.as_posix())
+    return [source for source in sources if source not in heavy] + bundles
+
+
+def runtime_extension(declared: Extension, torch: ModuleType, folder: str) -> Extension:
+    """csrc/core and csrc/torch, with csrc/cuda if this torch has CUDA and there is a toolkit (a GPU is not needed).
+
+    What is generated goes into `folder`.
+    """
     tools = torch.utils.cpp_extension
     cuda_sources = files_in("cuda", "*.cpp", "*.cu")
     with_cuda = bool(cuda_sources and torch.version.cuda and tools.CUDA_HOME)
@@ -183,10 +207,10 @@ def runtime_extension(declared: Extension, torch: ModuleType) -> Extension:
     make = tools.CUDAExtension if with_cuda else tools.CppExtension
     return make(
         declared.name,
-        declared.sources + (cuda_sources if with_cuda else []),
+        bundled(declared.sources, folder) + (cuda_sources if with_cuda else []),
         depends=declared.depends,
         include_dirs=[os.path.abspath("csrc")],
-        define_macros=[("FASTPIPE_WITH_CUDA", None)] if with_cuda else [],
+        define_macros=[*RUNTIME_MACROS, *([("FASTPIPE_WITH_CUDA", None)] if with_cuda else [])],
         extra_compile_args=flags,
     )
 
@@ -250,6 +274,13 @@ def only_one_build_in(folder: str) -> Iterator[None]:
     with open(os.path.join(folder, ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def put_in_place(source: str, target: str) -> None:
+    """Copy a file at one go: a process that opens or runs the target finds the old one or the new one, never a part."""
+    part = f"{target}.{os.getpid()}.part"
+    shutil.copy(source, part)
+    os.replace(part, target)
 
 
 def headline(log: list[str], error: Exception) -> str:
@@ -320,12 +351,13 @@ class BuildNative(build_ext):
         else:
             check_python_headers()
             put_ninja_on_path()
-            extension, builder = runtime_extension(declared, torch), torch.utils.cpp_extension.BuildExtension
+            extension = runtime_extension(declared, torch, os.path.join(self.build_temp, "csrc"))
+            builder = torch.utils.cpp_extension.BuildExtension
         inputs = {
             "compiler": compiler,
             "torch": torch and torch.__version__,
             "backend": torch and torch_backend(torch),
-            "sources": extension.sources,
+            "sources": declared.sources,
             "flags": extension.extra_compile_args,
         }
         return extension, builder, inputs
@@ -370,10 +402,10 @@ class BuildNative(build_ext):
             Path(in_source).unlink(missing_ok=True)
 
     def _copy_to_source(self) -> None:
-        self.copy_extensions_to_source()
-        record = Path(self._package_folder(in_source=True), RECORD)
-        record.unlink(missing_ok=True)
-        shutil.copyfile(Path(self._package_folder(in_source=False), RECORD), record)
+        for extension in self.extensions:
+            in_source, packed = self._get_inplace_equivalent(self.get_finalized_command("build_py"), extension)
+            put_in_place(packed, in_source)
+        put_in_place(*(os.path.join(self._package_folder(in_source), RECORD) for in_source in (False, True)))
 
     def get_outputs(self) -> list[str]:
         """The built libraries and the record."""

@@ -4,8 +4,10 @@ import ctypes
 import os
 import shutil
 import tarfile
+import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,29 @@ def test_only_what_changed_is_compiled(tree: NativeTree) -> None:
     tree.build()
     assert ctypes.CDLL(str(tree.library("_plan"))).fastpipe_answer() == 43
     assert tree.object_times()["other"] != second["other"]
+
+
+def test_who_looks_while_it_is_built_sees_a_whole_library(tree: NativeTree) -> None:
+    """A process that opens a library which is being written dies; one that runs it must keep what it has."""
+    tree.build()
+    library = tree.library("_plan")
+    first = library.read_bytes()
+    touch(tree.write("csrc/plan/plan.h", "#pragma once\nenum { ANSWER = 43 };\n"))
+    seen, done = {first}, threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.add(library.read_bytes() if library.exists() else b"")
+
+    with library.open("rb") as held, ThreadPoolExecutor() as pool:
+        looking = pool.submit(look)
+        tree.build()
+        done.set()
+        looking.result()
+        assert held.read() == first
+    assert seen == {first, library.read_bytes()} and len(seen) == 2
+    assert ctypes.CDLL(str(library)).fastpipe_answer() == 43
+    assert not list(tree.root.glob("fastpipe/*.part"))
 
 
 def test_a_removed_file_and_other_flags_are_noticed(tree: NativeTree) -> None:
