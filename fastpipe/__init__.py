@@ -22,6 +22,7 @@ from fastpipe.validate_program import validate_program
 
 if TYPE_CHECKING:
     from fastpipe.runtime.check_parity import check_parity
+    from fastpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
     from fastpipe.runtime.native import native_status
     from fastpipe.runtime.pipeline import Pipeline, StepResult
 
@@ -29,6 +30,8 @@ _LAZY = {
     "Pipeline": "fastpipe.runtime.pipeline",
     "StepResult": "fastpipe.runtime.pipeline",
     "check_parity": "fastpipe.runtime.check_parity",
+    "save_checkpoint": "fastpipe.runtime.checkpoint",
+    "load_checkpoint": "fastpipe.runtime.checkpoint",
     "native_status": "fastpipe.runtime.native",
 }
 """Names that need torch, or look for it: imported when they are first asked for."""
@@ -59,12 +62,14 @@ __all__ = [
     "check_parity",
     "compare",
     "list_schedules",
+    "load_checkpoint",
     "lower",
     "make_schedule",
     "native_status",
     "partition",
     "plan",
     "plot",
+    "save_checkpoint",
     "simulate",
     "validate_program",
     "validate_schedule",

@@ -1,0 +1,94 @@
+"""Train, save, and go on later with another number of ranks and another schedule: the losses are those of one training.
+
+Start it as often as you like, with any schedule and any number of ranks or processes; it goes on where it stopped:
+
+    python examples/resume.py --folder checkpoints --ranks 4 --schedule dualpipev --until 6
+    torchrun --nproc-per-node 2 examples/resume.py --folder checkpoints --schedule 1f1b --until 12
+    python examples/resume.py --folder checkpoints --ranks 1 --schedule gpipe --until 18
+
+Every third step it saves in the background, into a folder of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import fastpipe
+
+ROWS, WIDTH, LAYERS, MICROBATCHES, EVERY = 32, 32, 8, 8, 3
+
+
+def make_layers() -> list[nn.Module]:
+    """The model: the same on every rank until a checkpoint is loaded."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(LAYERS)]
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch of a step, whoever asks."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    return x, x.roll(1, dims=1).tanh()
+
+
+def latest(folder: Path) -> Path | None:
+    """The last complete checkpoint: what is in ``.metadata`` was written last."""
+    steps = [
+        int(found[1]) for path in folder.glob("*/.metadata") if (found := re.fullmatch(r"step(\d+)", path.parent.name))
+    ]
+    return folder / f"step{max(steps)}" if steps else None
+
+
+def train(folder: Path, schedule: str, num_ranks: int | None, until: int) -> list[float]:
+    """Go on from the latest checkpoint, up to a step; the losses of the steps that were done."""
+    pipe = fastpipe.Pipeline(make_layers(), schedule, MICROBATCHES, nn.functional.mse_loss, num_ranks=num_ranks)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    start = 0
+    found = latest(folder)
+    if found is not None:
+        extra = fastpipe.load_checkpoint(found, pipe, optimizer)
+        start = extra["step"]
+        scheduler.load_state_dict(extra["scheduler"])
+    if pipe.rank == 0:
+        print(f"{schedule} on {pipe.num_ranks} ranks, {f'from {found.name}' if found else 'from the start'}")
+    losses = []
+    writing = None
+    for step in range(start, until):
+        x, target = batch_of(step)
+        optimizer.zero_grad()
+        loss = float(pipe.step(x, target=target).loss)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss)
+        if pipe.rank == 0:
+            print(f"  step {step:3}  loss {loss:.9f}")
+        if (step + 1) % EVERY == 0 or step + 1 == until:
+            extra = {"step": step + 1, "scheduler": scheduler.state_dict()}
+            path = folder / f"step{step + 1}"
+            writing = fastpipe.save_checkpoint(path, pipe, optimizer, extra=extra, asynchronous=True)
+    if writing is not None:
+        writing.result()  # raises if the checkpoint could not be written
+    return losses
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Train, save, and go on with another number of ranks.")
+    parser.add_argument("--folder", type=Path, default=Path("checkpoints"), help="where checkpoints are")
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--ranks", type=int, help="in one process, whose threads they are; otherwise the processes")
+    parser.add_argument("--until", type=int, default=6, help="the step to stop before")
+    given = parser.parse_args(arguments)
+    return train(given.folder, given.schedule, given.ranks, given.until)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Checkpoints: a thin layer over `torch.distributed.checkpoint` (DCP).
+
+Keys are those of the unsplit model, so a checkpoint does not know how the model was cut: any schedule, any number of
+ranks and the plain model can load it. DCP brings the rest: every rank writes what it holds, what several hold is
+written once, and each reads what it needs. What is checked here first is agreed on by all ranks, as DCP's own exchange
+would wait for a rank that gave up.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from fastpipe.runtime.control import Reply
+from fastpipe.runtime.optimizer_state import Optimizers, flat_state, put_back, template
+from fastpipe.runtime.pipeline import Pipeline
+
+# one process without a group is no mistake, which DCP warns of, also from threads of its own
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+_side_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_pending: list[Future[Any]] = []
+"""Saves in the background; the next one waits for them, as both would talk in the same group."""
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    extra: Any = None,
+    asynchronous: bool = False,
+    group: Any = None,
+) -> Future[Any] | None:
+    """Write the model, and the optimizer, into a folder that all ranks see. Called on every rank alike.
+
+    In the folder are ``model.<key of the unsplit model>``, ``optimizer.<...>`` in the flattened form of
+    `torch.distributed.checkpoint.state_dict`, ``extra``, and the state of each process's random generator. A stage
+    that two ranks hold is written once; of its buffers those of one holder.
+
+    Args:
+        path: a folder; a new one for every checkpoint, as one that is overwritten is no checkpoint while it is.
+        pipe: whose model.
+        optimizer: one or several, of `pipe.parameters()`.
+        extra: what else the script needs to go on, the same on every rank: the number of the step, the state of a
+            learning-rate scheduler. Anything that can be pickled.
+        asynchronous: return when all is copied, and write in the background.
+        group: the processes that save together; all of them unless given. Replicas of a pipeline save together.
+
+    Returns:
+        None; or a future whose ``result()`` says that the checkpoint is complete, or raises what went wrong.
+
+    Raises:
+        ValueError: for an optimizer of other parameters, or whose state cannot be saved.
+        StepError: when another rank cannot save.
+    """
+    _await_pending()
+    state: dict[str, Any] = {}
+
+    def gather() -> Reply:
+        names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+        # a tuple is one value to DCP, whatever is in it
+        state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe))
+        state.update(optimizer=flat_state(_listed(optimizer), names))
+        return {}
+
+    pipe._steps.meet(f"save_checkpoint of {os.fspath(path)}", gather)
+    folder, alone = os.fspath(path), not dist.is_initialized()
+    if not asynchronous:
+        save(state, checkpoint_id=folder, process_group=group, no_dist=alone)
+        return None
+    writing = async_save(state, checkpoint_id=folder, process_group=_side_group(group), no_dist=alone)
+    assert isinstance(writing, Future)
+    _pending.append(writing)
+    return writing
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    group: Any = None,
+) -> Any:
+    """Read what `save_checkpoint` wrote, whatever wrote it: another number of ranks, another schedule.
+
+    Called on every rank alike. Parameters are filled in place. Random generators are set where as many processes load
+    as had saved; otherwise they stay as they are.
+
+    Args:
+        path: the folder.
+        pipe: a pipeline of the same model.
+        optimizer: one or several, of `pipe.parameters()`, as when it was saved; None leaves what was saved.
+        group: the processes that load together; all of them unless given.
+
+    Returns:
+        What was given as ``extra``.
+
+    Raises:
+        FileNotFoundError: when there is no complete checkpoint.
+        KeyError: when it lacks something that is needed here.
+        ValueError: when it has something of the model that no rank takes, another shape, or other groups of
+            parameters.
+        StepError: when another rank cannot load.
+    """
+    _await_pending()
+    optimizers = _listed(optimizer)
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    state: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
+
+    def prepare() -> Reply:
+        saved.update(_metadata(path))
+        state.update(model=pipe.state_dict(), extra=None)
+        _check_model(state["model"], saved, path)
+        state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
+        generators = _generators(pipe)
+        state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
+        return {"keys": list(state["model"])}
+
+    replies = pipe._steps.meet(f"load_checkpoint of {os.fspath(path)}", prepare)
+    _check_all_taken(_section(saved, "model"), replies, path)
+    load(state, checkpoint_id=os.fspath(path), process_group=group, no_dist=not dist.is_initialized())
+    pipe.load_state_dict(state["model"])
+    put_back(optimizers, names, state["optimizer"])
+    _set_generators(pipe, state["random"])
+    return state["extra"][0]
+
+
+def _listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def _metadata(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """What is in a checkpoint, by key."""
+    try:
+        found = FileSystemReader(path).read_metadata()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{os.fspath(path)} has no complete checkpoint: {error}") from error
+    entries: Mapping[str, Any] = found.state_dict_metadata
+    return entries
+
+
+def _section(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): entry for key, entry in saved.items() if key.startswith(prefix)}
+
+
+def _check_model(state: Mapping[str, Any], saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    for key, value in state.items():
+        entry = saved.get(f"model.{key}")
+        if entry is None:
+            raise KeyError(f"the checkpoint {os.fspath(path)} has no {key!r}, which the pipeline needs")
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        there = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        if shape != there:
+            raise ValueError(f"{key} has shape {shape} here and {there} in the checkpoint {os.fspath(path)}")
+
+
+def _check_all_taken(saved: Mapping[str, Any], replies: Sequence[Reply], path: str | os.PathLike[str]) -> None:
+    left = saved.keys() - {key for reply in replies for key in reply["keys"]}
+    if left:
+        raise ValueError(
+            f"the checkpoint {os.fspath(path)} has {min(left)!r} ({len(left)} such keys), which no stage has: build "
+            "the pipeline of the same model"
+        )
+
+
+def _generators(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    """The states of this process's random generators."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    states = {f"{rank}_of_{size}": torch.get_rng_state()}
+    if pipe.device.type == "cuda":
+        states[f"{rank}_of_{size}_cuda"] = torch.cuda.get_rng_state(pipe.device)
+    return states
+
+
+def _set_generators(pipe: Pipeline, states: Mapping[str, torch.Tensor]) -> None:
+    for key, value in states.items():
+        if key.endswith("_cuda"):
+            torch.cuda.set_rng_state(value, pipe.device)
+        else:
+            torch.set_rng_state(value)
+
+
+def _side_group(group: Any) -> Any:
+    """A group of the same processes for saves in the background: the script goes on to use the other one."""
+    if not dist.is_initialized():
+        return None
+    group = dist.group.WORLD if group is None else group
+    if group not in _side_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _side_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _side_groups[group]
+
+
+def _await_pending() -> None:
+    """What was saved in the background is complete, or failed: its future has said so or will."""
+    while _pending:
+        _pending.pop().exception()

@@ -1,0 +1,92 @@
+"""Checkpoints of processes: four save, two load, one loads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpipe import load_checkpoint, save_checkpoint
+from tests.distributed.test_step import GroupOf, caught
+from tests.runtime.checks import same_bits
+from tests.runtime.test_checkpoint import adamw, all_same, fresh, momentum, pipeline, train, uninterrupted
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def go_on(
+    schedule: str, executor: str, start: int, load: str | None, save: str | None, asynchronous: bool = False
+) -> list[torch.Tensor]:
+    """Two steps of a training that was saved, or of a new one."""
+    num_ranks = None if dist.is_initialized() else 2
+    pipe = pipeline(schedule, num_ranks, fresh() if load else None, executor=executor)
+    optimizer = adamw(pipe)
+    if load:
+        assert load_checkpoint(load, pipe, optimizer) == {"step": start}
+    losses = train(pipe, optimizer, range(start, start + 2))
+    if save:
+        writing = save_checkpoint(save, pipe, optimizer, extra={"step": start + 2}, asynchronous=asynchronous)
+        train(pipe, optimizer, range(start + 2, start + 3))
+        if writing is not None:
+            writing.result()
+    return losses
+
+
+def test_training_goes_on_with_fewer_processes(executor: str, group_of: GroupOf, tmp_path: Path) -> None:
+    expected = uninterrupted(adamw, range(6))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    asynchronous = executor == "native"
+    for losses in group_of(4).run(go_on, "dualpipev", executor, 0, None, a, asynchronous):
+        assert all_same(losses, expected[:2])
+    for losses in group_of(2).run(go_on, "1f1b", executor, 2, a, b):
+        assert all_same(losses, expected[2:4])
+    assert all_same(go_on("zbv", executor, 4, b, None), expected[4:])
+
+
+def test_stages_held_twice_are_written_once(group_of: GroupOf, tmp_path: Path) -> None:
+    """From copies to none and back: with copies the sums have another order, so only states are compared."""
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    group_of(2).run(go_on, "dualpipe", "python", 0, None, a)
+    one = pipeline("1f1b", 2, fresh())
+    load_checkpoint(a, one, optimizer := adamw(one))
+    save_checkpoint(b, one, optimizer, extra={"step": 2})
+    from_copies = group_of(2).run(go_on, "dualpipe", "python", 2, a, None)
+    again = group_of(2).run(go_on, "dualpipe", "python", 2, b, None)
+    assert all(all_same(losses, from_copies[0]) for losses in [*from_copies, *again])
+
+
+def go_wrong(folder: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    pipe = pipeline("1f1b", None)
+    other = torch.nn.Linear(2, 2)
+    found = {
+        "optimizer": caught(lambda: save_checkpoint(folder, pipe, momentum(other if rank else pipe))),
+        "folder": caught(lambda: load_checkpoint(folder, pipe)),
+        "folders": caught(lambda: save_checkpoint(folder + str(rank), pipe)),
+    }
+    save_checkpoint(folder, pipe, momentum(pipe))
+    before = torch.get_rng_state()
+    torch.randn(3)
+    load_checkpoint(folder, pipe, momentum(pipe))
+    assert same_bits(torch.get_rng_state(), before)
+    return found
+
+
+def test_whoever_cannot_is_an_error_for_all(group_of: GroupOf, tmp_path: Path) -> None:
+    zero, one = group_of(2).run(go_wrong, str(tmp_path / "a"))
+    assert one["optimizer"][0] == "ValueError" and zero["optimizer"][0] == "StepError" and zero["optimizer"][2] == 1
+    assert zero["folder"][0] == one["folder"][0] == "FileNotFoundError"
+    assert zero["folders"][:2] == one["folders"][:2] and "do not make the same call" in zero["folders"][1]
+
+
+@pytest.mark.parametrize("keys", [["0_of_2", "1_of_2"]])
+def test_what_is_in_a_checkpoint(keys: list[str], group_of: GroupOf, tmp_path: Path) -> None:
+    group_of(2).run(go_on, "dualpipev", "python", 0, None, str(tmp_path))
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    model = {f"model.{key}" for key in pipeline("1f1b", 2).state_dict()}
+    assert model == {key for key in found if key.startswith("model.")}
+    assert {f"random.{key}" for key in keys} == {key for key in found if key.startswith("random.")}
+    assert "optimizer.state.7.linear.bias.exp_avg" in found and "optimizer.param_groups.0.linear.weight.lr" in found

@@ -1,0 +1,242 @@
+"""Checkpoints: whoever saved, whoever loads goes on as if nothing had happened, to the last bit."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from fastpipe import Pipeline, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe.runtime.stage import Chain
+from fastpipe.testing import reference_step
+from tests.runtime.checks import same_bits
+from tests.runtime.models import CASES, WIDTH, Block, squared
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+CASE = CASES["plain"]
+COUNT = 8
+Optimizer = torch.optim.Optimizer
+
+
+def adamw(pipe: Any) -> Optimizer:
+    """Two groups, cut through the stages."""
+    named = list(pipe.named_parameters())
+    groups = [
+        {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.3},
+        {"params": [p for name, p in named if not name.endswith("weight")], "lr": 0.02},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def momentum(pipe: Any) -> Optimizer:
+    return torch.optim.SGD(list(pipe.parameters()), lr=0.1, momentum=0.9, nesterov=True)
+
+
+def adagrad(pipe: Any) -> Optimizer:
+    return torch.optim.Adagrad(list(pipe.parameters()), lr=0.1)
+
+
+def pipeline(schedule: str, num_ranks: int | None, layers: list[nn.Module] | None = None, **options: Any) -> Pipeline:
+    layers = CASE.layers(8) if layers is None else layers
+    return Pipeline(layers, schedule, COUNT, squared, num_ranks=num_ranks, **options)
+
+
+def train(pipe: Pipeline, optimizer: Optimizer, steps: range) -> list[torch.Tensor]:
+    """The losses of some steps of one long training."""
+    losses = []
+    for batch in CASE.batches(steps.stop, 17)[steps.start :]:
+        optimizer.zero_grad()
+        losses.append(pipe.step(*batch.args, target=batch.target).loss)
+        optimizer.step()
+    return losses
+
+
+def uninterrupted(make: Callable[[Any], Optimizer], steps: range, schedule: str = "1f1b") -> list[torch.Tensor]:
+    """The losses of the unsplit model, from the first step."""
+    model = Chain(dict(enumerate(CASE.layers(8))))
+    optimizer = make(model)
+    order = make_schedule(schedule, num_ranks=2, num_microbatches=COUNT)
+    return go_on(model, optimizer, steps, order)[steps.start :]
+
+
+def go_on(model: nn.Module, optimizer: Optimizer, steps: range, order: Any, start: int = 0) -> list[torch.Tensor]:
+    losses = []
+    for batch in CASE.batches(steps.stop, 17)[start:]:
+        optimizer.zero_grad()
+        losses.append(reference_step(model, (batch.args, batch.target), order, squared).loss)
+        optimizer.step()
+    return losses
+
+
+def all_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize("make", [adamw, momentum, adagrad])
+def test_training_goes_on_in_another_cut(make: Callable[[Any], Optimizer], executor: str, tmp_path: Path) -> None:
+    """Four ranks with two stages each, then two ranks, then one: the losses of one unsplit training."""
+    expected = uninterrupted(make, range(6))
+    for number, (schedule, num_ranks) in enumerate([("dualpipev", 4), ("1f1b", 2), ("gpipe", 1)]):
+        torch.manual_seed(number)
+        layers = fresh() if number else CASE.layers(8)
+        pipe = pipeline(schedule, num_ranks, layers, executor=executor)
+        optimizer = make(pipe)
+        if number:
+            assert load_checkpoint(tmp_path / str(number - 1), pipe, optimizer) == {"step": 2 * number}
+        steps = range(2 * number, 2 * number + 2)
+        assert all_same(train(pipe, optimizer, steps), expected[steps.start : steps.stop])
+        save_checkpoint(tmp_path / str(number), pipe, optimizer, extra={"step": steps.stop})
+
+
+def fresh() -> list[nn.Module]:
+    """The layers with other parameters."""
+    layers = CASE.layers(8)
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.normal_()
+    return layers
+
+
+def test_the_plain_model_loads_and_saves(tmp_path: Path) -> None:
+    """No fastpipe on one side: DCP and torch's own functions for the state of an optimizer."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    order = make_schedule("zbv", num_ranks=2, num_microbatches=COUNT)
+    expected = uninterrupted(adamw, range(6))
+    pipe = pipeline("zbv", 2)
+    optimizer = adamw(pipe)
+    train(pipe, optimizer, range(2))
+    save_checkpoint(tmp_path / "a", pipe, optimizer)
+
+    model = Chain(dict(enumerate(fresh())))
+    plain = adamw(model)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, plain, options=options)}
+    dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, plain, state["optimizer"], options=options)
+    assert all_same(go_on(model, plain, range(4), order, start=2), expected[2:4])
+
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, plain, options=options)}
+    dcp.save({**state, "extra": (7,)}, checkpoint_id=tmp_path / "b", no_dist=True)
+    pipe = pipeline("dualpipev", 4, fresh())
+    optimizer = adamw(pipe)
+    assert load_checkpoint(tmp_path / "b", pipe, optimizer) == 7
+    assert all_same(train(pipe, optimizer, range(4, 6)), expected[4:])
+
+
+def test_saving_in_the_background_takes_what_there_was(tmp_path: Path) -> None:
+    pipe = pipeline("1f1b", 2)
+    optimizer = momentum(pipe)
+    train(pipe, optimizer, range(2))
+    kept = copy.deepcopy(pipe.state_dict())
+    writing = save_checkpoint(tmp_path / "a", pipe, optimizer, asynchronous=True)
+    train(pipe, optimizer, range(2, 4))
+    again = save_checkpoint(tmp_path / "b", pipe, optimizer, asynchronous=True)
+    assert writing is not None and writing.done() and again is not None
+    again.result()
+    later = pipe.state_dict()
+    other = pipeline("1f1b", 2, fresh())
+    load_checkpoint(tmp_path / "a", other, their := momentum(other))
+    assert all(same_bits(value, kept[key]) for key, value in other.state_dict().items())
+    assert not all(same_bits(value, kept[key]) for key, value in later.items())
+    assert all_same(train(other, their, range(2, 4)), uninterrupted(momentum, range(2, 4)))
+
+
+def test_the_model_alone(tmp_path: Path) -> None:
+    pipe = pipeline("1f1b", 2)
+    assert save_checkpoint(tmp_path, pipe) is None
+    other = pipeline("dualpipe", 2, fresh())
+    assert load_checkpoint(tmp_path, other) is None
+    assert all(same_bits(a, b) for a, b in zip(pipe.parameters(), other.parameters(), strict=True))
+    with pytest.raises(KeyError, match="no state of an optimizer for '0.linear.weight'"):
+        load_checkpoint(tmp_path, other, momentum(other))
+
+
+def test_several_optimizers_and_what_else_a_script_has(tmp_path: Path) -> None:
+    """An optimizer a kind of parameter, a schedule of learning rates, and a parameter that never had a gradient."""
+
+    def make(pipe: Pipeline) -> tuple[list[Optimizer], Any]:
+        named = list(pipe.named_parameters())
+        matrices = torch.optim.Adam([p for _, p in named if p.dim() == 2], lr=0.01)
+        vectors = torch.optim.SGD([p for _, p in named if p.dim() == 1], lr=0.1, momentum=0.5)
+        return [matrices, vectors], torch.optim.lr_scheduler.ExponentialLR(matrices, 0.5)
+
+    def steps(pipe: Pipeline, optimizers: list[Optimizer], scheduler: Any, which: range) -> list[torch.Tensor]:
+        losses = []
+        for batch in CASE.batches(which.stop, 17)[which.start :]:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses.append(pipe.step(*batch.args, target=batch.target).loss)
+            for optimizer in optimizers:
+                optimizer.step()
+            scheduler.step()
+        return losses
+
+    pipe = pipeline("1f1b", 2)
+    optimizers, scheduler = make(pipe)
+    pipe.stage_modules[0].get_parameter("0.linear.weight").requires_grad_(False)
+    steps(pipe, optimizers, scheduler, range(2))
+    save_checkpoint(tmp_path, pipe, optimizers, extra=(2, scheduler.state_dict()))
+    expected = steps(pipe, optimizers, scheduler, range(2, 4))
+    other = pipeline("zbv", 2, fresh())
+    other.stage_modules[0].get_parameter("0.linear.weight").requires_grad_(False)
+    optimizers, scheduler = make(other)
+    number, state = load_checkpoint(tmp_path, other, optimizers)
+    scheduler.load_state_dict(state)
+    assert number == 2 and optimizers[0].param_groups[0]["lr"] == 0.0025
+    assert all_same(steps(other, optimizers, scheduler, range(2, 4)), expected)
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    def make() -> Pipeline:
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()) for _ in range(4)]
+        return Pipeline(layers, "gpipe", 2, squared, num_ranks=1)
+
+    pipe, other = make(), make()
+    save_checkpoint(tmp_path, pipe)
+    batch = CASE.batches(1, 9)[0]
+    expected = pipe.step(*batch.args, target=batch.target).loss
+    load_checkpoint(tmp_path, other)
+    assert same_bits(other.step(*batch.args, target=batch.target).loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("load", "error", "text"),
+    [
+        (lambda d: load_checkpoint(d / "no", pipeline("1f1b", 2)), FileNotFoundError, "no has no complete checkpoint"),
+        (lambda d: load_checkpoint(d, pipeline("1f1b", 2, CASE.layers(9))), KeyError, "has no '8.linear.weight'"),
+        (lambda d: load_checkpoint(d, pipeline("1f1b", 2, CASE.layers(7))), ValueError, "has '7.linear.bias'"),
+        (
+            lambda d: load_checkpoint(d, pipeline("1f1b", 2, [*CASE.layers(7), Block(9)])),
+            ValueError,
+            r"7.linear.weight has shape \(9, 9\) here and \(6, 6\) in the checkpoint",
+        ),
+    ],
+)
+def test_what_does_not_fit(load: Callable[[Path], Any], error: type[Exception], text: str, tmp_path: Path) -> None:
+    pipe = pipeline("1f1b", 2)
+    save_checkpoint(tmp_path, pipe, momentum(pipe))
+    with pytest.raises(error, match=text):
+        load(tmp_path)
+
+
+def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
+    pipe = pipeline("1f1b", 2)
+    with pytest.raises(ValueError, match="group 0 has a parameter of shape .* that is none of pipe.parameters"):
+        save_checkpoint(tmp_path, pipe, momentum(nn.Linear(3, 3)))
+    optimizer = momentum(pipe)
+    optimizer.state[next(pipe.parameters())]["history"] = [1.0]
+    with pytest.raises(ValueError, match="state of 0.linear.weight has 'history', a list"):
+        save_checkpoint(tmp_path, pipe, optimizer)
+    save_checkpoint(tmp_path, pipe, adamw(pipe))
+    with pytest.raises(ValueError, match="are in one group, and had lr = 0.01 and 0.02 when they were saved"):
+        load_checkpoint(tmp_path, pipe, torch.optim.AdamW(list(pipe.parameters())))

@@ -1,0 +1,42 @@
+"""examples/resume.py: stopped and started again with other ranks, it goes on as if it had not been."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def resume(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("resume")
+
+
+def test_it_goes_on_with_other_ranks(resume: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def start(folder: str, ranks: int, schedule: str, until: int) -> list[float]:
+        options = {"folder": tmp_path / folder, "ranks": ranks, "schedule": schedule, "until": until}
+        return list(resume.main([text for name, value in options.items() for text in (f"--{name}", str(value))]))
+
+    parts = [start("a", 4, "dualpipev", 4), start("a", 2, "1f1b", 7), start("a", 1, "gpipe", 8)]
+    said = capsys.readouterr().out
+    assert [len(part) for part in parts] == [4, 3, 1]
+    assert "dualpipev on 4 ranks, from the start" in said and "gpipe on 1 ranks, from step7" in said
+    whole = start("b", 2, "zbv", 8)
+    assert [loss for part in parts for loss in part] == whole
+    assert whole[-1] < 0.8 * whole[0]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["step3", "step4", "step6", "step7", "step8"]
+
+
+def test_an_incomplete_checkpoint_is_not_taken(resume: Any, tmp_path: Path) -> None:
+    assert resume.latest(tmp_path) is None
+    for name in ("step3", "step12", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    (tmp_path / "step15").mkdir()
+    assert resume.latest(tmp_path) == tmp_path / "step12"
