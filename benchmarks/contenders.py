@@ -27,13 +27,13 @@ TORCH_NAMES = {
 """The schedules that torch.distributed.pipelining has, too, and what it calls them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """What is trained.
+    """What is trained, by one contender on one rank.
 
     Attributes:
         make_stage: called with a stage's index; gives the module. The same on every call but for the memory.
-        inputs: a batch.
+        inputs: the batch of the next step.
         targets: its targets.
         loss_fn: of the last stage's output and the target, of one microbatch.
         boundary: what one microbatch looks like between two stages.
@@ -55,7 +55,7 @@ def fastpipe_step(schedule: Schedule, rank: int, work: Work, **options: Any) -> 
     """One step of a Pipeline; the processes are ranks."""
     stages = local_stages(schedule, rank, work)
     pipe = fastpipe.Pipeline(stages, schedule=schedule, loss_fn=work.loss_fn, merge=False, **options)
-    return lambda: pipe.step(work.inputs, target=work.targets)
+    return lambda **more: pipe.step(work.inputs, target=work.targets, **more)
 
 
 def torch_step(schedule: Schedule, rank: int, work: Work) -> Callable[[], list[Tensor]]:
@@ -68,11 +68,11 @@ def torch_step(schedule: Schedule, rank: int, work: Work) -> Callable[[], list[T
     kind = get_schedule_class(TORCH_NAMES[schedule.name])
     given = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
     runner = kind(given, schedule.num_microbatches, loss_fn=work.loss_fn)
-    args = (work.inputs,) if any(stage.is_first for stage in stages) else ()
-    is_last = any(stage.is_last for stage in stages)
+    is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
 
     def step() -> list[Tensor]:
         losses: list[Tensor] = []
+        args = (work.inputs,) if is_first else ()
         kwargs = {"target": work.targets, "losses": losses} if is_last else {}
         runner.step(*args, return_outputs=False, **kwargs)
         return losses
