@@ -151,7 +151,9 @@ class Result:
         self.expected.append(simulated(self.schedule, sleeps))
 
 
-def measure(schedule: Schedule, durations: Sequence[float], rounds: int, with_torch: bool) -> dict[str, Result]:
+def measure(
+    schedule: Schedule, durations: Sequence[float], rounds: int, with_torch: bool, pin: bool
+) -> dict[str, Result]:
     names = [*(f"fastpipe {s}" for s in durations), *(f"torch {s}" for s in durations if with_torch)]
     found = {name: Result(schedule) for name in names}
 
@@ -160,7 +162,7 @@ def measure(schedule: Schedule, durations: Sequence[float], rounds: int, with_to
         result = found[name]
         (result.add_torch if name.startswith("torch") else result.add_fastpipe)(answers)
 
-    with ranks(schedule.num_ranks, make_tasks(schedule, durations, with_torch)) as group:
+    with ranks(schedule.num_ranks, make_tasks(schedule, durations, with_torch), pin=pin) as group:
         for name in names[:: len(durations)]:
             group.call(name)  # shapes are announced, memory is made
         for number in range(rounds):
@@ -197,7 +199,7 @@ def main() -> None:
     for name in chosen.schedules:
         schedule = make_schedule(name, num_ranks=chosen.ranks, num_microbatches=chosen.microbatches)
         with_torch = chosen.torch and name in TORCH_NAMES
-        found = measure(schedule, durations, chosen.rounds, with_torch)
+        found = measure(schedule, durations, chosen.rounds, with_torch, chosen.pin)
         rows.append(row(schedule, durations, found, chosen.torch))
     longest = f"{max(chosen.milliseconds):g} ms"
     heads = ["schedule", f"simulated at {longest}, ms", f"measured at {longest}, ms"]

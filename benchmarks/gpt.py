@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from fastpipe import Schedule, make_schedule, partition
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt_model import Shape, gpt_layers, loss_fn  # noqa: E402
-from text_data import byte_frequencies, random_batches, read_corpus  # noqa: E402
+from gpt_model import Shape, gpt_layers, loss_fn
+from text_data import byte_frequencies, random_batches, read_corpus
 
 NAMES = ("fastpipe", "torch")
 HEADS = ["schedule", "fastpipe, ms", "torch, ms", "torch/fastpipe", "loss, first", "last", "largest difference"]
@@ -84,7 +84,9 @@ class Model:
         return random_batches(self.text, self.rows, self.shape.context, seed=1)
 
 
-def measure(schedule: Schedule, model: Model, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(
+    schedule: Schedule, model: Model, rounds: int, pin: bool
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of every step, and the losses of all steps, by contender."""
 
     def tasks(rank: int) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def measure(schedule: Schedule, model: Model, rounds: int) -> tuple[dict[str, li
         return seconds
 
     label = f"{schedule.num_ranks} ranks, {schedule.name}"
-    with ranks(schedule.num_ranks, tasks) as group:
+    with ranks(schedule.num_ranks, tasks, pin=pin) as group:
         seconds = interleaved({name: partial(step, group, name) for name in NAMES}, rounds, label)
         losses = {name: _known(group.call(f"{name} losses")) for name in NAMES}
     return seconds, losses
@@ -142,7 +144,7 @@ def main() -> None:
         rows = []
         for name in chosen.schedules:
             schedule = make_schedule(name, num_ranks=num_ranks, num_microbatches=chosen.microbatches)
-            rows.append(row(schedule, *measure(schedule, model, chosen.rounds)))
+            rows.append(row(schedule, *measure(schedule, model, chosen.rounds, chosen.pin)))
         print(
             f"\n{num_ranks} ranks, {chosen.microbatches} microbatches of {chosen.rows} x {chosen.context} bytes, "
             f"{chosen.layers} layers of width {chosen.width}; {chosen.rounds} rounds\n"

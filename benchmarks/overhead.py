@@ -2,11 +2,11 @@
 
 python benchmarks/overhead.py --ranks 2 4
 
-A stage is two narrow Linears, so that the host's time is all there is. The ranks are processes on this machine; fastpipe
-runs its native executor over its default transport. *Compute* is the same stages' F and B in the schedule's order, in
-plain PyTorch in as many processes at the same time, on tensors that nobody sent; for schedules that split the backward
-it does F and B, too, as I and W together are to cost what B costs. *By hand* is F, I and W with linears that were split
-by hand (a Python autograd.Function and a list), the way to split without fastpipe.
+A stage is two narrow Linears, so that the host's time is all there is. The ranks are processes on this machine;
+fastpipe runs its native executor over its default transport. *Compute* is the same stages' F and B in the schedule's
+order, in plain PyTorch in as many processes at the same time, on tensors that nobody sent; for schedules that split the
+backward it does F and B, too, as I and W together are to cost what B costs. *By hand* is F, I and W with linears that
+were split by hand (a Python autograd.Function and a list), the way to split without fastpipe.
 
 A figure is the time of a step, from the first rank's start to the last one's end, by (stage, microbatch) of a rank: the
 bubbles at its ends are in it. Ratios are those of rounds: median and quartiles.
@@ -14,7 +14,9 @@ bubbles at its ends are in it. Ratios are those of rounds: median and quartiles.
 
 from __future__ import annotations
 
+import argparse
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,63 +100,57 @@ class AloneByHand(Alone):
             layer.backward_weight()
 
 
-def make_schedules(names: list[str], num_ranks: int, num_microbatches: int) -> list[Schedule]:
-    return [make_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches) for name in names]
+RATIOS = (("fastpipe", "compute"), ("fastpipe", "by hand"), ("torch", "fastpipe"))
 
 
-def measure(schedule: Schedule, rounds: int, steps: int, executors: list[str]) -> dict[str, list[float]]:
+def measure(schedule: Schedule, options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds a (stage, microbatch) of a rank, by contender and round."""
     work = make_work(schedule.num_microbatches)
+    makers: dict[str, Callable[[int], Any]] = {"compute": lambda rank: Alone(schedule, rank, work)}
+    if schedule.splits_backward:
+        makers["by hand"] = lambda rank: AloneByHand(schedule, rank, work)
+    makers["fastpipe"] = lambda rank: fastpipe_step(schedule, rank, work, executor="native")
+    if options.python:
+        makers["python"] = lambda rank: fastpipe_step(schedule, rank, work, executor="python")
+    makers["torch"] = lambda rank: torch_step(schedule, rank, work)
 
     def tasks(rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"compute": Alone(schedule, rank, work)}
-        if schedule.splits_backward:
-            found["by hand"] = AloneByHand(schedule, rank, work)
-        for executor in executors:
-            found[executor] = fastpipe_step(schedule, rank, work, executor=executor)
-        found["torch"] = torch_step(schedule, rank, work)
-        return found
+        return {name: make(rank) for name, make in makers.items()}
 
-    names = ["compute", *(["by hand"] if schedule.splits_backward else []), *executors, "torch"]
     per_rank = schedule.num_microbatches * schedule.num_stages / schedule.num_ranks
-    with ranks(schedule.num_ranks, tasks) as group:
-        measures = {name: partial(group.time, name, 1 if name == "torch" else steps) for name in names}
-        label = f"{schedule.num_ranks} ranks, {schedule.name}"
-        found = interleaved(measures, rounds, label)
+    with ranks(schedule.num_ranks, tasks, pin=options.pin) as group:
+        measures = {name: partial(group.time, name, 1 if name == "torch" else options.steps) for name in makers}
+        found = interleaved(measures, options.rounds, f"{schedule.num_ranks} ranks, {schedule.name}")
     return {name: [seconds / per_rank for seconds in times] for name, times in found.items()}
 
 
-def row(schedule: Schedule, found: dict[str, list[float]]) -> list[str]:
-    native, alone, other = found["native"], found["compute"], found["torch"]
-    by_hand = found.get("by hand")
-    return [
-        TORCH_NAMES[schedule.name],
-        *(spread(times, 1e6) if times else "" for times in (alone, by_hand, native, found.get("python"), other)),
-        ratio(native, alone),
-        ratio(native, by_hand) if by_hand else "",
-        ratio(other, native),
-    ]
+def row(schedule: Schedule, found: dict[str, list[float]], contenders: Sequence[str]) -> list[str]:
+    cells = [TORCH_NAMES[schedule.name]]
+    cells += [spread(found[name], 1e6) if name in found else "" for name in contenders]
+    return cells + [ratio(found[one], found[other]) if other in found else "" for one, other in RATIOS]
 
 
-HEADS = ["schedule", "compute, us", "by hand, us", "fastpipe, us", "python, us", "torch, us"]
-RATIOS = ["fastpipe/compute", "fastpipe/by hand", "torch/fastpipe"]
-
-
-def main() -> None:
+def parse() -> argparse.Namespace:
     options = parser(__doc__, rounds=9)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    options.add_argument("--microbatches", type=int, default=64)
+    options.add_argument("--microbatches", type=int, nargs="+", default=[64])
     options.add_argument("--steps", type=int, default=4, help="of a measurement, of all but torch (4)")
     options.add_argument("--schedules", nargs="+", default=list(TORCH_NAMES), metavar="NAME", help="of those both have")
     options.add_argument("--python", action="store_true", help="fastpipe's Python executor as well")
-    chosen = options.parse_args()
-    executors = ["native", "python"] if chosen.python else ["native"]
+    return options.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    contenders = ["compute", "by hand", "fastpipe", *(["python"] if options.python else []), "torch"]
+    heads = ["schedule", *contenders, *(f"{one}/{other}" for one, other in RATIOS)]
     print(machine())
-    for num_ranks in chosen.ranks:
-        schedules = make_schedules(chosen.schedules, num_ranks, chosen.microbatches)
-        rows = [row(one, measure(one, chosen.rounds, chosen.steps, executors)) for one in schedules]
-        print(f"\n{num_ranks} ranks, {chosen.microbatches} microbatches; microseconds a (stage, microbatch)\n")
-        print(table([*HEADS, *RATIOS], rows, markdown=chosen.markdown), flush=True)
+    for num_ranks in options.ranks:
+        for count in options.microbatches:
+            made = [make_schedule(name, num_ranks=num_ranks, num_microbatches=count) for name in options.schedules]
+            rows = [row(schedule, measure(schedule, options), contenders) for schedule in made]
+            print(f"\n{num_ranks} ranks, {count} microbatches, {options.rounds} rounds; us a (stage, microbatch)\n")
+            print(table(heads, rows, markdown=options.markdown), flush=True)
 
 
 if __name__ == "__main__":

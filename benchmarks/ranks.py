@@ -1,4 +1,4 @@
-"""Processes that measure together: each is a rank, takes orders, and starts what it times at the same moment as the others.
+"""Processes that measure together: each is a rank, takes orders, and starts what it times when the others do.
 
 All that is compared runs in the same processes, in turns, round after round, so that whatever disturbs the machine
 disturbs all of it.
@@ -33,18 +33,21 @@ class Ranks:
     Args:
         num_ranks: how many.
         make: called on every rank with its number; gives its tasks.
+        pin: keep each rank on one core: on its own, where there are enough.
     """
 
-    def __init__(self, num_ranks: int, make: Callable[[int], Tasks]) -> None:
+    def __init__(self, num_ranks: int, make: Callable[[int], Tasks], *, pin: bool = False) -> None:
         context = multiprocessing.get_context("fork")
         # torchrun, too, has its store in a process that is no rank
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         barrier = context.Barrier(num_ranks, timeout=START_TIMEOUT)
+        cores = sorted(os.sched_getaffinity(0))
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            arguments = (rank, num_ranks, self._store.port, barrier, theirs, make)
+            core = cores[rank % len(cores)] if pin else None
+            arguments = (rank, num_ranks, core, self._store.port, barrier, theirs, make)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -87,9 +90,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(num_ranks: int, make: Callable[[int], Tasks]) -> Iterator[Ranks]:
+def ranks(num_ranks: int, make: Callable[[int], Tasks], *, pin: bool = False) -> Iterator[Ranks]:
     """Ranks that end with the block."""
-    made = Ranks(num_ranks, make)
+    made = Ranks(num_ranks, make, pin=pin)
     try:
         yield made
     finally:
@@ -97,11 +100,13 @@ def ranks(num_ranks: int, make: Callable[[int], Tasks]) -> Iterator[Ranks]:
 
 
 def _serve(
-    rank: int, num_ranks: int, port: int, barrier: Any, pipe: Connection, make: Callable[[int], Tasks]
+    rank: int, num_ranks: int, core: int | None, port: int, barrier: Any, pipe: Connection, make: Callable[[int], Tasks]
 ) -> None:
     status = 1
     try:
         torch.set_num_threads(1)
+        if core is not None:
+            os.sched_setaffinity(0, {core})
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         tasks = make(rank)

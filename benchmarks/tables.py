@@ -18,6 +18,7 @@ def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """What every benchmark takes."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=rounds, help=f"how often each measurement is taken ({rounds})")
+    made.add_argument("--pin", action="store_true", help="keep each rank on one core")
     made.add_argument("--markdown", action="store_true", help="tables as README.md has them")
     return made
 
@@ -48,7 +49,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
     widths = [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
     return "\n".join(
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths)))
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         for line in [heads, *rows]
     )
 
