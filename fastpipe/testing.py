@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 from fastpipe.action import ActionKind
+from fastpipe.runtime.generators import Generators
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
+from fastpipe.runtime.modules import layer_ranges
+from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.result import total_loss
-from fastpipe.runtime.stage import Chain, checked_loss, detached, returned_loss, scale_loss
+from fastpipe.runtime.stage import Chain, accepted_names, checked_loss, chosen, detached, returned_loss, scale_loss
+from fastpipe.runtime.tensors import boundary_tensors
 from fastpipe.schedule import Schedule
 
 __all__ = ["Fault", "Loopback", "Reference", "reference_step"]
@@ -44,6 +48,10 @@ def reference_step(
     loss_reduction: str | Callable[[Any], float] = "mean",
     split_rules: Rules = None,
     kwargs: Mapping[str, Any] | None = None,
+    rng: str | None = None,
+    seed: int | None = None,
+    step_count: int = 0,
+    partition: str | Sequence[int] = "layers",
 ) -> Reference:
     """One step of the unsplit model: what every pipelined step must equal, bit for bit, on a CPU.
 
@@ -58,6 +66,11 @@ def reference_step(
         loss_reduction: as for `fastpipe.Pipeline`.
         split_rules: as ``split`` of `fastpipe.Pipeline`.
         kwargs: keyword arguments of the model.
+        rng: ``"per_microbatch"`` for the random numbers that a Pipeline of this ``rng`` draws. The model must then be the
+            list of its layers: they depend on where the stages begin.
+        seed: with ``rng``: `torch.initial_seed` when the Pipeline was built; that of now unless given.
+        step_count: with ``rng``: the Pipeline's before its step.
+        partition: with ``rng``: as for `fastpipe.Pipeline`.
     """
     if schedule.forward_only:
         raise ValueError(f"schedule: {schedule.name} has no backward, so there is no step to refer to")
@@ -73,12 +86,17 @@ def reference_step(
     losses: dict[int, torch.Tensor] = {}
     scaled: dict[int, torch.Tensor] = {}
     outputs: dict[int, Any] = {}
+
+    def finish(i: int, output: Any) -> Any:
+        found = returned_loss(output) if loss_fn is None or targets is None else loss_fn(output, targets[i])
+        losses[i] = checked_loss(found)
+        return output
+
+    forward = _forward_of(model, finish, rng, seed, step_count, partition, schedule.num_stages)
     with _halves_apart(model, schedule) as next_half:
         for i in backward_order(schedule):
             next_half(i)
-            outputs[i] = model(*(c[i] for c in columns), **{k: v[i] for k, v in named.items()})
-            found = returned_loss(outputs[i]) if loss_fn is None or targets is None else loss_fn(outputs[i], targets[i])
-            losses[i] = checked_loss(found)
+            outputs[i] = forward(i, tuple(c[i] for c in columns), {k: v[i] for k, v in named.items()})
             scaled[i] = scale_loss(losses[i], None if divisors is None else divisors[i])
             torch.autograd.backward(scaled[i])
             outputs[i] = detached(outputs[i])
@@ -86,6 +104,42 @@ def reference_step(
     return Reference(
         total_loss(ordered), [losses[i].detach() for i in range(count)], [outputs[i] for i in range(count)]
     )
+
+
+def _forward_of(
+    model: nn.Module,
+    finish: Callable[[int, Any], Any],
+    rng: str | None,
+    seed: int | None,
+    step: int,
+    partition: Any,
+    num_stages: int,
+) -> Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]:
+    """The model's forward of one microbatch, and its loss by `finish`; with `rng` stage by stage, each from the state that
+    it has in a pipeline."""
+    if rng is None:
+        return lambda microbatch, args, kwargs: finish(microbatch, model(*args, **kwargs))
+    if rng != PER_MICROBATCH:
+        raise ValueError(f"rng = {rng!r}: use None or {PER_MICROBATCH!r}")
+    if not isinstance(model, Chain | nn.Sequential | nn.ModuleList):
+        raise TypeError(f"model is a {type(model).__name__}: with rng = {rng!r} give the list of the model's layers")
+    layers = list(model.children())
+    ranges = layer_ranges(layers, num_stages, partition)
+    stages = [Chain({i: layers[i] for i in layers_of}) for layers_of in ranges]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    generators = Generators(device, torch.initial_seed() if seed is None else seed)
+    generators.begin(step)
+
+    def forward(microbatch: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        value: Any = args
+        for index, stage in enumerate(stages):
+            with generators.region(index, microbatch):
+                value = stage(*value, **chosen(kwargs, accepted_names(stage)))
+                if index == num_stages - 1:
+                    return finish(microbatch, value)
+            value = boundary_tensors(value, f"stage {index}")
+
+    return forward
 
 
 def backward_order(schedule: Schedule) -> list[int]:

@@ -17,6 +17,7 @@
 #include "process_group.h"
 #include "python_arming.h"
 #include "python_errors.h"
+#include "random_numbers.h"
 #include "runner.h"
 #include "shared_memory_codec.h"
 #include "shared_memory_endpoint.h"
@@ -131,6 +132,37 @@ void bind_weight_gradients(py::module_& m) {
       .def("clear", &WeightGradients::clear);
 }
 
+// The mutex of the default generators as a context of Python's.
+struct GeneratorsLock {
+  static void enter() { generators_mutex().lock(); }
+  static void exit() { generators_mutex().unlock(); }
+};
+
+void bind_random_numbers(py::module_& m) {
+  py::class_<GeneratorsLock>(m, "GeneratorsLock")
+      .def(py::init<>())
+      .def("__enter__",
+           [](const GeneratorsLock&) {
+             const py::gil_scoped_release no_gil;
+             GeneratorsLock::enter();
+           })
+      .def("__exit__", [](const GeneratorsLock&, const py::args&) { GeneratorsLock::exit(); });
+  py::class_<Generators, std::shared_ptr<Generators>>(m, "Generators")
+      .def(py::init<const at::Device&, std::optional<std::uint64_t>>(), py::arg("device"), py::arg("seed"))
+      .def("begin", &Generators::begin, py::arg("step"))
+      .def("end", &Generators::end);
+  py::class_<StageRandom>(m, "StageRandom")
+      .def(py::init<std::shared_ptr<Generators>, std::int32_t>(), py::arg("generators"), py::arg("stage"))
+      .def_readonly("stage", &StageRandom::stage)
+      .def_readwrite("guards_forward", &StageRandom::guards_forward)
+      .def_readwrite("guards_backward", &StageRandom::guards_backward)
+      .def_readwrite("watches", &StageRandom::watches)
+      .def_readwrite("listens", &StageRandom::listens)
+      .def_readwrite("drew", &StageRandom::drew)
+      .def_readwrite("recomputed", &StageRandom::recomputed);
+  m.def("microbatch_seed", &microbatch_seed, py::arg("seed"), py::arg("step"), py::arg("stage"), py::arg("microbatch"));
+}
+
 void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
@@ -169,6 +201,7 @@ PYBIND11_MODULE(_runtime, m) {
           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
   bind_shared_memory(m);
   bind_weight_gradients(m);
+  bind_random_numbers(m);
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   py::class_<Runner>(m, "Executor")
       .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),

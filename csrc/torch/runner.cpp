@@ -66,7 +66,9 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
   }
   for (std::size_t i = 0; i < calls.size(); ++i) {
     const py::handle output_grads = PyTuple_GET_ITEM(calls[i].ptr(), 1);
-    stages_[i]->bind({PyTuple_GET_ITEM(calls[i].ptr(), 0), output_grads.is_none() ? py::handle() : output_grads});
+    StageRandom* const random = calls[i][2].cast<StageRandom*>();
+    stages_[i]->bind(
+        {PyTuple_GET_ITEM(calls[i].ptr(), 0), output_grads.is_none() ? py::handle() : output_grads, random});
   }
 }
 

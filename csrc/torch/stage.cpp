@@ -58,6 +58,7 @@ std::string TorchStage::place(std::int32_t microbatch) const {
 
 void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
   Record& record = records_[microbatch];
+  const RandomRegion region(calls_.random, RandomRegion::Kind::kForward, microbatch);
   {
     std::optional<Arming> arming;
     if (record.weights) arming.emplace(record.weights, Arming::Phase::kForward);
@@ -71,6 +72,7 @@ void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
     if (output.requires_grad()) record.roots.push_back(torch::autograd::impl::gradient_edge(output));
   }
   if (record.weights) split(record);
+  if (calls_.random != nullptr && calls_.random->watches) calls_.random->note_graph(record.roots);
 }
 
 void TorchStage::split(const Record& record) {
@@ -115,7 +117,10 @@ void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
     throw ArgumentError(place(microbatch) + ": " + std::to_string(gradients.size()) + " output gradients arrived for " +
                         std::to_string(record.roots.size()) + " outputs that require one");
   }
-  if (!record.roots.empty()) run_engine(record.roots, gradients);
+  if (!record.roots.empty()) {
+    const RandomRegion region(calls_.random, RandomRegion::Kind::kBackward, microbatch);
+    run_engine(record.roots, gradients);
+  }
   record.gradients = input_gradients(record.inputs, record.entry);
   record.inputs.clear();
   record.entry = NodePtr();
@@ -137,6 +142,7 @@ void TorchStage::backward_input(std::int32_t microbatch, const Payload* gradient
 
 void TorchStage::backward_weight(std::int32_t microbatch) {
   Record& record = records_[microbatch];
+  const RandomRegion region(calls_.random, RandomRegion::Kind::kWeight, microbatch);
   record.weights->compute();
   held_bytes_ -= std::exchange(record.held_bytes, 0);
 }

@@ -14,6 +14,7 @@
 #include "core/stage.h"
 #include "entry.h"
 #include "payload.h"
+#include "random_numbers.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
@@ -22,6 +23,7 @@ namespace fastpipe {
 struct StageCalls {
   py::handle run;           // (microbatch, tuple of tensors) -> tuple of tensors
   py::handle output_grads;  // (microbatch) -> tuple of tensors or None, or None; null where the root is a loss
+  StageRandom* random;      // null where there is nothing to do about random numbers
 };
 
 class TorchStage final : public Stage {

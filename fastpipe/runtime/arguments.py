@@ -8,6 +8,7 @@ from fastpipe.machine import Lanes
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import check_reduction
 from fastpipe.runtime.process_group import ProcessGroups
+from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
@@ -21,8 +22,11 @@ def check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any) -
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
     check_reduction(loss_reduction)
-    if rng is not None:
-        raise ValueError(f"rng = {rng!r}: this version takes None, torch's own generators")
+    if rng not in (None, PER_MICROBATCH):
+        raise ValueError(
+            f"rng = {rng!r}: use None (torch's generators, in the order of the actions) or {PER_MICROBATCH!r} (a state "
+            "of its own for every stage and microbatch)"
+        )
     if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
 

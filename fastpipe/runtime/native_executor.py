@@ -32,7 +32,10 @@ class NativeExecutor(Executor):
     def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
         # C++ keeps none of these between steps: a cycle through it could never be collected
-        calls = [(stage.run, stage.output_grads if stage.has_output_grads else None) for stage in self.stages.values()]
+        calls = [
+            (stage.run, stage.output_grads if stage.has_output_grads else None, stage.random)
+            for stage in self.stages.values()
+        ]
         spans = self._native.run(signature, announce, calls, self.on_failure, num_threads=self.num_threads)
         if spans is None:
             raise Drained

@@ -24,6 +24,7 @@ from fastpipe.runtime.control import (
     StoreControl,
     cause_text,
 )
+from fastpipe.runtime import native
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.group import membership
@@ -33,6 +34,7 @@ from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import Stages, build_modules, check_device, find_device, state_prefix
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
+from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks
 from fastpipe.runtime.replicas import make_replicas, modules_by_rank
 from fastpipe.runtime.result import StepResult
@@ -70,7 +72,10 @@ class Pipeline:
             given), ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
         merge: how outputs are joined, by name or position: a dimension, ``"replicate"`` or a function; False keeps no
             outputs.
-        rng: None: torch's generators, so random numbers depend on the order of actions.
+        rng: None: torch's generators, so random numbers depend on the order of actions. ``"per_microbatch"``: a stage's
+            forward starts from a state derived from ``torch.initial_seed()`` (of now, the same on all ranks),
+            `step_count`, the stage and the microbatch, so that they do not depend on schedule, executor or number of
+            ranks; the generators are afterwards as they were.
         timeout: seconds to wait for another rank.
         device: what to compute on; that of the stages unless given.
         group: a process group, or a DeviceMesh of one dimension; all processes unless given.
@@ -100,7 +105,7 @@ class Pipeline:
         loss_reduction: str | Callable[[Any], float] = "mean",
         split: Rules = None,
         merge: Rules | bool = None,
-        rng: None = None,
+        rng: str | None = None,
         timeout: float = 600,
         device: str | torch.device | None = None,
         group: Any = None,
@@ -113,6 +118,7 @@ class Pipeline:
         self.device = find_device(stages, device)
         self._member = membership(group, self.device)
         self.loss_fn = loss_fn
+        self._seed = torch.initial_seed() if rng == PER_MICROBATCH else None
         merge_rules: Rules = None if isinstance(merge, bool) else merge
         settings = Settings(loss_fn, loss_reduction, split, merge_rules, keep_outputs=merge is not False)
         store = self._member.store() if self._member.size > 1 else None
@@ -127,12 +133,13 @@ class Pipeline:
             self._plans.program(self.num_microbatches, forward_only=False)
             modules = self._build_stages(stages, partition)
             self._executor = executor_class(executor)
+        random = self._make_random()
         self.transport = self._make_transport(transport, timeout)
         exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory) else None
         replicas = make_replicas(self.schedule.placement, modules, exchange)
         ranks = LocalRanks(self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish)
         has_backward = self._plans.has_backward(self.num_microbatches)
-        self._steps = Steps(settings, self._plans, ranks, self._control, replicas, forward_only=not has_backward)
+        self._steps = Steps(settings, self._plans, ranks, self._control, replicas, random, forward_only=not has_backward)
         self._finalizer = weakref.finalize(self, _close, self._control, ranks)
         logger.info("%s", self.describe())
 
@@ -145,7 +152,7 @@ class Pipeline:
         except Exception as found:
             error = found
         try:
-            found_text = {"refused": cause_text(error)} if error is not None else {"plan": self._plan_text()}
+            found_text = {"refused": cause_text(error)} if error is not None else {"plan": self._plan_text(), "seed": self._seed}
             replies = self._control.setup(found_text)
             if error is not None:
                 raise error
@@ -192,6 +199,11 @@ class Pipeline:
         self._stages = [stage for held in self._stages_by_rank.values() for stage in held.values()]
         return modules
 
+    def _make_random(self) -> RandomNumbers:
+        concurrent = len(self._stages_by_rank) > 1
+        runtime = native.load() if self._executor.__name__ == "NativeExecutor" else None
+        return RandomNumbers(self._stages, self.device, seed=self._seed, concurrent=concurrent, runtime=runtime)
+
     def _make_control(self, store: Any, timeout: float) -> Control:
         return Alone() if store is None else StoreControl(store, self._member.rank, self._member.size, timeout)
 
@@ -199,6 +211,17 @@ class Pipeline:
     def rank(self) -> int:
         """This process's rank in the pipeline; 0 when all ranks are here."""
         return self._member.rank
+
+    @property
+    def step_count(self) -> int:
+        """How many training steps there were; `rng="per_microbatch"` draws from it, so set it when training resumes."""
+        return self._steps.random.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"step_count = {count!r}: give a whole number of steps, 0 or more, the same on every rank")
+        self._steps.random.step_count = count
 
     @property
     def num_stages(self) -> int:
@@ -267,6 +290,7 @@ class Pipeline:
     def profile(self, *args: Any, target: Any = None, **kwargs: Any) -> CostModel:
         """Measure the costs of the stages on one batch; gradients are left as they were. Arguments as for `step`."""
         kept = [(parameter, parameter.grad) for parameter in self.parameters()]
+        step_count = self.step_count
         for parameter, _ in kept:
             parameter.grad = None
         try:
@@ -274,6 +298,7 @@ class Pipeline:
         finally:
             for parameter, grad in kept:
                 parameter.grad = grad
+            self.step_count = step_count
         return CostModel.from_timeline(result.timeline)
 
     def clip_grad_norm_(
@@ -360,6 +385,13 @@ def _check_plans(replies: Sequence[Reply]) -> None:
     if len(set(plans)) > 1:
         listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
         raise ValueError(f"schedule: the ranks do not build the same pipeline: {listed}")
+    seeds = [reply["seed"] for reply in replies if "seed" in reply]
+    if len(set(seeds)) > 1:
+        listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
+        raise ValueError(
+            f"rng = {PER_MICROBATCH!r}: the seed, torch.initial_seed(), is {listed}; pass the same rng on every rank, and "
+            "call torch.manual_seed with the same number before"
+        )
 
 
 def _close(control: Control, ranks: LocalRanks) -> None:

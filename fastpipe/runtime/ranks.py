@@ -34,6 +34,12 @@ class Outcome:
     error: BaseException | None = None
     first: Failure | None = None
 
+    def refuse(self, error: BaseException | None) -> None:
+        """The step ran to its end, and is yet no good."""
+        if error is not None:
+            self.failure = self.first = Failure(min(self.spans), cause_text(error))
+            self.error = error
+
 
 class ThreadState:
     """What is thread-local in torch and must be the same on every rank: grad mode and autocast."""

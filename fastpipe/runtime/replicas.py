@@ -63,11 +63,14 @@ class LocalCopies(Replicas):
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
         self.parameters = [pair for a, b in pairs for pair in zip(a.parameters(), b.parameters(), strict=True)]
         self.kept: list[torch.Tensor | None] = []
 
     def follow(self) -> None:
-        """Whatever became of the user's parameters, the optimizer's step say, becomes of the copy's."""
+        """Whatever became of the user's parameters, the optimizer's step say, becomes of the copy's; and `eval`."""
+        for original, copied in self.modules:
+            copied.training = original.training
         with torch.no_grad():
             for first, second in self.parameters:
                 second.copy_(first)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.runtime.generators import StageRandom
 from fastpipe.runtime.tensors import Tensors, boundary_tensors
 from fastpipe.runtime.weight_grad import Survey, WeightGradients, make_weight_gradients
 
@@ -137,6 +138,7 @@ class Stage:
         running: the microbatch whose forward has begun and not ended, if any.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
         peak_held_bytes: the most memory that waited for W at any time.
+        random: what is done about random numbers in this step; None where there is nothing to do.
     """
 
     def __init__(self, index: int, module: nn.Module, num_stages: int, loss_fn: LossFunction | None = None) -> None:
@@ -148,6 +150,7 @@ class Stage:
         self.accepts = accepted_names(module)
         self.work = StageWork()
         self.running: int | None = None
+        self.random: StageRandom | None = None
         self.deferred: frozenset[int] = frozenset()
         self.peak_held_bytes = 0
         self._records: dict[int, _Record] = {}
@@ -257,6 +260,15 @@ class Stage:
             inputs: what the previous stage handed on.
             splits: whether its backward will come in two parts.
         """
+        if self.random is None:
+            return self._forward(microbatch, inputs, splits)
+        with self.random.forward(microbatch):
+            outputs = self._forward(microbatch, inputs, splits)
+            if self.random.watches:
+                self.random.note_graph(outputs)
+            return outputs
+
+    def _forward(self, microbatch: int, inputs: Tensors, splits: bool) -> Tensors:
         if not torch.is_grad_enabled():
             return self.run(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
@@ -279,6 +291,12 @@ class Stage:
         Returns:
             The gradients of the inputs that require one.
         """
+        if self.random is None:
+            return self._backward(microbatch, grads)
+        with self.random.backward(microbatch):
+            return self._backward(microbatch, grads)
+
+    def _backward(self, microbatch: int, grads: Tensors) -> Tensors:
         record = self._records.pop(microbatch)
         roots = [output for output in record.outputs if output.requires_grad]
         if roots:
@@ -309,7 +327,10 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Backward for the weights that were left."""
         weights, _ = self._waiting.pop(microbatch)
-        weights.compute()
+        if self.random is None:
+            return weights.compute()
+        with self.random.backward(microbatch, whole=False):
+            weights.compute()
 
     def end(self) -> None:
         """Let go of all that a step left behind, the batch too."""

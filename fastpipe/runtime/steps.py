@@ -14,6 +14,7 @@ from fastpipe.runtime.control import DEAD, Control, Failure, LostError, Reply, c
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, stage_works, take_inputs
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.plans import Plans
+from fastpipe.runtime.random_numbers import RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks, Outcome
 from fastpipe.runtime.replicas import Replicas
 from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans, unpack_tensors
@@ -52,6 +53,7 @@ class Steps:
         ranks: the local ranks, with their stages.
         control: the way to the other processes.
         replicas: what is to be done for stages that two ranks hold.
+        random: what the stages do with random numbers.
         forward_only: whether there is no backward to begin with.
 
     Attributes:
@@ -67,6 +69,7 @@ class Steps:
         ranks: LocalRanks,
         control: Control,
         replicas: Replicas,
+        random: RandomNumbers,
         *,
         forward_only: bool,
     ) -> None:
@@ -75,6 +78,7 @@ class Steps:
         self.ranks = ranks
         self.control = control
         self.replicas = replicas
+        self.random = random
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.known: dict[tuple[Any, ...], int] = {}
@@ -104,6 +108,7 @@ class Steps:
             return self.run(_replayed(request, inputs), trace)
         self._raise_failure(outcome, replies)
         self._remember(signature)
+        self.random.done(request.training)
         return self._result(program, outcome, replies)
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
@@ -134,7 +139,7 @@ class Steps:
         """Every process takes its inputs; if one cannot, all raise."""
         error: BaseException | None = None
         inputs = Inputs()
-        message: Reply = {"call": _call_text(request)}
+        message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
             self.plans.program(request.num_microbatches, not request.training)
             inputs = take_inputs(
@@ -222,7 +227,11 @@ class Steps:
         if request.training:
             self.replicas.before_step()
         announce = signature not in self.known
-        return self.ranks.run(program, self._number(signature), announce)
+        self.random.begin(request.training)
+        outcome = self.ranks.run(program, self._number(signature), announce)
+        if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
+            outcome.refuse(self.random.check())
+        return outcome
 
     def _number(self, signature: tuple[Any, ...]) -> int:
         """What transports call these shapes; the number of the oldest is given again when many are known."""

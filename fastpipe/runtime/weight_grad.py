@@ -17,7 +17,7 @@ from threading import local
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastpipe.runtime import native
 
@@ -72,6 +72,7 @@ class _Pending:
     """What one weight's linears have queued."""
 
     weight: torch.Tensor
+    edge: GradientEdge
     task: int
     uses: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -123,14 +124,15 @@ class PythonWeightGradients:
             return False
         return not any(leaf in self.survey.whole for leaf in _leaves([get_gradient_edge(weight).node]))
 
-    def add(self, weight: torch.Tensor, use: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """In I: queue what one linear leaves."""
-        task, edge = torch._C._current_graph_task_id(), get_gradient_edge(weight)
+    def add(self, weight: torch.Tensor, edge: GradientEdge, use: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """In I: queue what one linear leaves. Its edge was looked up in F: that makes a node of autograd, and a backward
+        that makes one is taken to recompute."""
+        task = torch._C._current_graph_task_id()
         for pending in self._pending:
-            if pending.task == task and get_gradient_edge(pending.weight) == edge:
+            if pending.task == task and pending.edge[:2] == edge[:2]:
                 pending.uses.append(use)
                 return
-        self._pending.append(_Pending(weight, task, [use]))
+        self._pending.append(_Pending(weight, edge, task, [use]))
 
     def compute(self) -> None:
         """W: one run of the engine, as in I, so that weights made of the same parameter are summed first."""
@@ -235,8 +237,8 @@ class _Linear(torch.autograd.Function):
         for_weight = _weight_gradient(inputs, grad, weight) if ctx.needs_input_grad[1] else None
         for_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         if ctx.later is not None:
-            weights, tracked = ctx.later
-            weights.add(tracked, (inputs, grad))
+            weights, tracked, edge = ctx.later
+            weights.add(tracked, edge, (inputs, grad))
         return for_inputs, for_weight, for_bias, None
 
 
@@ -292,7 +294,7 @@ def _multiply(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights: PythonWeightGradients
 ) -> torch.Tensor:
     waits = weights.waits(weight)
-    later = (weights, weight) if waits else None
+    later = (weights, weight, get_gradient_edge(weight)) if waits else None
     tracked = weight.detach() if waits else weight
     made: torch.Tensor = _Linear.apply(inputs, tracked, bias, later)  # type: ignore[no-untyped-call]
     return made

@@ -1,0 +1,149 @@
+"""Random numbers: which stages draw, which recompute, and whether every F starts from a state of its own.
+
+What a stage does is found in the first step of its kind (training or not, and which modules are in training mode), in
+which everything is taken to draw and to recompute: all actions are then regions of `fastpipe.runtime.generators`, one
+at a time. From the next step on only those are that need to be, so where nothing draws nothing is paid. A step in which
+that turns out to be wrong is refused if its gradients or its masks may be wrong, and everything is a region again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastpipe.runtime.generators import Generators, StageRandom
+from fastpipe.runtime.stage import Stage
+
+PER_MICROBATCH = "per_microbatch"
+_MAX_KINDS = 16
+"""How many kinds of steps are remembered; training and evaluation are two."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a stage was seen to do.
+
+    Attributes:
+        draws: whether it draws random numbers.
+        recomputes: whether its backward may set the generators, as a checkpoint does.
+    """
+
+    draws: bool
+    recomputes: bool
+
+
+_EVERYTHING = Habits(draws=True, recomputes=True)
+
+
+class RandomNumbers:
+    """The random numbers of a pipeline's stages on this process.
+
+    Args:
+        stages: the local ones.
+        device: what they compute on.
+        seed: with ``rng="per_microbatch"``: what the states are derived from; else None.
+        concurrent: whether two actions may run at the same time in this process.
+        runtime: the extension, where the native executor runs.
+
+    Attributes:
+        step_count: the number of training steps, which is a part of the states.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], device: torch.device, *, seed: int | None, concurrent: bool, runtime: Any = None
+    ) -> None:
+        self.stages = stages
+        self.seed = seed
+        self.concurrent = concurrent
+        self.step_count = 0
+        self._kinds: dict[tuple[Any, ...], list[Habits]] = {}
+        self._kind: tuple[Any, ...] = ()
+        self._checked = False
+        self._randoms: list[StageRandom] = []
+        if seed is None and not concurrent:
+            return
+        made = runtime if runtime is not None else _PYTHON
+        self._generators = made.Generators(device, seed)
+        self._randoms = [made.StageRandom(self._generators, stage.index) for stage in stages]
+
+    def begin(self, training: bool) -> None:
+        """A step begins: decide which actions are regions."""
+        if not self._randoms:
+            return
+        self._kind = (training, *(m.training for stage in self.stages for m in stage.module.modules()))
+        known = self._kinds.get(self._kind)
+        habits = known or [_EVERYTHING] * len(self.stages)
+        any_draws = any(habit.draws for habit in habits)
+        for stage, random, habit in zip(self.stages, self._randoms, habits, strict=True):
+            random.watches = known is None
+            random.guards_forward = habit.draws
+            random.guards_backward = habit.recomputes and any_draws
+            random.listens = any_draws and not random.guards_backward
+            random.drew = random.recomputed = False
+            stage.random = random if random.guards_forward or random.guards_backward or random.listens else None
+        self._checked = not all(random.guards_forward and random.guards_backward for random in self._randoms)
+        if any_draws or self._checked:
+            self._generators.begin(self.step_count)
+
+    def check(self) -> RuntimeError | None:
+        """A step has ended well here: learn from it.
+
+        Returns:
+            What is wrong with the step, if what was known of the stages did not hold.
+        """
+        if not self._randoms:
+            return None
+        if self._kind not in self._kinds:
+            if len(self._kinds) == _MAX_KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            self._kinds[self._kind] = [Habits(r.drew, r.recomputed) for r in self._randoms]
+            return None
+        return self._refusal() if self._checked else None
+
+    def _refusal(self) -> RuntimeError | None:
+        drew = self._generators.end()
+        recomputed = [r.stage for r in self._randoms if r.recomputed and not r.guards_backward]
+        if not drew and not recomputed:
+            return None
+        habits = self._kinds[self._kind]
+        self._kinds[self._kind] = [_EVERYTHING] * len(self.stages)
+        harmless = self.seed is None and not recomputed and not any(habit.recomputes for habit in habits)
+        if harmless:
+            return None
+        found = (
+            f"the backward of stage {recomputed[0]} recomputed a forward"
+            if recomputed
+            else "random numbers were drawn from torch's default generator"
+        )
+        return RuntimeError(
+            f"{found} in this step, which was not so in the first step of its kind; gradients or random numbers of "
+            "this step may be wrong, so zero the gradients and call step again: from now on it is taken into account"
+        )
+
+    def done(self, training: bool) -> None:
+        """A step has ended well everywhere."""
+        self.step_count += training
+
+    def call_text(self) -> str:
+        """What must be the same on every rank in a step."""
+        return "" if self.seed is None else f" and step_count={self.step_count}"
+
+
+class _Python:
+    """The same classes as the extension has."""
+
+    Generators = Generators
+    StageRandom = StageRandom
+
+
+_PYTHON = _Python()
+
+
+def describe_random(seed: int | None) -> str:
+    """Where random numbers come from, in one line."""
+    if seed is None:
+        return "torch's generators, in the order of the actions"
+    return f"for every stage and microbatch a state of its own, derived from the seed {seed} and the step's number"

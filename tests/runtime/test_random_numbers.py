@@ -1,0 +1,339 @@
+"""Random numbers: masks by microbatch, and recomputes that meet the masks of their forward, whatever runs beside them."""
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastpipe import Pipeline
+from fastpipe.runtime import native
+from fastpipe.runtime.generators import microbatch_seed
+from fastpipe.runtime.stage import Chain
+from fastpipe.testing import Fault, reference_step
+from tests.runtime.checks import same_bits, unequal
+
+WIDTH = 6
+SEED = 5
+mean_square = nn.functional.mse_loss
+
+
+class Dropping(nn.Module):
+    """A layer with dropout, checkpointed or not: "reentrant", "saved" (the other way), or None."""
+
+    def __init__(self, mode: str | None, p: float = 0.3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(p)
+        self.mode = mode
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.dropout(self.linear(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) if self.mode is None else checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
+
+
+def dropping(mode: str | None, count: int = 8, p: float = 0.3) -> list[nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return [Dropping(mode, p) for _ in range(count)]
+
+
+def batch(seed: int = 0, rows: int = 17) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reentrant checkpoints want an input that requires a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, WIDTH, generator=generator) for _ in "xy")
+    return x.requires_grad_(), y
+
+
+def pipeline(layers: Sequence[nn.Module], schedule: str, executor: str, count: int = 8, **options: Any) -> Pipeline:
+    torch.manual_seed(SEED)
+    options = {"rng": "per_microbatch", "num_ranks": 4} | options
+    return Pipeline(layers, schedule, count, mean_square, executor=executor, **options)
+
+
+def compare(pipe: Pipeline, layers: Sequence[nn.Module], steps: int = 3, **options: Any) -> None:
+    """Steps that accumulate against the unsplit model, and the generator as it was before."""
+    for step in range(steps):
+        before = torch.get_rng_state()
+        x, y = batch(step)
+        result = pipe.step(x, target=y)
+        numbers = {"rng": "per_microbatch", "seed": SEED, "step_count": step} | options
+        reference = reference_step(layers, batch(step), pipe.schedule, mean_square, **numbers)
+        assert result.loss is not None and same_bits(result.loss, reference.loss)
+        assert not (wrong := unequal(pipe, Chain(dict(enumerate(layers))))), wrong
+        assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("mode", [None, "reentrant", "saved"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "zbv", "dualpipev", "dualpipe", "1f1b_overlap", "interleaved_overlap", "looped_bfs"]
+)
+def test_the_masks_are_those_of_the_unsplit_model(schedule: str, mode: str | None, executor: str) -> None:
+    """The unsplit model recomputes nothing, so a recompute with another mask than its forward's would show."""
+    compare(pipeline(dropping(mode), schedule, executor), dropping(None))
+
+
+def test_the_masks_do_not_depend_on_the_number_of_ranks(executor: str) -> None:
+    """Only on where stages begin, which `partition` may say."""
+    partition = [1, 3, 2, 2]
+    for num_ranks, schedule in ((4, "1f1b"), (2, "interleaved_1f1b"), (2, "dualpipev"), (1, "dualpipev")):
+        cut = partition if num_ranks > 1 else [4, 4]
+        pipe = pipeline(dropping("saved"), schedule, executor, num_ranks=num_ranks, partition=cut)
+        compare(pipe, dropping(None), steps=2, partition=cut)
+
+
+class Noise(nn.Module):
+    """Adds what it draws, and nothing else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(())
+
+
+def noise_of(pipe: Pipeline) -> list[float]:
+    """What each microbatch was given, by the two stages together."""
+    outputs = pipe.eval_step(torch.zeros(4, 1)).outputs
+    assert isinstance(outputs, torch.Tensor)
+    return outputs.flatten().tolist()
+
+
+def test_numbers_differ_by_stage_microbatch_and_step(executor: str) -> None:
+    pipe = pipeline([Noise(), Noise()], "gpipe", executor, count=4, num_ranks=2)
+    alone = pipeline([Noise(), nn.Identity()], "gpipe", executor, count=4, num_ranks=2)
+    first = noise_of(pipe)
+    assert len(set(first)) == 4 and first == noise_of(pipe), "an evaluation counts as no step"
+    assert all(abs(a - 2 * b) > 1e-6 for a, b in zip(first, noise_of(alone), strict=True)), "stages draw the same"
+    pipe.step_count = 1
+    second = noise_of(pipe)
+    assert not set(first) & set(second)
+    pipe.step_count = 0
+    assert noise_of(pipe) == first
+
+
+def test_the_seed_is_that_of_torch(executor: str) -> None:
+    drawn = []
+    for seed in (SEED, SEED, SEED + 1):
+        torch.manual_seed(seed)
+        options = {"num_ranks": 2, "executor": executor, "rng": "per_microbatch"}
+        drawn.append(noise_of(Pipeline([Noise(), Noise()], "gpipe", 4, **options)))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_counts_as_a_step(executor: str) -> None:
+    layers = dropping(None, 4)
+    layers[2] = Fault(layers[2], 8, ValueError("on purpose"))
+    pipe = pipeline(layers, "1f1b", executor, count=4)
+    x, y = batch()
+    for _ in range(2):
+        pipe.step(x, target=y)
+    with pytest.raises(ValueError, match="on purpose"):
+        pipe.step(x, target=y)
+    pipe.profile(x, target=y)
+    pipe.eval_step(x, target=y)
+    assert pipe.step_count == 2
+    for wrong in (-1, 1.5):
+        with pytest.raises(ValueError, match="step_count = "):
+            pipe.step_count = wrong  # type: ignore[assignment]
+
+
+def test_a_failed_step_leaves_the_generator_as_it_was(executor: str) -> None:
+    layers = dropping("saved", 4)
+    layers[1] = Fault(layers[1], 2, ValueError("on purpose"))
+    pipe = pipeline(layers, "1f1b", executor, count=4)
+    before = torch.get_rng_state()
+    x, y = batch()
+    with pytest.raises(ValueError, match="on purpose"):
+        pipe.step(x, target=y)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Meeting(nn.Module):
+    """Two stages of two ranks: one draws inside a checkpoint, and before it does it lets the other one draw.
+
+    The event is waited for in vain where the two exclude each other, and only then.
+    """
+
+    drew = threading.Event()
+
+    def __init__(self, waits: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.waits = waits
+        self.masks: list[torch.Tensor] = []
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        if self.waits:
+            self.drew.clear()
+            self.drew.wait(0.1)
+        mask = torch.rand(x.shape) > 0.5
+        self.masks.append(mask)
+        if not self.waits:
+            self.drew.set()
+        return self.linear(x) * mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
+        return out
+
+
+def test_a_recompute_meets_its_mask_while_another_rank_draws(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own generators; and it would not if ranks did not exclude each other."""
+    met = []
+    for exclude in (True, False):
+        layers = [Meeting(waits=True), Meeting(waits=False)]
+        pipe = pipeline(layers, "gpipe", executor, count=4, num_ranks=2, rng=None)
+        if not exclude:
+            monkeypatch.setattr(pipe._steps.random, "_randoms", [])
+        x, y = batch()
+        pipe.step(x, target=y)
+        masks = layers[0].masks
+        assert len(masks) == 8
+        met.append(sum(torch.equal(mask, again) for mask, again in zip(masks[:4], masks[4:], strict=True)))
+    assert met[0] == 4 and met[1] < 4
+
+
+def regions(pipe: Pipeline) -> list[tuple[bool, bool]]:
+    """Whether F, and B, of each stage were regions in the last step."""
+    randoms = [stage.random for stage in pipe._stages]
+    return [(r is not None and r.guards_forward, r is not None and r.guards_backward) for r in randoms]
+
+
+def test_only_what_needs_it_is_a_region(executor: str) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Dropping(None), Dropping("saved"), nn.Linear(WIDTH, WIDTH)]
+    pipe = pipeline(layers, "1f1b", executor, rng=None)
+    x, y = batch()
+    pipe.step(x, target=y)
+    assert regions(pipe) == [(True, True)] * 4, "in the first step anything may happen"
+    pipe.step(x, target=y)
+    assert regions(pipe) == [(False, False), (True, False), (True, True), (False, False)]
+    pipe.eval()
+    for expected in ([(True, True)] * 4, [(False, False)] * 4):
+        pipe.eval_step(x, target=y)
+        assert regions(pipe) == expected
+    pipe.train()
+    pipe.step(x, target=y)
+    assert regions(pipe)[2] == (True, True) and regions(pipe)[0] == (False, False), "training is still known"
+
+
+def test_where_nothing_draws_there_is_nothing_to_do(executor: str) -> None:
+    pipe = pipeline(dropping("saved", p=0.0), "1f1b", executor)
+    alone = pipeline(dropping("saved"), "1f1b", executor, num_ranks=1, rng=None)
+    x, y = batch()
+    for _ in range(2):
+        pipe.step(x, target=y)
+        alone.step(x, target=y)
+        assert all(stage.random is None for stage in alone._stages)
+    assert all(stage.random is None for stage in pipe._stages)
+
+
+class Changing(nn.Module):
+    """Begins to draw, or to recompute, without being told by `train` or `eval`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.draws = self.recomputes = False
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (torch.rand(x.shape) if self.draws else 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("what", "rng", "others", "refused"),
+    [
+        ("draws", "per_microbatch", None, "random numbers were drawn"),
+        ("draws", None, "saved", "random numbers were drawn"),
+        ("draws", None, None, None),
+        ("recomputes", "per_microbatch", None, "the backward of stage 1 recomputed"),
+        ("recomputes", None, "saved", "the backward of stage 1 recomputed"),
+    ],
+)
+def test_what_was_known_no_longer_holds(
+    what: str, rng: str | None, others: str | None, refused: str | None, executor: str
+) -> None:
+    """A step that may be wrong is refused, once; from then on it is right."""
+    changing = Changing()
+    layers = [*dropping(others, 1), changing, *dropping(others, 1), nn.Linear(WIDTH, WIDTH)]
+    pipe = pipeline(layers, "1f1b", executor, rng=rng)
+    x, y = batch()
+    for _ in range(2):
+        pipe.step(x, target=y)
+    setattr(changing, what, True)
+    if refused is not None:
+        with pytest.raises(RuntimeError, match=refused) as caught:
+            pipe.step(x, target=y)
+        assert "zero the gradients and call step again" in str(caught.value)
+    assert pipe.step_count == 2
+    for _ in range(2):
+        pipe.step(x, target=y)
+    assert regions(pipe) == [(True, True)] * 4
+
+
+def test_a_function_of_ones_own_may_set_the_generator(executor: str) -> None:
+    """Its backward makes no graph and leaves the generator as it was, so only the graph shows it."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.state = torch.get_rng_state()
+            return x * torch.rand(x.shape)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(ctx.state)
+                return grads[0] * torch.rand(grads[0].shape)
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = Own.apply(super().forward(x))  # type: ignore[no-untyped-call]
+            return out
+
+    layers: list[nn.Module] = [Layer(WIDTH, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))]
+    twin = copy.deepcopy(layers)
+    pipe = pipeline(layers, "1f1b", executor)
+    compare(pipe, twin)
+    assert regions(pipe) == [(True, True)] + [(False, False)] * 3
+
+
+def test_copies_follow_into_evaluation(executor: str) -> None:
+    """A stage that two ranks hold has two modules, and the hidden one drops no more than the other."""
+    pipe = pipeline(dropping(None), "dualpipe", executor)
+    pipe.eval()
+    assert same_bits(*(pipe.eval_step(batch()[0]).outputs for _ in "ab"))
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        expected = Chain(dict(enumerate(dropping(None)))).eval()(batch()[0])
+    found = pipe.eval_step(batch()[0]).outputs
+    assert isinstance(found, torch.Tensor) and torch.allclose(found, expected)
+
+
+def test_the_seeds() -> None:
+    """The same on every machine and in both languages; the first ones are written down."""
+    assert [hex(microbatch_seed(*four)) for four in ((0, 0, 0, 0), (5, 1, 2, 3), (2**64 - 1, 7, 0, 0))] == SEEDS
+    fours = [(seed, step, stage, i) for seed in (0, SEED) for step in range(9) for stage in range(8) for i in range(16)]
+    assert len({microbatch_seed(*four) % 2**32 for four in fours}) == len(fours)
+    runtime: Any = native.load()
+    if runtime is not None:
+        assert all(runtime.microbatch_seed(*four) == microbatch_seed(*four) for four in [*fours, (2**64 - 1, 7, 0, 0)])
+
+
+SEEDS = ["0x238275bc38fcbe91", "0x9861e3adf106dee6", "0xeed20827a0dbb7f2"]
+
+
+def test_the_reference_needs_layers() -> None:
+    schedule = pipeline(dropping(None), "1f1b", "python").schedule
+    with pytest.raises(TypeError, match="give the list of the model's layers"):
+        reference_step(dropping(None)[0], batch(), schedule, mean_square, rng="per_microbatch")
+    with pytest.raises(ValueError, match="rng = 'often'"):
+        reference_step(dropping(None), batch(), schedule, mean_square, rng="often")
+
