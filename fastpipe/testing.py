@@ -66,8 +66,8 @@ def reference_step(
         loss_reduction: as for `fastpipe.Pipeline`.
         split_rules: as ``split`` of `fastpipe.Pipeline`.
         kwargs: keyword arguments of the model.
-        rng: ``"per_microbatch"`` for the random numbers that a Pipeline of this ``rng`` draws. The model must then be the
-            list of its layers: they depend on where the stages begin.
+        rng: ``"per_microbatch"`` for the random numbers that a Pipeline of this ``rng`` draws. The model must then be
+            the list of its layers: the numbers depend on where the stages begin.
         seed: with ``rng``: `torch.initial_seed` when the Pipeline was built; that of now unless given.
         step_count: with ``rng``: the Pipeline's before its step.
         partition: with ``rng``: as for `fastpipe.Pipeline`.
@@ -115,8 +115,10 @@ def _forward_of(
     partition: Any,
     num_stages: int,
 ) -> Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]:
-    """The model's forward of one microbatch, and its loss by `finish`; with `rng` stage by stage, each from the state that
-    it has in a pipeline."""
+    """The model's forward of one microbatch, and its loss by `finish`.
+
+    With `rng` it goes stage by stage, each from the state that it has in a pipeline.
+    """
     if rng is None:
         return lambda microbatch, args, kwargs: finish(microbatch, model(*args, **kwargs))
     if rng != PER_MICROBATCH:

@@ -31,8 +31,8 @@ std::mutex& generators_mutex() {
 }
 
 std::uint64_t microbatch_seed(std::uint64_t seed, std::int64_t step, std::int32_t stage, std::int32_t microbatch) {
-  for (const std::uint64_t number : {static_cast<std::uint64_t>(step), static_cast<std::uint64_t>(stage),
-                                     static_cast<std::uint64_t>(microbatch)}) {
+  for (const std::uint64_t number :
+       {static_cast<std::uint64_t>(step), static_cast<std::uint64_t>(stage), static_cast<std::uint64_t>(microbatch)}) {
     seed += 0x9E3779B97F4A7C15ULL * (number + 1);
     seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9ULL;
     seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EBULL;

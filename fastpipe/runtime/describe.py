@@ -10,6 +10,7 @@ from torch import nn
 
 from fastpipe.program import Program
 from fastpipe.runtime.native import native_status
+from fastpipe.runtime.random_numbers import describe_random
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
@@ -22,6 +23,7 @@ def describe(
     executor: str,
     transport: Transport,
     stages: Sequence[Stage],
+    seed: int | None,
 ) -> str:
     """The schedule, what is local, how it is run, and what to know about it."""
     options = ", ".join(f"{name}={value}" for name, value in schedule.options.items())
@@ -38,6 +40,8 @@ def describe(
     ]
     if schedule.placement.num_routes > 1:
         lines.append("copies      every stage is held twice; parameters stay equal, buffers are each copy's own")
+    if seed is not None:
+        lines.append("random      " + describe_random(seed))
     if schedule.splits_backward:
         lines.append("backward    " + split_text(stages))
     return "\n".join(lines)

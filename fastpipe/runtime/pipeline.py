@@ -14,6 +14,7 @@ from torch import nn
 
 from fastpipe.cost import CostModel
 from fastpipe.errors import StepError
+from fastpipe.runtime import native
 from fastpipe.runtime.arguments import check_arguments, check_transport, find_num_microbatches, find_num_ranks
 from fastpipe.runtime.clip import clip_grad_norm
 from fastpipe.runtime.control import (
@@ -24,7 +25,6 @@ from fastpipe.runtime.control import (
     StoreControl,
     cause_text,
 )
-from fastpipe.runtime import native
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.group import membership
@@ -34,7 +34,7 @@ from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import Stages, build_modules, check_device, find_device, state_prefix
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
-from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers
+from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers, check_seeds
 from fastpipe.runtime.ranks import LocalRanks
 from fastpipe.runtime.replicas import make_replicas, modules_by_rank
 from fastpipe.runtime.result import StepResult
@@ -139,7 +139,9 @@ class Pipeline:
         replicas = make_replicas(self.schedule.placement, modules, exchange)
         ranks = LocalRanks(self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish)
         has_backward = self._plans.has_backward(self.num_microbatches)
-        self._steps = Steps(settings, self._plans, ranks, self._control, replicas, random, forward_only=not has_backward)
+        self._steps = Steps(
+            settings, self._plans, ranks, self._control, replicas, random, forward_only=not has_backward
+        )
         self._finalizer = weakref.finalize(self, _close, self._control, ranks)
         logger.info("%s", self.describe())
 
@@ -152,7 +154,9 @@ class Pipeline:
         except Exception as found:
             error = found
         try:
-            found_text = {"refused": cause_text(error)} if error is not None else {"plan": self._plan_text(), "seed": self._seed}
+            found_text = (
+                {"refused": cause_text(error)} if error is not None else {"plan": self._plan_text(), "seed": self._seed}
+            )
             replies = self._control.setup(found_text)
             if error is not None:
                 raise error
@@ -371,7 +375,9 @@ class Pipeline:
         """What runs here and how, in a few lines."""
         program = self._plans.program(self.num_microbatches, forward_only=False)
         ranks = {rank: list(stages) for rank, stages in self._stages_by_rank.items()}
-        return describe(self.schedule, program, ranks, self._executor.__name__, self.transport, self._stages)
+        return describe(
+            self.schedule, program, ranks, self._executor.__name__, self.transport, self._stages, self._seed
+        )
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"
@@ -385,13 +391,7 @@ def _check_plans(replies: Sequence[Reply]) -> None:
     if len(set(plans)) > 1:
         listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
         raise ValueError(f"schedule: the ranks do not build the same pipeline: {listed}")
-    seeds = [reply["seed"] for reply in replies if "seed" in reply]
-    if len(set(seeds)) > 1:
-        listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
-        raise ValueError(
-            f"rng = {PER_MICROBATCH!r}: the seed, torch.initial_seed(), is {listed}; pass the same rng on every rank, and "
-            "call torch.manual_seed with the same number before"
-        )
+    check_seeds([reply["seed"] for reply in replies])
 
 
 def _close(control: Control, ranks: LocalRanks) -> None:

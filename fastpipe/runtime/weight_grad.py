@@ -125,8 +125,8 @@ class PythonWeightGradients:
         return not any(leaf in self.survey.whole for leaf in _leaves([get_gradient_edge(weight).node]))
 
     def add(self, weight: torch.Tensor, edge: GradientEdge, use: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """In I: queue what one linear leaves. Its edge was looked up in F: that makes a node of autograd, and a backward
-        that makes one is taken to recompute."""
+        """In I: queue what one linear leaves."""
+        # the edge was looked up in F: that makes a node of autograd, by which a recompute is told
         task = torch._C._current_graph_task_id()
         for pending in self._pending:
             if pending.task == task and pending.edge[:2] == edge[:2]:

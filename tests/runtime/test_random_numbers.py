@@ -1,4 +1,4 @@
-"""Random numbers: masks by microbatch, and recomputes that meet the masks of their forward, whatever runs beside them."""
+"""Random numbers: masks by microbatch, and recomputes that meet their forward's masks, whatever runs beside them."""
 
 import copy
 import threading
@@ -336,4 +336,3 @@ def test_the_reference_needs_layers() -> None:
         reference_step(dropping(None)[0], batch(), schedule, mean_square, rng="per_microbatch")
     with pytest.raises(ValueError, match="rng = 'often'"):
         reference_step(dropping(None), batch(), schedule, mean_square, rng="often")
-
