@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastpipe import bounds as bounds
 from fastpipe import formulas as formulas
 from fastpipe._version import __version__
 from fastpipe.action import Action, ActionKind

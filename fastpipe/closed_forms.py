@@ -167,6 +167,12 @@ BUBBLES: dict[tuple[str, str], Formula] = {
     ("interleaved_zb", "span"): _INTERLEAVED_ZB,
     ("zbv", "makespan"): Formula(lambda x: (x.p - 1) * x.F / 2, _TWICE, _equal_twice, _ZBV),
     ("zbv", "span"): Formula(lambda x: 0.0, _TWICE, _equal_twice, _ZBV),
+    ("wave_zb", "makespan"): Formula(
+        lambda x: (x.p - 1) * x.F / x.v,
+        "v even, m >= p, F = I = W, comm = 0, with 1F1B's memory",
+        lambda x: x.v % 2 == 0 and x.m >= x.p and x.equal,
+        "docs/waves.md: no order over a wave has less",
+    ),
     ("v_half", "makespan"): _V_HALF,
     ("v_half", "span"): _V_HALF,
     ("v_min", "makespan"): _V_MIN,

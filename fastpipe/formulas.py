@@ -26,7 +26,15 @@ from fastpipe.placement import is_whole
 MEASURES = ("makespan", "span")
 FORMS = ("fraction", "seconds", "total")
 
-_LOOPS = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "interleaved_overlap", "hanayo")
+_OPEN = {
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "interleaved_zb": 2,
+    "interleaved_overlap": 2,
+    "hanayo": 2,
+    "wave_zb": 4,
+}
+"""Schedules that leave the stages a rank open, and how many it is unless given."""
 _VS = ("zbv", "v_half", "v_min", "1f1b_v", "dualpipev")
 
 
@@ -50,7 +58,7 @@ def bubble(
         name: a schedule.
         num_ranks: p.
         num_microbatches: m.
-        stages_per_rank: v, for schedules that leave it open; 2 unless given.
+        stages_per_rank: v, for schedules that leave it open; unless given 2, and 4 for wave_zb.
         forward: F, seconds of a rank's share of the model, as all that follow.
         backward_input: I.
         backward_weight: W.
@@ -141,7 +149,7 @@ def memory_ratio(first: str, second: str, **numbers: Any) -> float:
     stages = numbers.pop("stages_per_rank", None)
 
     def ratio(name: str) -> float:
-        mine = stages if name in _LOOPS else None
+        mine = stages if name in _OPEN else None
         return peak_activations(name, stages_per_rank=mine, as_="ratio", **numbers)
 
     return ratio(first) / ratio(second)
@@ -250,7 +258,33 @@ def v_bubble_bound(live: int, *, num_ranks: int, unit: float = 1.0) -> float:
         num_ranks: p.
         unit: seconds of F = I = W of a *stage*.
     """
-    return max(0.0, (6 * num_ranks - 3 * live - 1) * unit)
+    return wave_bubble_bound(live, num_ranks=num_ranks, stages_per_rank=2, unit=unit, measure="span")
+
+
+def wave_bubble_bound(
+    live: int, *, num_ranks: int, stages_per_rank: int, unit: float = 1.0, measure: str = "makespan"
+) -> float:
+    """Idle seconds that no order over a wave avoids with ``live`` stage activations, at F = I = W and free transfers.
+
+    docs/waves.md proves it for even ``stages_per_rank`` and more microbatches than ``live`` / ``stages_per_rank``; the
+    schedule wave_zb attains the makespan's from half of 1F1B's memory on.
+
+    Args:
+        live: stage activations of the rank that holds most.
+        num_ranks: p.
+        stages_per_rank: v, even.
+        unit: seconds of F = I = W of a *stage*.
+        measure: ``"makespan"`` or ``"span"``.
+    """
+    if stages_per_rank % 2 or stages_per_rank < 2:
+        raise ValueError(
+            f"stages_per_rank = {stages_per_rank}: the closed form is for even numbers; see fastpipe.bounds"
+        )
+    if measure not in MEASURES:
+        raise ValueError(f"measure = {measure!r}: use one of {', '.join(MEASURES)}")
+    p, stages = num_ranks, num_ranks * stages_per_rank
+    before, after = p - 1 + max(0, stages - live), stages + p - 2 * live
+    return unit * (before + max(0, after) if measure == "makespan" else max(0, before + after, stages - live))
 
 
 def full_throughput_memory(*, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> float:
@@ -276,8 +310,8 @@ def _unknown(name: str, what: str, known: Iterable[str]) -> ValueError:
 
 def _stages(name: str, stages_per_rank: int | None) -> int:
     """v of a schedule: given where it is open, else its own."""
-    if name in _LOOPS:
-        return 2 if stages_per_rank is None else stages_per_rank
+    if name in _OPEN:
+        return _OPEN[name] if stages_per_rank is None else stages_per_rank
     own = 2 if name in _VS else 1
     if stages_per_rank not in (None, own):
         raise ValueError(f"stages_per_rank = {stages_per_rank}: {name} has {own}; leave it out")

@@ -32,6 +32,8 @@ PLANNING = {
     "validate_transfers": {"action", "schedule", "dependencies", "errors"},
     "validate_program": {"action", "program", "dependencies", "errors", "machine", "deadlock", "native_plan"},
     "partition": {"errors"},
+    "chains": {"action", "placement", "program", "cost", "schedule"},
+    "bounds": {"chains", "placement", "cost", "schedule"},
     "closed_forms": {"placement", "cost", "errors"},
     "formulas": {"closed_forms", "placement", "cost", "errors"},
 }

@@ -34,6 +34,17 @@ def options_of(name, p, m, draw):
         options["comm"] = draw(st.sampled_from([0.0, 0.1, 1.0]))
     if "memory_limit" in family.options and draw(st.booleans()):
         options["memory_limit"] = draw(st.integers(1, 3 * p))
+    return options | capped(family, p, draw)
+
+
+def capped(family, p, draw):
+    """The options of the families that are built within a memory."""
+    options = {}
+    if "memory" in family.options and draw(st.booleans()):
+        options["memory"] = draw(st.one_of(st.integers(1, 4 * p), st.sampled_from([0.3, 0.5, 0.625, 0.9, 1.5])))
+    if "form" in family.options:
+        options["form"] = draw(st.sampled_from(["auto", "compact", "slack"]))
+        options["stages_per_rank"] = draw(st.sampled_from([2, 4, 6, 3]))
     return options
 
 
@@ -88,6 +99,9 @@ def check_peaks(name, p, m, options, found):
     if "memory_limit" in FAMILIES[name].options:
         default = p if name == "zb_auto" else 2 * p
         assert max(found.peak_activations) <= options.get("memory_limit", default)
+    if "memory" in FAMILIES[name].options:
+        memory, held = options.get("memory", 1.0), found.program.num_stages
+        assert max(found.peak_activations) <= (memory if isinstance(memory, int) else memory * held + 1e-9)
     if name not in PEAKS or options.get("microbatch_group_size") or {"waves", "forward", "memory_limit"} & set(options):
         return
     numbers = {"stages_per_rank": options["stages_per_rank"]} if "stages_per_rank" in options else {}

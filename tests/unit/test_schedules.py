@@ -10,8 +10,8 @@ from fastpipe import Placement, Schedule, make_schedule
 
 NAMES = [
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "1f1b_overlap", "interleaved_overlap", "zb_h1", "zb_h2",
-    "zb_auto", "interleaved_zb", "zbv", "v_half", "v_min", "1f1b_v", "dualpipe", "dualpipev", "chimera", "hanayo",
-    "forward_only",
+    "zb_auto", "interleaved_zb", "loop_zb", "zbv", "v_half", "v_min", "wave_zb", "1f1b_v", "dualpipe", "dualpipev",
+    "chimera", "hanayo", "forward_only",
 ]  # fmt: skip
 
 

@@ -1,0 +1,172 @@
+"""loop_zb: interleaved zero bubble within any memory from one microbatch's on, found by rounds (docs/waves.md).
+
+In a loop a round is one trip from rank to rank, through p stages. A round of F that starts in slot 2a is on rank r in
+slot 2a + r. A round of I goes the other way: started on the last rank in slot 2b + (p mod 2), it is on rank r in slot
+2b + (p mod 2) + p - 1 - r, which is never of the parity of r. So rounds of F never meet rounds of I, and W takes what
+either leaves free. Unlike in a wave, the two cross at another place on every rank: rank 0 has its I last, so memory is
+counted there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastpipe.placement import Placement
+from fastpipe.schedule import Schedule
+from fastpipe.schedules.costs import UNIFORM_COSTS
+from fastpipe.schedules.family import Family, Option, is_count
+from fastpipe.schedules.memory_cap import MEMORY, live_limit
+from fastpipe.schedules.rounds import (
+    NEVER,
+    F,
+    Groups,
+    I,
+    Orders,
+    Seconds,
+    all_groupings,
+    fill_all,
+    groupings,
+    makespan,
+    num_timed,
+    schedule_of,
+    stream,
+)
+
+_SLOTS = 200_000
+"""Slots that a search plays at most, which takes about a tenth of a second; the likely groups come first."""
+
+
+@dataclass(frozen=True)
+class _Starts:
+    """The slots in which rounds start, each with ``round * m + microbatch``; and when rank 0 is done."""
+
+    forward: list[tuple[int, int]]
+    backward: list[tuple[int, int]]
+    length: int
+
+
+class _Slots:
+    """Slot by slot: a round of F starts where there is memory for it, and a round of I where there is one to start."""
+
+    def __init__(self, num_ranks: int, stages_per_rank: int, groups: Groups, limit: int) -> None:
+        self.p, self.limit, self.total = num_ranks, limit, sum(groups)
+        self.forward = stream(0, stages_per_rank, groups)
+        self.backward = stream(stages_per_rank, stages_per_rank, groups)
+        self.ready = [0] * self.total + [NEVER] * (self.total * 2 * stages_per_rank)
+        self.forwards: list[tuple[int, int]] = []
+        self.backwards: list[tuple[int, int]] = []
+        self.arrived = self.weights = 0
+
+    def run(self, give_up: int) -> _Starts | None:
+        """Play; None where it gets stuck, or takes as many slots as ``give_up``."""
+        slot, lane, count = 0, self.p % 2, len(self.forward)
+        while self.weights < count:
+            if slot % 2 == lane:
+                self._start(slot, self.backward, self.backwards, True)
+            if slot % 2 == 0:
+                if not self._start(slot, self.forward, self.forwards, len(self.forwards) - self.weights < self.limit):
+                    self._weight()
+            elif self.arrived < len(self.backwards) and self.backwards[self.arrived][0] + self.p - 1 == slot:
+                self.arrived += 1
+            else:
+                self._weight()
+            slot += 1
+            if slot >= give_up or self._stuck():
+                return None
+        return _Starts(self.forwards, self.backwards, slot)
+
+    def _start(self, slot: int, keys: tuple[int, ...], started: list[tuple[int, int]], room: bool) -> bool:
+        """Start the next round of a stream, if it can; p slots later the next of its microbatch can."""
+        if len(started) == len(keys) or not room or self.ready[keys[len(started)]] > slot:
+            return False
+        key = keys[len(started)]
+        started.append((slot, key))
+        self.ready[key + self.total] = slot + self.p
+        return True
+
+    def _weight(self) -> None:
+        self.weights += self.weights < self.arrived
+
+    def _stuck(self) -> bool:
+        """Whether memory is full for good: all I have arrived, all W are done, and no I can start."""
+        f, i = len(self.forwards), len(self.backwards)
+        full = f == len(self.forward) or f - self.weights >= self.limit or self.ready[self.forward[f]] == NEVER
+        idle = i == len(self.backward) or self.ready[self.backward[i]] == NEVER
+        return full and idle and self.weights == i < len(self.backward)
+
+
+def generate(
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    memory: float | int,
+    forward: float,
+    backward_input: float,
+    backward_weight: float,
+    comm: float,
+) -> Schedule:
+    """The best order found within the memory, for the costs.
+
+    Raises:
+        ValueError: for less memory than one microbatch takes.
+    """
+    limit = live_limit("loop_zb", memory, num_ranks, stages_per_rank, num_microbatches)
+    placement = Placement.loop(num_ranks, stages_per_rank)
+    seconds = Seconds(forward, backward_input, backward_weight, comm)
+    found = _search(num_ranks, stages_per_rank, num_microbatches, limit, num_timed(placement, num_microbatches))
+    filled = (fill_all(_spread(placement, num_microbatches, starts), limit) for starts in found)
+    orders = [ranks for ranks in filled if ranks is not None]
+    best = min(orders, key=lambda ranks: makespan(ranks, placement, seconds))
+    return schedule_of("loop_zb", placement, num_microbatches, best)
+
+
+def _length(starts: _Starts) -> int:
+    return starts.length
+
+
+def _search(p: int, v: int, m: int, limit: int, count: int) -> list[_Starts]:
+    """Play groups until the time is up: the ``count`` shortest, and those of p microbatches.
+
+    Groups of p leave waits in their slots that are none once every action starts as early as it can.
+    """
+    left, shortest = _SLOTS, [NEVER]
+    found: list[_Starts] = []
+    for groups in all_groupings(m, (max(1, p // 2), p), 2 * p):
+        starts = _Slots(p, v, groups, limit).run(shortest[-1])
+        left -= 3 * v * m
+        if starts is not None:
+            found.append(starts)
+            shortest = sorted([*shortest, starts.length])[:count]
+        if left < 0 and found:
+            break
+    whole = _Slots(p, v, next(groupings(m, min(m, p))), limit).run(NEVER)
+    return [*sorted(found, key=_length)[:count], *([] if whole is None else [whole])]
+
+
+def _spread(placement: Placement, m: int, starts: _Starts) -> Orders:
+    """The F and I of every rank: stage after stage of a round, slot after slot."""
+    p, last = placement.num_ranks, placement.num_stages - 1
+    ranks: Orders = [[] for _ in range(p)]
+    for slot, key in starts.forward:
+        number, microbatch = divmod(key, m)
+        for rank in range(p):
+            ranks[rank].append((slot + rank, F, number * p + rank, microbatch))
+    for slot, key in starts.backward:
+        number, microbatch = divmod(key - placement.num_stages // p * m, m)
+        for hop in range(p):
+            ranks[p - 1 - hop].append((slot + hop, I, last - number * p - hop, microbatch))
+    return ranks
+
+
+LOOP_ZB = Family(
+    "loop_zb",
+    "interleaved stages with split backwards within any memory",
+    "any ranks and microbatches",
+    generate,
+    {
+        "stages_per_rank": Option(4, "the number of stages a rank holds, at least 1", is_count),
+        "memory": MEMORY,
+        **UNIFORM_COSTS,
+    },
+    stages_per_rank=4,
+)

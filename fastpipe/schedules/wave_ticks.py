@@ -1,0 +1,161 @@
+"""When the rounds of a wave start: the tick models behind `fastpipe.schedules.wave`. docs/waves.md has the pictures.
+
+*Compact*: a tick is two slots. A round that starts at tick t passes rank r in slot 2t + r on its way to the last rank,
+and in slot 2t + 2p - 1 - r on its way back. The first is of the parity of r, the second is not: rounds that start at
+different ticks never meet, and what p ranks do is what one machine does that has one job a tick: a round of F, a round
+of I, or the W of a round.
+
+*Slack*: a tick is three slots, 3t + 2r on the way out and 3t + 3p - 2 - r on the way back. The remainders by 3 differ,
+and the third one is left to W. A round has one slot to spare in every hop to the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastpipe.schedules.rounds import NEVER, Groups, stream
+
+FORWARD, INPUT, WEIGHT = range(3)
+"""What a tick is given to."""
+Rule = tuple[tuple[int, ...], tuple[int, ...], bool]
+"""What goes first; the same while memory is full; whether what went last goes to the end of the line."""
+
+RULES: tuple[Rule, ...] = (
+    ((INPUT, WEIGHT, FORWARD), (INPUT, WEIGHT, FORWARD), True),
+    ((FORWARD, INPUT, WEIGHT), (WEIGHT, INPUT, FORWARD), False),
+    ((INPUT, FORWARD, WEIGHT), (INPUT, WEIGHT, FORWARD), False),
+    ((FORWARD, INPUT, WEIGHT), (FORWARD, INPUT, WEIGHT), False),
+)
+"""The first attains the bound at half of 1F1B's memory, the second at 5/8, the third from 3/4 on."""
+
+SLACK_RULES: tuple[Rule, ...] = (
+    ((FORWARD, INPUT), (FORWARD, INPUT), True),
+    ((FORWARD, INPUT), (FORWARD, INPUT), False),
+    ((INPUT, FORWARD), (INPUT, FORWARD), False),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be scheduled.
+
+    Attributes:
+        num_ranks: p; a round lasts p ticks.
+        num_rounds: of one microbatch's forward, and of its backward.
+        groups: microbatches, see `fastpipe.schedules.rounds.groupings`.
+        limit: stage activations that a rank may hold.
+    """
+
+    num_ranks: int
+    num_rounds: int
+    groups: Groups
+    limit: int
+
+    def tables(self) -> tuple[tuple[int, ...], tuple[int, ...], list[int], int]:
+        """The rounds of F and of I in their order, from which tick on each can start, and the microbatches.
+
+        A round is ``round * m + microbatch``. Only first rounds can start from the beginning; when a round starts, it
+        is known when the next of its microbatch can.
+        """
+        total, rounds = sum(self.groups), self.num_rounds
+        ready = [0] * total + [NEVER] * (2 * rounds * total)
+        return stream(0, rounds, self.groups), stream(rounds, rounds, self.groups), ready, total
+
+
+@dataclass(frozen=True)
+class Starts:
+    """When rounds start.
+
+    Attributes:
+        rounds: (tick, round * m + microbatch), rounds from ``num_rounds`` on being those of I.
+        length: the slots from the first start to the last end, as far as ticks know.
+    """
+
+    rounds: list[tuple[int, int]]
+    length: int
+
+
+Model = Callable[[Job, Rule, int], Starts | None]
+
+
+def compact(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
+    """Play a rule of `RULES`.
+
+    Args:
+        job: what is to be scheduled.
+        rule: what goes first.
+        give_up: only what is shorter than so many slots is of interest.
+
+    Returns:
+        None where it is not. (A round that waits always gets its turn, so it does not get stuck unless the memory is
+        less than one microbatch's.)
+    """
+    first, full, rotate = rule
+    forward, backward, ready, total = job.tables()
+    p, room, count = job.num_ranks, job.limit // 2, len(forward)
+    f = i = w = tick = last_input = 0
+    started: list[tuple[int, int]] = []
+    while w < count:
+        free = f - w < room
+        at_f = ready[forward[f]] if free and f < count else NEVER
+        at_i = ready[backward[i]] if i < count else NEVER
+        can = (at_f <= tick, at_i <= tick, w < i)
+        kind = next_in(first if free else full, can)
+        if kind is None:
+            tick = min(at_f, at_i)
+        elif kind == WEIGHT:
+            w += 1
+        else:
+            f, i, key = (f + 1, i, forward[f]) if kind == FORWARD else (f, i + 1, backward[i])
+            last_input = last_input if kind == FORWARD else tick
+            started.append((tick, key))
+            ready[key + total] = tick + p
+        if rotate and kind is not None:
+            first = full = _behind(first, kind)
+        tick += kind is not None
+        if 2 * tick + p - 1 >= give_up:
+            return None
+    # rank p-1 has no slot to spare between its two; the last I has to get to rank 0, and its W is one slot more
+    length = max(2 * tick + p - 1, 2 * last_input + 2 * p + 1)
+    return Starts(started, length) if length < give_up else None
+
+
+def slack(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
+    """Play a rule of `SLACK_RULES`; a tick without a round has room for three W of a rank, any other for one."""
+    first, full, rotate = rule
+    forward, backward, ready, total = job.tables()
+    p, count = job.num_ranks, len(forward)
+    f = i = weights = tick = 0
+    started: list[tuple[int, int]] = []
+    while i < count:
+        waiting, free = 2 * i - weights, 2 * (f + 1) - weights <= job.limit
+        at_f = ready[forward[f]] if free and f < count else NEVER
+        at_i = ready[backward[i]]
+        kind = next_in(first if free else full, (at_f <= tick, at_i <= tick))
+        if kind is not None:
+            f, i, key = (f + 1, i, forward[f]) if kind == FORWARD else (f, i + 1, backward[i])
+            started.append((tick, key))
+            ready[key + total] = tick + p
+            first = full = _behind(first, kind) if rotate else first
+        elif not waiting and min(at_f, at_i) == NEVER:
+            return None
+        weights += min(waiting, 3 if kind is None else 1)
+        tick += 1
+        if 3 * (tick + p) >= give_up:
+            return None
+    return Starts(started, 3 * (tick + p))
+
+
+def next_in(line: tuple[int, ...], can: tuple[bool, ...]) -> int | None:
+    """The first in line that can start now."""
+    for kind in line:
+        if can[kind]:
+            return kind
+    return None
+
+
+def _behind(line: tuple[int, ...], kind: int) -> tuple[int, ...]:
+    """The line once ``kind`` has had its turn: it and those before it go to the end."""
+    place = line.index(kind) + 1
+    return line[place:] + line[:place]
