@@ -48,7 +48,7 @@ def _variants(
     problem: Problem, num_microbatches: int, family: Family, shape: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """As it is by default, for the costs, and for the memory."""
-    limited = [name for name in ("memory_limit",) if name in family.options]
+    limited = [name for name in ("memory_limit", "memory") if name in family.options]
     try:
         plain = family.make(problem.num_ranks, num_microbatches, shape)
     except ValueError:
@@ -123,7 +123,7 @@ def _made(
     shown = {name: value for name, value in options.items() if name not in _COSTS}
     text = ", ".join(f"{name}={value:g}" for name, value in shown.items())
     label = f"{family.name}({text})" if text else family.name
-    if set(options) - set(shape) - {"memory_limit"}:
+    if set(options) - set(shape) - {"memory_limit", "memory"}:
         label += " for the costs"
     try:
         return label, family.make(num_ranks, num_microbatches, options)

@@ -32,7 +32,7 @@ from fastpipe.schedules.rounds import (
     stream,
 )
 
-_SLOTS = 200_000
+_SLOTS = 100_000
 """Slots that a search plays at most, which takes about a tenth of a second; the likely groups come first."""
 
 

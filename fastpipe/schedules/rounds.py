@@ -88,7 +88,7 @@ def stream(first_round: int, num_rounds: int, groups: Groups) -> tuple[int, ...]
 
 def num_timed(placement: Placement, num_microbatches: int) -> int:
     """How many candidates are timed: six of a small step, one of a large one."""
-    return max(1, min(6, 20_000 // (placement.num_stages * num_microbatches)))
+    return max(1, min(6, 8_000 // (placement.num_stages * num_microbatches)))
 
 
 def fill_weights(steps: Sequence[Step], limit: int) -> list[Step] | None:

@@ -31,8 +31,8 @@ from fastpipe.schedules.rounds import (
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, Model, Rule, Starts, compact, slack
 
 FORMS = ("auto", "compact", "slack")
-_TICKS = 200_000
-"""Ticks that a search plays at most, which takes about a tenth of a second; the likely candidates come first."""
+_TICKS = 120_000
+"""Ticks that a search plays at most, which takes less than a tenth of a second; the likely candidates come first."""
 
 
 @dataclass(frozen=True)
