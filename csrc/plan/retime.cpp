@@ -38,13 +38,12 @@ bool Retimer::run() {
 }
 
 // Nothing that started before the change can depend on it: those times stay.
-bool Retimer::attempt(int32_t rank, int32_t low, double began, double settled, double most) {
-  for (int32_t other = 0; other < tasks_.num_ranks(); ++other) {
-    const auto first = order_.tasks.begin() + tasks_.first(other);
-    const auto last = order_.tasks.begin() + tasks_.last(other);
-    const auto cut = other == rank ? order_.tasks.begin() + low
-                                   : std::partition_point(first, last, [&](int32_t t) { return starts_[t] < began; });
-    cut_[other] = static_cast<int32_t>(cut - order_.tasks.begin());
+bool Retimer::attempt(double began, double settled, double most) {
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    const auto first = order_.tasks.begin() + tasks_.first(rank);
+    const auto last = order_.tasks.begin() + tasks_.last(rank);
+    const auto cut = std::partition_point(first, last, [&](int32_t t) { return starts_[t] < began; });
+    cut_[rank] = static_cast<int32_t>(cut - order_.tasks.begin());
     std::for_each(cut, last, [&](int32_t t) { trial_ends_[t] = kUnknown; });
   }
   // A bound of the objective that goes with the bound of the score, as if the slope's part of it stayed.

@@ -21,10 +21,9 @@ class Retimer {
 
   // Times the whole order; false if it cannot run.
   bool run();
-  // Times the order after a change within positions of one rank from `low` on; `began` and `settled` are the old start
-  // of the first task that moved and the old end of the last. False, and nothing has changed, if it cannot run or its
-  // score is above `most`.
-  bool attempt(int32_t rank, int32_t low, double began, double settled, double most);
+  // Times the order after a change; `began` and `settled` are the old start of the first task that moved and the old
+  // end of the last. False, and nothing has changed, if it cannot run or its score is above `most`.
+  bool attempt(double began, double settled, double most);
   // Makes the last attempt what holds.
   void keep();
 

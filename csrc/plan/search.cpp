@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <limits>
 
 namespace fastpipe::plan {
 
@@ -10,19 +11,25 @@ constexpr double kSlack = 1e-9;     // of sums of bytes or of activations
 constexpr int32_t kReach = 24;      // how far a task is looked for that frees memory
 constexpr int32_t kHoleReach = 40;  // or that fills a hole
 constexpr size_t kMostShifts = 160;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr int32_t kChains = 4;  // of eight, in which other tasks follow
 }  // namespace
 
 Search::Search(const Tasks& tasks, const int32_t* order, bool span, uint64_t seed)
-    : tasks_(tasks), order_(tasks, order), retimer_(tasks, order_, span), random_(seed), level_(tasks.size()) {}
+    : tasks_(tasks),
+      order_(tasks, order),
+      retimer_(tasks, order_, span),
+      random_(seed),
+      level_(tasks.size()),
+      low_(tasks.num_ranks(), kNobody),
+      high_(tasks.num_ranks()) {}
 
 bool Search::begin() {
   if (!retimer_.run()) return false;
-  for (rank_ = 0; rank_ < tasks_.num_ranks(); ++rank_) {
-    low_ = tasks_.first(rank_);
-    high_ = tasks_.last(rank_) - 1;
-    if (low_ > high_) continue;
-    level_[low_] = 0.0;
-    if (overflow() != kNobody) return false;
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    if (tasks_.first(rank) == tasks_.last(rank)) continue;
+    touch(rank, tasks_.first(rank), tasks_.last(rank) - 1);
+    if (overflow(rank) != kNobody) return false;
   }
   retimer_.find_tails();
   retimer_.find_path(path_);
@@ -38,6 +45,8 @@ void Search::improve(int64_t attempts, double hot, double cold) {
     const double draw = random_.unit();
     const double most = retimer_.score() + heat * (draw * draw);
     shifts_.clear();
+    for (const int32_t rank : touched_) low_[rank] = kNobody;
+    touched_.clear();
     if (propose() && try_out(most)) {
       accept();
     } else {
@@ -48,13 +57,12 @@ void Search::improve(int64_t attempts, double hot, double cold) {
 
 bool Search::propose() {
   const int32_t task = chosen_task();
-  rank_ = tasks_.rank_of(task);
-  low_ = high_ = order_.place[task];
   if (random_.below(4) == 0) return fill_hole(task);
   const int32_t distance = 1 + random_.below(1 << random_.below(5));
   const bool later = random_.below(2) != 0;
-  const int32_t length = random_.below(4) == 0 ? 1 << random_.below(7) : 1;
-  return shift_chain(task, later ? distance : -distance, length);
+  const int32_t way = random_.below(8);
+  const int32_t length = way < kChains ? 1 << random_.below(7) : 1;
+  return shift_chain(task, later ? distance : -distance, way, length);
 }
 
 // Three of four times on the critical path, where alone a change can make the whole shorter.
@@ -63,11 +71,21 @@ int32_t Search::chosen_task() {
   return random_.below(tasks_.size());
 }
 
-// The same change for the microbatches that follow: in the steady state what helps one helps all.
-bool Search::shift_chain(int32_t task, int32_t distance, int32_t length) {
+// The same change for those that follow: in the steady state what helps one microbatch helps all, and what goes earlier
+// on one rank may have to on the next.
+bool Search::shift_chain(int32_t task, int32_t distance, int32_t way, int32_t length) {
   int32_t done = 0;
-  for (; task != kNobody && done < length && shift_by(task, distance); ++done) task = tasks_.next(task);
+  for (; task != kNobody && done < length && shift_by(task, distance); ++done) task = follower(task, way);
   return done > 0;
+}
+
+int32_t Search::follower(int32_t task, int32_t way) const {
+  if (way == 0) return tasks_.source(task, 0);
+  if (way == 1) {
+    const Lists& consumers = tasks_.consumers();
+    return consumers.begin(task) == consumers.end(task) ? kNobody : *consumers.begin(task);
+  }
+  return tasks_.next(task);
 }
 
 bool Search::shift_by(int32_t task, int32_t distance) {
@@ -81,8 +99,9 @@ bool Search::shift_by(int32_t task, int32_t distance) {
 // Puts a later task in front of one that waits.
 bool Search::fill_hole(int32_t task) {
   const int32_t place = order_.place[task];
-  if (place == tasks_.first(rank_) || retimer_.start(task) <= retimer_.end(order_.tasks[place - 1])) return false;
-  const int32_t last = std::min(tasks_.last(rank_) - 1, place + kHoleReach);
+  const int32_t rank = tasks_.rank_of(task);
+  if (place == tasks_.first(rank) || retimer_.start(task) <= retimer_.end(order_.tasks[place - 1])) return false;
+  const int32_t last = std::min(tasks_.last(rank) - 1, place + kHoleReach);
   if (last == place) return false;
   for (int32_t i = place + 1 + random_.below(last - place); i <= last; ++i) {
     if (earliest(order_.tasks[i]) <= place) {
@@ -95,9 +114,19 @@ bool Search::fill_hole(int32_t task) {
 
 void Search::put(Shift shift) {
   shifts_.push_back(shift);
-  low_ = std::min({low_, shift.from, shift.to});
-  high_ = std::max({high_, shift.from, shift.to});
+  touch(tasks_.rank_of(order_.tasks[shift.from]), std::min(shift.from, shift.to), std::max(shift.from, shift.to));
   rotate(shift);
+}
+
+void Search::touch(int32_t rank, int32_t low, int32_t high) {
+  if (low_[rank] == kNobody) {
+    touched_.push_back(rank);
+    low_[rank] = low;
+    high_[rank] = high;
+  } else {
+    low_[rank] = std::min(low_[rank], low);
+    high_[rank] = std::max(high_[rank], high);
+  }
 }
 
 void Search::rotate(Shift shift) {
@@ -114,28 +143,30 @@ void Search::rotate(Shift shift) {
 void Search::undo() {
   if (shifts_.empty()) return;
   for (; !shifts_.empty(); shifts_.pop_back()) rotate({shifts_.back().to, shifts_.back().from});
-  overflow();
+  for (const int32_t rank : touched_) overflow(rank);
 }
 
 bool Search::try_out(double most) {
-  for (int32_t full = overflow(); full != kNobody; full = overflow()) {
-    if (shifts_.size() >= kMostShifts || !make_room(full)) return false;
-  }
-  double began = retimer_.start(order_.tasks[low_]);
+  double began = kNever;
   double settled = 0.0;
-  for (int32_t i = low_; i <= high_; ++i) {
-    began = std::min(began, retimer_.start(order_.tasks[i]));
-    settled = std::max(settled, retimer_.end(order_.tasks[i]));
+  for (const int32_t rank : touched_) {
+    for (int32_t full = overflow(rank); full != kNobody; full = overflow(rank)) {
+      if (shifts_.size() >= kMostShifts || !make_room(rank, full)) return false;
+    }
+    for (int32_t i = low_[rank]; i <= high_[rank]; ++i) {
+      began = std::min(began, retimer_.start(order_.tasks[i]));
+      settled = std::max(settled, retimer_.end(order_.tasks[i]));
+    }
   }
-  return retimer_.attempt(rank_, low_, began, settled, most);
+  return retimer_.attempt(began, settled, most);
 }
 
 // The first position between low and high where memory does not suffice, or nobody's.
-int32_t Search::overflow() {
-  const double limit = tasks_.limit(rank_) + kSlack;
-  double held = level_[low_];
+int32_t Search::overflow(int32_t rank) {
+  const double limit = tasks_.limit(rank) + kSlack;
+  double held = level_[low_[rank]];
   int32_t found = kNobody;
-  for (int32_t i = low_; i <= high_; ++i) {
+  for (int32_t i = low_[rank]; i <= high_[rank]; ++i) {
     level_[i] = held;
     held += tasks_.take(order_.tasks[i]);
     if (held > limit && found == kNobody) found = i;
@@ -145,8 +176,8 @@ int32_t Search::overflow() {
 }
 
 // Puts the next task that frees memory, and may, in front of the one that lacks it.
-bool Search::make_room(int32_t position) {
-  const int32_t last = std::min(tasks_.last(rank_) - 1, position + kReach);
+bool Search::make_room(int32_t rank, int32_t position) {
+  const int32_t last = std::min(tasks_.last(rank) - 1, position + kReach);
   for (int32_t i = position + 1; i <= last; ++i) {
     const int32_t task = order_.tasks[i];
     if (tasks_.give(task) > 0.0 && earliest(task) <= position) {
@@ -158,7 +189,7 @@ bool Search::make_room(int32_t position) {
 }
 
 int32_t Search::earliest(int32_t task) const {
-  int32_t place = tasks_.first(rank_);
+  int32_t place = tasks_.first(tasks_.rank_of(task));
   const Lists& before = tasks_.before();
   for (const int32_t* other = before.begin(task); other != before.end(task); ++other) {
     place = std::max(place, order_.place[*other] + 1);
@@ -167,7 +198,7 @@ int32_t Search::earliest(int32_t task) const {
 }
 
 int32_t Search::latest(int32_t task) const {
-  int32_t place = tasks_.last(rank_) - 1;
+  int32_t place = tasks_.last(tasks_.rank_of(task)) - 1;
   const Lists& after = tasks_.after();
   for (const int32_t* other = after.begin(task); other != after.end(task); ++other) {
     place = std::min(place, order_.place[*other] - 1);

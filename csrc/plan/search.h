@@ -48,15 +48,17 @@ class Search {
  private:
   bool propose();
   int32_t chosen_task();
-  bool shift_chain(int32_t task, int32_t distance, int32_t length);
+  int32_t follower(int32_t task, int32_t way) const;
+  bool shift_chain(int32_t task, int32_t distance, int32_t way, int32_t length);
   bool shift_by(int32_t task, int32_t distance);
   bool fill_hole(int32_t task);
   void put(Shift shift);
   void rotate(Shift shift);
   void undo();
   bool try_out(double most);
-  int32_t overflow();
-  bool make_room(int32_t position);
+  int32_t overflow(int32_t rank);
+  void touch(int32_t rank, int32_t low, int32_t high);
+  bool make_room(int32_t rank, int32_t position);
   int32_t earliest(int32_t task) const;
   int32_t latest(int32_t task) const;
   void accept();
@@ -71,9 +73,9 @@ class Search {
   std::vector<int32_t> best_;
   double best_objective_ = 0.0;
   double best_score_ = 0.0;
-  int32_t rank_ = 0;  // where the shifts are
-  int32_t low_ = 0;
-  int32_t high_ = 0;
+  std::vector<int32_t> touched_;  // ranks with shifts; by rank, between which positions
+  std::vector<int32_t> low_;
+  std::vector<int32_t> high_;
 };
 
 }  // namespace fastpipe::plan

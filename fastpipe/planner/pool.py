@@ -15,9 +15,9 @@ from fastpipe.planner.starts import split
 from fastpipe.planner.tasks import Ints, Tasks, tasks_of
 from fastpipe.schedule import Schedule
 
-WORK = 6e7
-"""Attempts times tasks of a whole search: about half a second natively."""
-_ROUNDS = ((12, 0.3), (5, 0.3), (2, 0.4))
+WORK = 1e8
+"""Attempts times tasks of a whole search: about a second natively."""
+_ROUNDS = ((8, 0.25), (3, 0.35), (1, 0.4))
 """How many orders are annealed, and with what part of the attempts."""
 _HOT, _COLD = 0.3, 0.01
 """Heat at the start and the end of an annealing, in mean durations of a task."""

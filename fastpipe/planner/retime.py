@@ -73,14 +73,12 @@ class Retimer:
         self.keep()
         return True
 
-    def attempt(self, rank: int, low: int, began: float, settled: float, most: float) -> bool:
-        """Time the order after a change within positions of one rank.
+    def attempt(self, began: float, settled: float, most: float) -> bool:
+        """Time the order after a change.
 
         Nothing that started before the change can depend on it: those times stay.
 
         Args:
-            rank: where.
-            low: the first position that changed.
             began: the old start of the first task that moved.
             settled: the old end of the last.
             most: a bound of the score.
@@ -89,14 +87,10 @@ class Retimer:
             False, and nothing has changed, if it cannot run or its score is above the bound.
         """
         first = self.lines.first
-        for other in range(self.lines.num_ranks):
-            if other == rank:
-                self.cut[other] = low
-            else:
-                self.cut[other] = bisect_left(
-                    self.order, began, first[other], first[other + 1], key=self.starts.__getitem__
-                )
-            for task in self.order[self.cut[other] : first[other + 1]]:
+        for rank in range(self.lines.num_ranks):
+            low, high = first[rank : rank + 2]
+            self.cut[rank] = bisect_left(self.order, began, low, high, key=self.starts.__getitem__)
+            for task in self.order[self.cut[rank] : high]:
                 self.trial_ends[task] = UNKNOWN
         # A bound of the objective that goes with the bound of the score, as if the slope's part of it stayed.
         if self._sweep(settled, most - (self.score - self.objective)) and self.trial_score <= most:

@@ -1,14 +1,15 @@
 """Annealing over orders, led by the critical path. csrc/plan/search.cpp does the same sooner, number by number.
 
-An order is changed on one rank: a task goes earlier or later, together with the same task of the microbatches that
-follow it, or a later task is put into a wait. The order of a stage's microbatches stays, and what depends on each other
-within a rank; memory is checked before anything is timed, and where it lacks, a task that frees some is put in front.
-What is longer is taken if it is longer by no more than a heat, times a random number, that falls.
+A task goes earlier or later on its rank, alone, with the same task of the microbatches that follow, or with those that
+the microbatch meets next; or a later task is put into a wait. The order of a stage's microbatches stays, and so does
+that of tasks of which one waits for the other. Memory is checked before anything is timed; where it lacks, a task that
+frees some is put in front. What is longer is taken if it is longer by no more than a falling heat, times a random
+number.
 """
 
 from __future__ import annotations
 
-from fastpipe.planner.retime import Lines, Retimer
+from fastpipe.planner.retime import NEVER, Lines, Retimer
 from fastpipe.planner.tasks import NOBODY, Ints, Tasks
 
 SLACK = 1e-9
@@ -16,6 +17,8 @@ REACH = 24
 """How many positions away a task is looked for that frees memory."""
 HOLE_REACH = 40
 MOST_SHIFTS = 160
+CHAINS = 4
+"""Of eight changes, in which other tasks follow."""
 _MASK = 2**64 - 1
 
 
@@ -64,17 +67,19 @@ class Search:
         self.level = [0.0] * self.lines.size
         self.shifts: list[tuple[int, int]] = []
         self.path: list[int] = []
-        self.rank = self.low = self.high = 0
+        self.windows: dict[int, tuple[int, int]] = {}
+        """By rank that was changed: the first and the last position that differ."""
 
     def begin(self) -> bool:
         """False if the order given cannot run or does not fit into memory."""
         if not self.retimer.run():
             return False
         for rank in range(self.lines.num_ranks):
-            self.rank = rank
-            self.low, self.high = self.lines.first[self.rank], self.lines.first[self.rank + 1] - 1
-            if self.low <= self.high and self._overflow() != NOBODY:
-                return False
+            first, last = self.lines.first[rank : rank + 2]
+            if first < last:
+                self._touch(rank, first, last - 1)
+                if self._overflow(rank) != NOBODY:
+                    return False
         self.retimer.find_tails()
         self.path = self.retimer.path()
         self.best, self.best_objective, self.best_score = list(self.order), self.retimer.objective, self.retimer.score
@@ -87,6 +92,7 @@ class Search:
             draw = self.random.unit()
             most = self.retimer.score + heat * (draw * draw)
             self.shifts.clear()
+            self.windows.clear()
             if self._propose() and self._try_out(most):
                 self._accept()
             else:
@@ -103,14 +109,13 @@ class Search:
     def _propose(self) -> bool:
         random = self.random
         task = self._chosen_task()
-        self.rank = self.lines.rank_of[task]
-        self.low = self.high = self.place[task]
         if random.below(4) == 0:
             return self._fill_hole(task)
         distance = 1 + random.below(1 << random.below(5))
         later = random.below(2) != 0
-        length = 1 << random.below(7) if random.below(4) == 0 else 1
-        return self._shift_chain(task, distance if later else -distance, length)
+        way = random.below(8)
+        length = 1 << random.below(7) if way < CHAINS else 1
+        return self._shift_chain(task, distance if later else -distance, way, length)
 
     def _chosen_task(self) -> int:
         """Three of four times on the critical path, where alone a change can make the whole shorter."""
@@ -118,13 +123,22 @@ class Search:
             return self.path[self.random.below(len(self.path))]
         return self.random.below(self.lines.size)
 
-    def _shift_chain(self, task: int, distance: int, length: int) -> bool:
-        """The same change for the microbatches that follow: in the steady state what helps one helps all."""
+    def _shift_chain(self, task: int, distance: int, way: int, length: int) -> bool:
+        """The same change for those that follow: in the steady state what helps one microbatch helps all, and what goes
+        earlier on one rank may have to on the next."""
         done = 0
         while task != NOBODY and done < length and self._shift_by(task, distance):
-            task = self.lines.next[task]
+            task = self._follower(task, way)
             done += 1
         return done > 0
+
+    def _follower(self, task: int, way: int) -> int:
+        lines = self.lines
+        if way == 0:
+            return lines.sources[task][0][0] if lines.sources[task] else NOBODY
+        if way == 1:
+            return lines.consumers[task][0] if lines.consumers[task] else NOBODY
+        return lines.next[task]
 
     def _shift_by(self, task: int, distance: int) -> bool:
         origin = self.place[task]
@@ -139,7 +153,8 @@ class Search:
 
     def _fill_hole(self, task: int) -> bool:
         """Put a later task in front of one that waits."""
-        place, first, last = self.place[task], *self.lines.first[self.rank : self.rank + 2]
+        rank = self.lines.rank_of[task]
+        place, first, last = self.place[task], *self.lines.first[rank : rank + 2]
         if place == first or self.retimer.starts[task] <= self.retimer.ends[self.order[place - 1]]:
             return False
         last = min(last - 1, place + HOLE_REACH)
@@ -153,8 +168,12 @@ class Search:
 
     def _put(self, origin: int, target: int) -> None:
         self.shifts.append((origin, target))
-        self.low, self.high = min(self.low, origin, target), max(self.high, origin, target)
+        self._touch(self.lines.rank_of[self.order[origin]], min(origin, target), max(origin, target))
         self._rotate(origin, target)
+
+    def _touch(self, rank: int, low: int, high: int) -> None:
+        first, last = self.windows.get(rank, (low, high))
+        self.windows[rank] = min(first, low), max(last, high)
 
     def _rotate(self, origin: int, target: int) -> None:
         self.order.insert(target, self.order.pop(origin))
@@ -167,21 +186,26 @@ class Search:
         while self.shifts:
             origin, target = self.shifts.pop()
             self._rotate(target, origin)
-        self._overflow()
+        for rank in self.windows:
+            self._overflow(rank)
 
     def _try_out(self, most: float) -> bool:
-        while (full := self._overflow()) != NOBODY:
-            if len(self.shifts) >= MOST_SHIFTS or not self._make_room(full):
-                return False
-        moved = self.order[self.low : self.high + 1]
-        began = min(map(self.retimer.starts.__getitem__, moved))
-        settled = max(map(self.retimer.ends.__getitem__, moved))
-        return self.retimer.attempt(self.rank, self.low, began, settled, most)
+        began, settled = NEVER, 0.0
+        for rank in self.windows:
+            while (full := self._overflow(rank)) != NOBODY:
+                if len(self.shifts) >= MOST_SHIFTS or not self._make_room(rank, full):
+                    return False
+            low, high = self.windows[rank]
+            moved = self.order[low : high + 1]
+            began = min(began, *map(self.retimer.starts.__getitem__, moved))
+            settled = max(settled, *map(self.retimer.ends.__getitem__, moved))
+        return self.retimer.attempt(began, settled, most)
 
-    def _overflow(self) -> int:
-        """The first position between low and high where memory does not suffice, or nobody's; levels are renewed."""
-        limit, held, found = self.lines.limit[self.rank] + SLACK, self.level[self.low], NOBODY
-        for position in range(self.low, self.high + 1):
+    def _overflow(self, rank: int) -> int:
+        """The first position of the rank's window where memory does not suffice, or nobody's; levels are renewed."""
+        low, high = self.windows[rank]
+        limit, held, found = self.lines.limit[rank] + SLACK, self.level[low], NOBODY
+        for position in range(low, high + 1):
             task = self.order[position]
             self.level[position] = held
             held += self.lines.take[task]
@@ -190,9 +214,9 @@ class Search:
             held -= self.lines.give[task]
         return found
 
-    def _make_room(self, position: int) -> bool:
+    def _make_room(self, rank: int, position: int) -> bool:
         """Put the next task that frees memory, and may, in front of the one that lacks it."""
-        last = min(self.lines.first[self.rank + 1] - 1, position + REACH)
+        last = min(self.lines.first[rank + 1] - 1, position + REACH)
         for other in range(position + 1, last + 1):
             task = self.order[other]
             if self.lines.give[task] > 0.0 and self._earliest(task) <= position:
@@ -201,8 +225,9 @@ class Search:
         return False
 
     def _earliest(self, task: int) -> int:
-        return max((self.place[other] + 1 for other in self.lines.before[task]), default=self.lines.first[self.rank])
+        first = self.lines.first[self.lines.rank_of[task]]
+        return max((self.place[other] + 1 for other in self.lines.before[task]), default=first)
 
     def _latest(self, task: int) -> int:
-        last = self.lines.first[self.rank + 1] - 1
+        last = self.lines.first[self.lines.rank_of[task] + 1] - 1
         return min((self.place[other] - 1 for other in self.lines.after[task]), default=last)

@@ -65,8 +65,6 @@ def _variants(
         found.append({**shape, **costs})
     for limit in _limits(setting) if limited else ():
         found.append({**shape, **costs, limited[0]: limit})
-        if costs:
-            found.append({**shape, limited[0]: limit})
     return found
 
 
