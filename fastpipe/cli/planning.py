@@ -30,6 +30,7 @@ def plan(arguments: argparse.Namespace) -> None:
             effort=arguments.effort,
             time_limit=arguments.time_limit,
             seed=arguments.seed,
+            exact=arguments.exact,
             progress=lambda text, best: say(text if math.isinf(best) else f"{text} (best so far {best:.6g})"),
         )
     written = _write(arguments, found)
@@ -77,6 +78,7 @@ def _document(found: planner.Plan, written: list[str]) -> dict[str, Any]:
         "bound": found.bound,
         "gap": found.gap,
         "cut": found.cut,
+        "optimal": found.optimal,
         "candidates": [one._asdict() for one in found.candidates],
         "written": written,
     }

@@ -16,8 +16,12 @@ class Clock:
         self.limit, self.start = limit, time.monotonic()
         self.cut = False
 
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self.start
+
     def is_over(self) -> bool:
         """Whether the time is over; what asks then stops, and the plan says that it was cut."""
-        if self.limit is not None and time.monotonic() - self.start >= self.limit:
+        if self.limit is not None and self.elapsed() >= self.limit:
             self.cut = True
         return self.cut

@@ -13,6 +13,7 @@ from fastpipe.placement import Placement, is_whole
 from fastpipe.planner import bound, partitions, pool, starts
 from fastpipe.planner.budget import Memory, memory_of
 from fastpipe.planner.clock import Clock
+from fastpipe.planner.exact import solve
 from fastpipe.planner.judge import judge
 from fastpipe.planner.layer_costs import LayerCosts
 from fastpipe.planner.model import OBJECTIVES, Problem, Setting, read_costs
@@ -44,6 +45,7 @@ def plan(
     effort: float = 1.0,
     time_limit: float | None = None,
     seed: int = 0,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Find a schedule for these costs that fits into this memory.
@@ -69,6 +71,9 @@ def plan(
         time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
             it: the same seed gives the same plan, natively and in Python.
         seed: of the search's random numbers.
+        exact: of a small case, go on until nothing shorter exists over any loop or wave of these depths with split
+            backwards, and say so in ``optimal``; needs OR-Tools (``pip install 'fastpipe[exact]'``). Costs have to be
+            multiples of a common unit.
         progress: called as the search goes on.
 
     Raises:
@@ -77,7 +82,7 @@ def plan(
     problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank)
     _check_search(effort, time_limit, seed)
     planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress)
-    return planner.run(_microbatch_counts(problem, num_microbatches))
+    return planner.run(_microbatch_counts(problem, num_microbatches), exact)
 
 
 def _problem(costs: Any, num_ranks: Any, memory: Any, objective: Any, max_stages_per_rank: Any) -> Problem:
@@ -131,7 +136,7 @@ class _Planner:
     members: list[Member] = field(default_factory=list)
     best: tuple[float, str, Setting, Timeline, Schedule] | None = None
 
-    def run(self, counts: list[int]) -> Plan:
+    def run(self, counts: list[int], exact: bool) -> Plan:
         depths = self.problem.stages_per_rank()
         for count in counts:
             self._named(count, depths)
@@ -141,7 +146,7 @@ class _Planner:
             self._search(self._promising(counts), depths)
         if self.best is None:
             raise ValueError(self._nothing_fits())
-        return self._plan()
+        return self._plan(exact and self._exact(depths))
 
     def _say(self, text: str) -> None:
         if self.progress is not None:
@@ -203,7 +208,22 @@ class _Planner:
             if moved.setting.cost.backward is not None:
                 self._consider(f"plan from {one.name}, joined", moved.setting, starts.joined(moved.schedule()))
 
-    def _plan(self) -> Plan:
+    def _exact(self, depths: list[int]) -> bool:
+        """Ask the solver about every placement for something shorter; whether all that is settled."""
+        assert self.best is not None
+        settled = True
+        count = self.best[2].num_microbatches
+        for _, placement in _placements(self.problem.num_ranks, [count], depths):
+            self._say(f"solving {pool.describe(placement)} exactly")
+            setting = self.problem.setting(placement, count)
+            outcome = solve(self.problem, setting, self.best[0], self.clock)
+            if outcome.schedule is not None:
+                self._consider(f"exact on {pool.describe(placement)}", setting, outcome.schedule)
+            whole = setting.cost.backward is None and setting.cost.overlapped is None
+            settled = settled and outcome.proved and whole
+        return settled
+
+    def _plan(self, optimal: bool) -> Plan:
         assert self.best is not None
         value, name, setting, timeline, schedule = self.best
         chosen = (name, setting.num_microbatches, value)
@@ -212,7 +232,7 @@ class _Planner:
         parts = None if setting.parts is None else list(setting.parts)
         least = bound.lower_bound(self.problem, setting)
         objective, memory = self.problem.objective, self.problem.memory
-        return Plan(schedule, parts, timeline, objective, memory, least, rows, self.clock.cut)
+        return Plan(schedule, parts, timeline, objective, memory, least, rows, self.clock.cut, optimal)
 
     def _key(self, row: Candidate) -> tuple[str, int, float]:
         return row.name, row.num_microbatches, row.span if self.problem.span else row.makespan

@@ -60,6 +60,7 @@ class Plan:
         bound: seconds; no schedule on these ranks can have a shorter objective.
         candidates: everything that was considered, the best that fits first.
         cut: whether `time_limit` ended the search; without that a plan is the same for the same seed.
+        optimal: whether the exact solver has proved that nothing shorter exists; see `fastpipe.plan`.
     """
 
     schedule: Schedule
@@ -70,6 +71,7 @@ class Plan:
     bound: float
     candidates: list[Candidate] = field(repr=False)
     cut: bool = False
+    optimal: bool = False
 
     @property
     def makespan(self) -> float:
@@ -112,7 +114,8 @@ class Plan:
         lines = [
             f"Plan for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {limit}: {chosen.name}",
             f"  {self.objective} {self.value:.6g}, bubble {percent(self.bubble_fraction)}; "
-            f"bound {self.bound:.6g}, so at most {percent(self.gap)} could be gained",
+            f"bound {self.bound:.6g}, so at most {percent(self.gap)} could be gained"
+            + ("; proved optimal" if self.optimal else ""),
             f"  {chosen.stages_per_rank} stages a rank ({schedule.placement.name}), {chosen.messages} messages, "
             f"peak memory {chosen.peak_memory:.4g} of {schedule.num_ranks}"
             + (f" ({human(chosen.peak_bytes)})" if chosen.peak_bytes else ""),
