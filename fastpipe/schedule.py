@@ -227,14 +227,16 @@ class Schedule:
         The placement and the number of microbatches are taken from the actions. Empty cells are idle steps.
 
         Raises:
-            ScheduleError: naming row and column of a cell that is no action.
+            ScheduleError: naming the file, and row and column of a cell that is no action.
         """
         text = str(path)
-        if "\n" not in text:
-            name = name or Path(path).stem
-            text = _read_text(Path(path))
-        rows = text.removesuffix("\n").split("\n")
-        return infer(name or "csv", [_read_row(number, row.removesuffix("\r")) for number, row in enumerate(rows)])
+        if "\n" in text:
+            return _from_text(text, name or "csv")
+        text = _read_text(Path(path))
+        try:
+            return _from_text(text, name or Path(path).stem)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from None
 
 
 def _check_name(name: Any) -> None:
@@ -262,6 +264,15 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path} is no text: {error}") from None
+
+
+def _from_text(text: str, name: str) -> Schedule:
+    rows = [row.removesuffix("\r") for row in text.removesuffix("\n").split("\n")]
+    orders = [_read_row(number, row) for number, row in enumerate(rows)]
+    blank = next((number for number, order in enumerate(orders) if not order), None)
+    if blank is not None and any(orders):
+        raise ScheduleError(f"row {blank + 1} is blank: a row is a rank, and every rank has something to do; remove it")
+    return infer(name, orders)
 
 
 def _read_row(number: int, row: str) -> list[Action]:

@@ -26,9 +26,10 @@ def schedule_of(
 ) -> Schedule:
     """The schedule that the arguments name: generated, for the costs if it looks at them, or read from a file."""
     name = name or arguments.name
-    if name.endswith((".csv", ".json")):
+    if name.lower().endswith((".csv", ".json")):
         _refuse_numbers(arguments, name)
         return read_schedule(name)
+    find(name)
     if arguments.ranks is None or arguments.microbatches is None:
         raise ValueError(f"{name}: give --ranks and --microbatches, such as --ranks 4 --microbatches 8")
     check_size(arguments.ranks, arguments.microbatches)

@@ -49,7 +49,7 @@ def describe(
 
 def split_text(stages: Sequence[Stage]) -> str:
     """What waits for W, what does not, and how much memory waited."""
-    if not any(stage.deferred for stage in stages):
+    if not any(stage.has_split for stage in stages):
         return "split: weights of linears wait for W; which ones is found at the first step"
     named = [(f"{stage.index}.{name}", p._cdata in stage.deferred) for stage in stages for name, p in trained(stage)]
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)

@@ -103,9 +103,9 @@ def options_with_stages(
         if stages_per_rank not in (None, found):
             raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages a rank")
         return chosen
+    family = find(schedule)
     if stages_per_rank is None:
         return chosen
-    family = find(schedule)
     if "stages_per_rank" in family.options:
         chosen["stages_per_rank"] = stages_per_rank
     elif stages_per_rank != family.stages_per_rank:

@@ -137,6 +137,7 @@ class Stage:
     Attributes:
         running: the microbatch whose forward has begun and not ended, if any.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
+        has_split: whether an I has run, so that `deferred` is known.
         peak_held_bytes: the most memory that waited for W at any time.
         random: what is done about random numbers in this step; None where there is nothing to do.
     """
@@ -152,6 +153,7 @@ class Stage:
         self.running: int | None = None
         self.random: StageRandom | None = None
         self.deferred: frozenset[int] = frozenset()
+        self.has_split = False
         self.peak_held_bytes = 0
         self._records: dict[int, _Record] = {}
         self._survey = Survey()
@@ -320,6 +322,7 @@ class Stage:
         with weights.armed(backward=True):
             found = self.backward(microbatch, grads)
         self.deferred = self.deferred or frozenset(weights.leaves())
+        self.has_split = True
         self._waiting[microbatch] = weights, weights.held_bytes()
         self.peak_held_bytes = max(self.peak_held_bytes, sum(held for _, held in self._waiting.values()))
         return found

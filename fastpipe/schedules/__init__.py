@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastpipe.schedule import Schedule
@@ -78,7 +79,8 @@ def find(name: str) -> Family:
         raise TypeError(f"schedule name: expected a str, found {type(name).__name__}")
     family = FAMILIES.get(name.lower())
     if family is None:
-        raise ValueError(f"schedule name = {name!r}: there is no such schedule; use one of {', '.join(FAMILIES)}")
+        hint = f", or Schedule.from_csv({name!r}) for a file" if Path(name).suffix or len(Path(name).parts) > 1 else ""
+        raise ValueError(f"schedule name = {name!r}: there is no such schedule; use one of {', '.join(FAMILIES)}{hint}")
     return family
 
 

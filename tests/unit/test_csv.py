@@ -44,7 +44,9 @@ def test_idle_cells_and_line_ends_of_windows() -> None:
         ("0F0\r0B0\n", "row 1, column 1: not an action"),
         ("\n", "there is no forward on any rank"),
         ("0B0\n", "there is no forward on any rank"),
-        ("0F0,0B0\n\n", "no stage is placed on rank 1"),
+        ("0F0,0B0\n\n", "row 2 is blank: a row is a rank"),
+        ("0F0,0B0\n,,\r\n\n", "row 2 is blank: a row is a rank"),
+        ("\n0F0,0B0\n", "row 1 is blank: a row is a rank"),
         ("0F0,2F0\n", "microbatch 0 has no forward of stage 1"),
         ("0F1\n", "microbatch 0 has no forward of stage 0"),
         ("999999999F999999999\n", "microbatch 0 has no forward of stage 0"),
@@ -60,6 +62,16 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ScheduleError, match="is no text"):
+        Schedule.from_csv(path)
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0\n1F0,1Q0\n")
+    with pytest.raises(ScheduleError, match=r"^\S*mine\.csv: row 2, column 2: not an action: '1Q0'"):
+        Schedule.from_csv(path)
+    path.write_text("0F0,0B0\n1F0,1B0\n\n")
+    with pytest.raises(ScheduleError, match=r"^\S*mine\.csv: row 3 is blank"):
         Schedule.from_csv(path)
 
 
