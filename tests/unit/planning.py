@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -63,32 +64,82 @@ def small_schedules() -> list[Schedule]:
 
 
 @st.composite
-def random_schedules(draw: st.DrawFn) -> Schedule:
-    """An order drawn at random among those that can run, over a placement drawn at random."""
+def random_schedules(draw: st.DrawFn, *, pairs: bool = False, in_order: bool = False) -> Schedule:
+    """An order drawn at random among those that can run, over a placement drawn at random.
+
+    Args:
+        draw: hypothesis's.
+        pairs: let a forward and a backward that a rank could run as well be one action, now and then.
+        in_order: let all stages run the backwards, whole or split, in one order of the microbatches, which is drawn.
+    """
     num_ranks = draw(st.integers(1, 4))
     stage_to_rank = [*range(num_ranks), *draw(st.lists(st.integers(0, num_ranks - 1), max_size=3))]
     stage_to_rank = draw(st.permutations(stage_to_rank))
-    num_microbatches, split = draw(st.integers(1, 4)), draw(st.booleans())
-    orders = random_orders(stage_to_rank, num_microbatches, split, draw(st.integers(0, 2**32 - 1)))
+    num_microbatches = draw(st.integers(1, 4))
+    seed = draw(st.integers(0, 2**32 - 1))
+    options = {"split": draw(st.sampled_from(["never", "always", "at random"])), "pairs": pairs, "in_order": in_order}
+    orders = random_orders(stage_to_rank, num_microbatches, seed, **options)
     return Schedule.from_actions("random", Placement.custom(stage_to_rank), num_microbatches, orders)
 
 
-def random_orders(stage_to_rank: Sequence[int], num_microbatches: int, split: bool, seed: int) -> list[list[str]]:
+def random_orders(
+    stage_to_rank: Sequence[int],
+    num_microbatches: int,
+    seed: int,
+    *,
+    split: str = "never",
+    pairs: bool = False,
+    in_order: bool = False,
+) -> list[list[str]]:
     """Take one action after the other among those whose inputs exist; what can be taken in that order can run."""
-    random = np.random.default_rng(seed)
+    drawn = _Drawn(len(stage_to_rank), num_microbatches, np.random.default_rng(seed), split, in_order)
     orders: list[list[str]] = [[] for _ in range(max(stage_to_rank) + 1)]
-    last = len(stage_to_rank) - 1
-    backward = "I" if split else "B"
-    ready = [(0, "F", m) for m in range(num_microbatches)]
-    while ready:
-        stage, kind, microbatch = ready.pop(int(random.integers(len(ready))))
-        orders[stage_to_rank[stage]].append(f"{stage}{kind}{microbatch}")
-        if kind == "F":
-            ready.append((stage + 1, "F", microbatch) if stage < last else (stage, backward, microbatch))
-        elif kind == backward:
-            ready += [(stage - 1, backward, microbatch)] if stage else []
-            ready += [(stage, "W", microbatch)] if split else []
+    while ready := drawn.ready():
+        first = ready[int(drawn.random.integers(len(ready)))]
+        rank, partner = stage_to_rank[first[0]], None
+        if pairs and first[1] == "F" and drawn.random.random() < 0.5:
+            partner = next((a for a in ready if a[1] == "B" and stage_to_rank[a[0]] == rank), None)
+        texts = ["{}{}{}".format(*action) for action in (first, partner) if action is not None]
+        orders[rank].append(f"({';'.join(texts)})OVERLAP_F_B" if partner else texts[0])
+        drawn.made |= {first} | ({partner} if partner else set())
     return orders
+
+
+class _Drawn:
+    """What has been taken of a random order, and what may come next."""
+
+    def __init__(
+        self, num_stages: int, num_microbatches: int, random: np.random.Generator, split: str, in_order: bool
+    ) -> None:
+        self.random = random
+        self.num_stages = num_stages
+        self.made: set[tuple[int, str, int]] = set()
+        order = random.permutation(num_microbatches)
+        # the microbatch whose backwards come first
+        self.before = {int(b): int(a) for a, b in itertools.pairwise(order)} if in_order else {}
+        likely = {"never": 0.0, "at random": 0.5, "always": 1.0}[split]
+        self.actions = []
+        for stage in range(self.num_stages):
+            for microbatch in range(num_microbatches):
+                kinds = "FIW" if random.random() < likely else "FB"
+                self.actions += [(stage, kind, microbatch) for kind in kinds]
+
+    def ready(self) -> list[tuple[int, str, int]]:
+        return [action for action in self.actions if action not in self.made and self._may_come(*action)]
+
+    def _may_come(self, stage: int, kind: str, microbatch: int) -> bool:
+        if kind == "F":
+            return stage == 0 or (stage - 1, "F", microbatch) in self.made
+        before = self.before.get(microbatch)
+        if before is not None and not self._is_done(stage, "I" if kind == "I" else "W", before):
+            return False
+        if kind == "W":
+            return (stage, "I", microbatch) in self.made
+        last = stage == self.num_stages - 1
+        return (stage, "F", microbatch) in self.made and (last or self._is_done(stage + 1, "I", microbatch))
+
+    def _is_done(self, stage: int, kind: str, microbatch: int) -> bool:
+        return not self.made.isdisjoint({(stage, "B", microbatch), (stage, kind, microbatch)})
 
 
 def rebuilt(program: Program, rank: int, change: Callable[[list[Instruction]], None]) -> Program:

@@ -100,7 +100,7 @@ def test_ours_with_transfers_load_in_torch(name: str, tmp_path: Path) -> None:
 
 
 def test_an_order_by_hand_loads_in_torch(tmp_path: Path) -> None:
-    orders = random_orders([0, 1, 1, 0], 3, split=True, seed=5)
+    orders = random_orders([0, 1, 1, 0], 3, seed=5, split="always")
     schedule = Schedule.from_actions("mine", fastpipe.Placement.custom([0, 1, 1, 0]), 3, orders)
     path = tmp_path / "mine.csv"
     schedule.to_csv(path)
