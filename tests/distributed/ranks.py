@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "fastpipe.runtime.pipeline", "tests.runtime.checks"])
+_CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
 _JOIN_SECONDS = 60
 
 
@@ -70,6 +70,10 @@ class Ranks:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((function, args, kwargs))
+
+    def answered(self) -> bool:
+        """Whether every rank has finished what was started."""
+        return all(pipe.poll() for pipe in self._pipes)
 
     def results(self, ranks: Sequence[int] | None = None, *, timeout: float = 30) -> list[Any]:
         """What the ranks returned, in order.

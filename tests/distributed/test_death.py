@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline
+from tests.conftest import skip_without_native
 from tests.distributed.ranks import ranks
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES, Block
@@ -115,9 +116,15 @@ def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
         check(group.results(others(0)), 0, WITHIN)
 
 
-@pytest.mark.parametrize(("victim", "when"), [(3, "in a step"), (0, "between steps")])
+@pytest.mark.parametrize(
+    ("executor", "victim", "when"),
+    # between steps only the control plane waits, and it knows nothing of executors
+    [("native", 3, "in a step"), ("python", 3, "in a step"), ("python", 0, "between steps")],
+)
 def test_silent(victim: int, when: str, executor: str, tmp_path: Path) -> None:
     """A stopped process is alive and says nothing: after the timeout the others give up."""
+    if executor == "native":
+        skip_without_native()
     at_call, timeout = (COUNT + 3 if when == "in a step" else -1), 3.0
     with ranks(SIZE) as group:
         note = str(tmp_path / "note")

@@ -49,20 +49,25 @@ def check(group: Ranks, scenario: Scenario, transport: str) -> None:
             assert place in answer["text"]
 
 
-@pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(
-    ("schedule", "stage"), [("1f1b", 0), ("1f1b", 2), ("1f1b", -1), ("dualpipev", 3), ("dualpipe", 0)]
-)
+# All combinations for one stage; of the others, a forward in the step that announces and a backward in a later one.
+SCENARIOS = [("1f1b", 2, False, 2), ("1f1b", 2, True, 0)]
+SCENARIOS += [
+    (schedule, stage, backward, 2 * backward)
+    for schedule, stage in (("1f1b", 2), ("1f1b", 0), ("1f1b", -1), ("dualpipev", 3), ("dualpipe", 0))
+    for backward in (False, True)
+]
+# Over shared memory the transport alone is another.
+SHARED = [("1f1b", 2, False, 0), ("1f1b", 2, True, 2), ("dualpipev", 3, False, 2), ("dualpipev", 3, True, 0)]
+
+
+@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SCENARIOS)
 def test_everybody_learns_of_it(
     schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
 ) -> None:
     check(group_of(4), Scenario(schedule, stage, 1, step, backward, executor), "process_group")
 
 
-@pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 2), ("dualpipev", 3)])
+@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED)
 def test_over_shared_memory_too(
     schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
 ) -> None:

@@ -212,7 +212,7 @@ def count_leftovers(executor: str) -> list[int]:
     found = []
     for number in range(6):
         pipe = pipeline(executor)
-        for _ in range(100 if number == 3 else 2):
+        for _ in range(40 if number == 3 else 2):
             pipe.step(x, target=y)
         if number in (2, 3):
             found += [threading.active_count(), len(os.listdir("/proc/self/fd"))]

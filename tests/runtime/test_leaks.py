@@ -1,4 +1,4 @@
-"""Nothing is left behind: by two hundred steps, by one step, by a pipeline that is dropped."""
+"""Nothing is left behind: by five hundred steps, by one step, by a pipeline that is dropped."""
 
 import gc
 import os
@@ -31,9 +31,9 @@ def tensors_alive() -> int:
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
-def test_two_hundred_steps(executor: str) -> None:
+def test_five_hundred_steps(executor: str) -> None:
     torch.manual_seed(0)
-    width = 128
+    width = 64
     pipe = pipeline([Block(width) for _ in range(4)], executor=executor, merge=False)
     x, y = torch.randn(64, width), torch.randn(64, width)
 
@@ -43,7 +43,7 @@ def test_two_hundred_steps(executor: str) -> None:
 
     steps(50)
     before = tensors_alive(), threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kilobytes()
-    steps(200)
+    steps(500)
     after = tensors_alive(), threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kilobytes()
     assert after[:3] == before[:3]
     # one microbatch's activations kept at every step would be over 25 MB

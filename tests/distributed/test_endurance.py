@@ -1,0 +1,89 @@
+"""What time and neighbours do to a run: ranks that stop for a while, more ranks than cores, hundreds of steps."""
+
+import gc
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpipe import Pipeline
+from tests.conftest import skip_without_native
+from tests.distributed.ranks import Ranks
+from tests.runtime.checks import train_and_compare
+from tests.runtime.models import CASES
+
+GroupOf = Callable[[int], Ranks]
+MOST = 8
+# Pipelines of every size from one to eight, side by side where two are named.
+SIDE_BY_SIDE = [(8,), (1, 7), (2, 6), (3, 5), (4, 4)]
+WAYS = [("native", "shared_memory"), ("python", "shared_memory"), ("native", "process_group")]
+
+
+def in_all_sizes(executor: str, transport: str) -> list[int]:
+    """Runs on every rank; each pipeline is compared with the unsplit model at every step."""
+    found = []
+    for sizes in SIDE_BY_SIDE:
+        starts = itertools.accumulate(sizes, initial=0)
+        groups = [dist.new_group(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
+        group = next(group for group in groups if dist.get_rank() in dist.get_process_group_ranks(group))
+        size = dist.get_world_size(group)
+        chosen = {} if size == 1 else {"transport": transport}
+        train_and_compare("plain", "1f1b", size + 1, num_ranks=size, group=group, executor=executor, **chosen)
+        found.append(size)
+    return found
+
+
+@pytest.mark.parametrize(("executor", "transport"), WAYS)
+def test_one_to_eight_ranks_paused_and_resumed_at_random(executor: str, transport: str, group_of: GroupOf) -> None:
+    skip_without_native()
+    group = group_of(MOST)
+    group.start(in_all_sizes, executor, transport)
+    choice = random.Random(3)
+    deadline = time.monotonic() + 60
+    while not group.answered() and time.monotonic() < deadline:
+        rank = choice.randrange(MOST)
+        group.signal(rank, signal.SIGSTOP)
+        time.sleep(choice.random() * 0.02)
+        group.signal(rank, signal.SIGCONT)
+        time.sleep(choice.random() * 0.02)
+    sizes = group.results()
+    assert {size for found in sizes for size in found} == set(range(1, MOST + 1))
+
+
+def held() -> tuple[list[int], int]:
+    """Counts of what must stay the same: descriptors, threads, mappings of shared memory; and resident kilobytes."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:fastpipe")
+    resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
+    return [len(os.listdir("/proc/self/fd")), threading.active_count(), maps], resident
+
+
+def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list[int], int]]:
+    """Runs on every rank, whose process may have trained before: what it holds after some steps, and after all."""
+    layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
+    pipe = Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, executor=executor, transport=transport, num_ranks=2)
+    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    found = []
+    for step in range(num_steps):
+        pipe.step(x, target=y)
+        if step in (num_steps // 5, num_steps - 1):
+            found.append(held())
+    return found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("executor", "transport"), WAYS)
+def test_nothing_grows_in_500_steps(executor: str, transport: str, group_of: GroupOf) -> None:
+    """One microbatch's activations kept at every step would be over 6 MB."""
+    skip_without_native()
+    for (counts, before), (counts_after, after) in group_of(2).run(many_steps, executor, transport, 500, timeout=200):
+        assert counts == counts_after
+        assert after - before < 3000
