@@ -152,7 +152,7 @@ class Result:
 
 
 def measure(
-    schedule: Schedule, durations: Sequence[float], rounds: int, with_torch: bool, pin: bool
+    schedule: Schedule, durations: Sequence[float], rounds: int, with_torch: bool, pin: str
 ) -> dict[str, Result]:
     names = [*(f"fastpipe {s}" for s in durations), *(f"torch {s}" for s in durations if with_torch)]
     found = {name: Result(schedule) for name in names}

@@ -85,7 +85,7 @@ class Model:
 
 
 def measure(
-    schedule: Schedule, model: Model, rounds: int, pin: bool
+    schedule: Schedule, model: Model, rounds: int, pin: str
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of every step, and the losses of all steps, by contender."""
 

@@ -33,20 +33,22 @@ class Ranks:
     Args:
         num_ranks: how many.
         make: called on every rank with its number; gives its tasks.
-        pin: keep each rank on one core: on its own, where there are enough.
+        pin: whether each rank is kept on one core: ``"auto"``, where there are enough for all, ``"always"`` or
+            ``"never"``. A kernel that is free to choose may keep two ranks on one core while the other one idles.
     """
 
-    def __init__(self, num_ranks: int, make: Callable[[int], Tasks], *, pin: bool = False) -> None:
+    def __init__(self, num_ranks: int, make: Callable[[int], Tasks], *, pin: str = "auto") -> None:
         context = multiprocessing.get_context("fork")
         # torchrun, too, has its store in a process that is no rank
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         barrier = context.Barrier(num_ranks, timeout=START_TIMEOUT)
         cores = sorted(os.sched_getaffinity(0))
+        pinned = pin == "always" or (pin == "auto" and num_ranks <= len(cores))
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            core = cores[rank % len(cores)] if pin else None
+            core = cores[rank % len(cores)] if pinned else None
             arguments = (rank, num_ranks, core, self._store.port, barrier, theirs, make)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
@@ -90,7 +92,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(num_ranks: int, make: Callable[[int], Tasks], *, pin: bool = False) -> Iterator[Ranks]:
+def ranks(num_ranks: int, make: Callable[[int], Tasks], *, pin: str = "auto") -> Iterator[Ranks]:
     """Ranks that end with the block."""
     made = Ranks(num_ranks, make, pin=pin)
     try:

@@ -18,7 +18,12 @@ def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """What every benchmark takes."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=rounds, help=f"how often each measurement is taken ({rounds})")
-    made.add_argument("--pin", action="store_true", help="keep each rank on one core")
+    made.add_argument(
+        "--pin",
+        default="auto",
+        choices=["auto", "always", "never"],
+        help="keep each rank on one core; auto: where there are enough for all (auto)",
+    )
     made.add_argument("--markdown", action="store_true", help="tables as README.md has them")
     return made
 
