@@ -150,9 +150,10 @@ def check_cuts(whole: Mapping[str, list[int]]) -> None:
     if len(whole) < 2:
         return
     rows, targets = whole["the input"], whole["target"]
-    if any(sum(targets) * row != sum(rows) * target for row, target in zip(rows, targets, strict=True)):
+    all_rows, all_targets = sum(rows), sum(targets)
+    if any(all_targets * row != all_rows * target for row, target in zip(rows, targets, strict=True)):
         raise ValueError(
-            f"target has {sum(targets)} rows and the input has {sum(rows)}: as microbatches of {targets} and {rows} "
+            f"target has {all_targets} rows and the input has {all_rows}: as microbatches of {targets} and {rows} "
             "rows they do not belong together; give batches of the same length, or lists of microbatches"
         )
 

@@ -1,0 +1,50 @@
+"""What the processes tell each other of a step's losses comes back as it was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fastpipe.runtime.result import pack_tensors, unpack_tensors
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def sent(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return unpack_tensors(json.loads(json.dumps(pack_tensors(tensors))))
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.reshape(1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_of_a_loss_arrives(dtype: torch.dtype) -> None:
+    values = [1 / 3, -0.0, float("inf"), float("nan"), torch.finfo(dtype).tiny, 12345.678]
+    losses = {2 * i: torch.tensor(value, dtype=dtype) for i, value in enumerate(values)}
+    found = sent(losses)
+    assert list(found) == list(losses)
+    for microbatch, loss in losses.items():
+        assert found[microbatch].dtype == dtype and found[microbatch].shape == ()
+        assert bits(found[microbatch]) == bits(loss)
+
+
+def test_losses_of_several_dtypes_keep_their_own() -> None:
+    losses = {i: torch.tensor(i + 0.1, dtype=DTYPES[i % 3]) for i in (5, 0, 7, 3, 1)}
+    found = sent(losses)
+    assert sorted(found) == sorted(losses)
+    assert all(found[i].dtype == loss.dtype and bits(found[i]) == bits(loss) for i, loss in losses.items())
+
+
+def test_a_loss_may_have_come_with_a_graph_and_may_be_changed_afterwards() -> None:
+    leaf = torch.tensor([2.0], requires_grad=True)
+    found = sent({0: (3 * leaf).reshape(()), 1: leaf.detach().reshape(())})
+    found[0].add_(1)
+    assert [found[i].item() for i in (0, 1)] == [7.0, 2.0]
+    assert not found[0].requires_grad
+
+
+def test_no_losses_are_none() -> None:
+    assert sent({}) == {}
