@@ -23,8 +23,8 @@ def validate_schedule(schedule: Schedule) -> Schedule:
 
     Every microbatch goes through every stage exactly once, forward and backward (B, or I and W; or no backward at all
     in the whole schedule), on the ranks of its route, in an order that can run. Sends and receives, which only a
-    loaded schedule has, must be all there, in an order that matches. Warns when a stage's W come in another order than
-    its I, which sums the weight gradients in another order.
+    loaded schedule has, must be all there, in an order that matches. A REDUCE_GRAD comes once, after its stage's last
+    backward. Warns when a stage's W come in another order than its I, which sums the weight gradients in another order.
 
     Returns:
         The schedule.
@@ -48,6 +48,7 @@ def _validate(schedule: Schedule) -> None:
     played = play(orders, schedule.placement, schedule.num_microbatches)
     if played.stuck:
         raise ScheduleError(_describe_cycle(orders, played))
+    _check_reductions(schedule)
     check_transfers(schedule)
 
 
@@ -141,6 +142,22 @@ def _describe_cycle(orders: Sequence[Sequence[Action]], played: Play) -> str:
             f"{orders[owner][at]} at position {at} of rank {owner}"
         )
     return "the order cannot run, it waits in a cycle: " + "; ".join(lines)
+
+
+def _check_reductions(schedule: Schedule) -> None:
+    """What comes after a stage's gradients are reduced would stay as it is on one replica."""
+    for rank, (kinds, stages, _, pair_stages, *_) in enumerate(schedule.columns):
+        for stage in np.unique(stages[kinds == ActionKind.REDUCE_GRAD]).tolist():
+            positions = np.flatnonzero((kinds == ActionKind.REDUCE_GRAD) & (stages == stage))
+            where = f"rank {rank}, position {positions[0]}, {stage}REDUCE_GRAD"
+            if len(positions) > 1:
+                raise ScheduleError(f"{where}: it comes again at position {positions[1]}; leave one, the last")
+            own = np.isin(kinds, (ActionKind.B, ActionKind.I, ActionKind.W)) & (stages == stage)
+            paired = (kinds == ActionKind.OVERLAP_F_B) & (pair_stages == stage)
+            late = np.flatnonzero((own | paired)[positions[0] :])
+            if len(late):
+                action = schedule[rank][positions[0] + int(late[0])]
+                raise ScheduleError(f"{where}: {action} comes after it; put it after the stage's last backward")
 
 
 def _warn_about_weight_order(schedule: Schedule) -> None:

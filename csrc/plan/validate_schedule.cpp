@@ -1,4 +1,5 @@
 // Is a schedule complete, and can it run? The meaning is that of fastpipe/validate.py and fastpipe/dependencies.py.
+#include <algorithm>
 #include <exception>
 #include <vector>
 
@@ -28,8 +29,9 @@ class ScheduleCheck {
  private:
   bool collect(int32_t rank) {
     const Rows rows = orders_.rows(rank);
+    std::vector<int32_t> reduced;
     for (int64_t i = 0; i < rows.size(); ++i) {
-      if (!well_formed(rows, i, rank)) return false;
+      if (!well_formed(rows, i, rank) || !keeps_reduced(rows, i, reduced)) return false;
       for (const Part& part : rows.parts(i)) {
         if (!note(part, rank)) return false;
       }
@@ -44,6 +46,20 @@ class ScheduleCheck {
     if (op == kOverlap) return true;
     if (rows.pair_stage(i) != kNone || rows.pair_microbatch(i) != kNone) return false;
     return op < kUnshard || (rows.microbatch(i) == kNone && orders_.holds(rank, rows.stage(i)));
+  }
+
+  // A REDUCE_GRAD comes once, after its stage's last backward.
+  static bool keeps_reduced(const Rows& rows, int64_t i, std::vector<int32_t>& reduced) {
+    const auto is_reduced = [&](int32_t stage) {
+      return std::find(reduced.begin(), reduced.end(), stage) != reduced.end();
+    };
+    for (const Part& part : rows.parts(i)) {
+      if (part.kind != kF && is_reduced(part.stage)) return false;
+    }
+    if (rows.op(i) != kReduceGrad) return true;
+    if (is_reduced(rows.stage(i))) return false;
+    reduced.push_back(rows.stage(i));
+    return true;
   }
 
   bool note(const Part& part, int32_t rank) {

@@ -26,6 +26,7 @@ PLANNING = {
     "critical_path": {"action", "program", "messages"},
     "deadlock": {"machine", "program"},
     "lower": {"action", "schedule", "program", "dependencies", "native_plan"},
+    "collectives": {"program"},
     "simulate": {"program", "cost", "machine", "timeline", "dependencies", "errors", "native_plan", "memory"},
     "memory": {"program", "cost"},
     "validate": {"action", "schedule", "dependencies", "errors", "validate_transfers", "native_plan"},

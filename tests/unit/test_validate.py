@@ -128,3 +128,13 @@ def test_weights_in_another_order_than_inputs_are_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         validate_schedule(hand(["0F0 0F1 0I0 0I1 0W0 0W1"], [0], 2))
+
+
+def test_a_reduction_comes_once_and_last() -> None:
+    validate_schedule(hand(["0F0 0I0 0W0 0REDUCE_GRAD"], [0], 1))
+    _refused(["0F0 0I0 0REDUCE_GRAD 0W0"], [0], 1, "rank 0, position 2, 0REDUCE_GRAD: 0W0 comes after it; put it after")
+    _refused(["0F0 0F1 0B0 0REDUCE_GRAD 0B1"], [0], 2, "rank 0, position 3, 0REDUCE_GRAD: 0B1 comes after it")
+    overlapped = "0F0 0REDUCE_GRAD (0F1;0B0)OVERLAP_F_B 0B1"
+    _refused([overlapped], [0], 2, r"position 1, 0REDUCE_GRAD: \(0F1;0B0\)OVERLAP_F_B comes after it")
+    twice = "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD"
+    _refused([twice], [0], 1, "position 2, 0REDUCE_GRAD: it comes again at position 3; leave one")
