@@ -77,6 +77,10 @@ void Executor::perform(const Step& step) {
       return step.stage->take(step.kind, step.microbatch, *slots_[step.slot]);
     case Op::kFree:
       return slots_[step.slot]->clear();
+    case Op::kUnshard:
+    case Op::kReshard:
+    case Op::kReduceGrad:
+      return step.stage->meet(step.op, false);
     default:
       return compute(step);
   }
@@ -140,6 +144,10 @@ void Executor::drain_transfer(const Step& step) {
       return wait_send(step);
     case Op::kFree:
       return slots_[step.slot]->clear();
+    case Op::kUnshard:
+    case Op::kReshard:
+    case Op::kReduceGrad:
+      return step.stage->meet(step.op, true);
     default:
       return;
   }

@@ -25,6 +25,10 @@ bool is_compute(Op op) {
   return op <= Op::kOverlapFB;
 }
 
+bool is_meeting(Op op) {
+  return op == Op::kUnshard || op == Op::kReshard || op == Op::kReduceGrad;
+}
+
 bool numbers_send(Op op) {
   return op == Op::kSend || op == Op::kWaitSend;
 }

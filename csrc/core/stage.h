@@ -24,6 +24,9 @@ class Stage {
   virtual void backward(std::int32_t microbatch, const Payload* gradient) = 0;
   virtual void backward_input(std::int32_t microbatch, const Payload* gradient) = 0;
   virtual void backward_weight(std::int32_t microbatch) = 0;
+  // UNSHARD, RESHARD or REDUCE_GRAD: the stage and its replicas in other pipelines meet. In a failed step, too, since
+  // they wait for one another; `failed` says so. Nothing for a stage without replicas.
+  virtual void meet(Op, bool /*failed*/) {}
   // Moves what the microbatch's last forward (activation) or backward (gradient) produced into `into`.
   virtual void take(ChannelKind kind, std::int32_t microbatch, Payload& into) = 0;
   // Lets go of all that is kept, of every microbatch.

@@ -25,9 +25,6 @@ class Resolver {
 
  private:
   void add(const Instruction& it) {
-    if (it.op == Op::kUnshard || it.op == Op::kReshard || it.op == Op::kReduceGrad) {
-      fail("this executor has no sharded stages; use a schedule without UNSHARD, RESHARD and REDUCE_GRAD");
-    }
     Step step{it.op,
               it.microbatch,
               it.pair_microbatch,
@@ -40,6 +37,8 @@ class Resolver {
               {position_, it.channel, it.stage, it.microbatch}};
     if (is_compute(it.op)) {
       compute(it, step);
+    } else if (is_meeting(it.op)) {
+      step.stage = &stage(it.stage);
     } else {
       move(it, step);
     }

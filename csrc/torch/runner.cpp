@@ -65,10 +65,13 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
                         " stages; give one a stage");
   }
   for (std::size_t i = 0; i < calls.size(); ++i) {
-    const py::handle output_grads = PyTuple_GET_ITEM(calls[i].ptr(), 1);
-    StageRandom* const random = calls[i][2].cast<StageRandom*>();
-    stages_[i]->bind(
-        {PyTuple_GET_ITEM(calls[i].ptr(), 0), output_grads.is_none() ? py::handle() : output_grads, random});
+    if (calls[i].size() != 5)
+      throw ArgumentError("calls: give (run, output_grads, random, meet, fold) for every stage");
+    const auto call = [&](py::ssize_t index) {
+      const py::handle found = PyTuple_GET_ITEM(calls[i].ptr(), index);
+      return found.is_none() ? py::handle() : found;
+    };
+    stages_[i]->bind({call(0), call(1), calls[i][2].cast<StageRandom*>(), call(3), call(4)});
   }
 }
 

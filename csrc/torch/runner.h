@@ -38,9 +38,9 @@ class Runner final : public Observer {
   Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
          double timeout_seconds, at::Device device);
 
-  // calls: (run, output_grads or None, a StageRandom or None) of each stage, in the constructor's order. Returns
-  // (start, end), or None when the step failed on another rank; raises what failed here. num_threads: of torch's
-  // operators; 0 leaves it.
+  // calls: (run, output_grads, a StageRandom, meet, fold) of each stage, in the constructor's order; None for what is
+  // not wanted. Returns (start, end), or None when the step failed on another rank; raises what failed here.
+  // num_threads: of torch's operators; 0 leaves it.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                  const py::object& on_failure, const ThreadState* state, int num_threads);
   void fail() { executor_->fail(); }

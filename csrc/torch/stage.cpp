@@ -145,6 +145,15 @@ void TorchStage::backward_weight(std::int32_t microbatch) {
   const RandomRegion region(calls_.random, RandomRegion::Kind::kWeight, microbatch);
   record.weights->compute();
   held_bytes_ -= std::exchange(record.held_bytes, 0);
+  if (!calls_.fold) return;
+  const py::gil_scoped_acquire gil;
+  calls_.fold();
+}
+
+void TorchStage::meet(Op op, bool failed) {
+  if (!calls_.meet) return;
+  const py::gil_scoped_acquire gil;
+  calls_.meet(static_cast<int>(op), failed);
 }
 
 TorchStage::Tensors TorchStage::root_gradients(std::int32_t microbatch, const Record& record) const {

@@ -24,6 +24,8 @@ struct StageCalls {
   py::handle run;           // (microbatch, tuple of tensors) -> tuple of tensors
   py::handle output_grads;  // (microbatch) -> tuple of tensors or None, or None; null where the root is a loss
   StageRandom* random;      // null where there is nothing to do about random numbers
+  py::handle meet;          // (op, failed); null where the stage has no replicas
+  py::handle fold;          // () after every W; null where it is not wanted
 };
 
 class TorchStage final : public Stage {
@@ -41,6 +43,7 @@ class TorchStage final : public Stage {
   // All but what linears can leave for W.
   void backward_input(std::int32_t microbatch, const Payload* gradient) override;
   void backward_weight(std::int32_t microbatch) override;
+  void meet(Op op, bool failed) override;
   void take(ChannelKind kind, std::int32_t microbatch, Payload& into) override;
   void release() noexcept override;
 

@@ -22,6 +22,7 @@ from fastpipe.errors import StepError
 from fastpipe.runtime.control import Reply
 from fastpipe.runtime.modules import state_prefix
 from fastpipe.runtime.steps import Steps
+from fastpipe.runtime.wrappers import unwrapped
 
 logger = logging.getLogger("fastpipe")
 
@@ -83,7 +84,7 @@ def gradients_of(modules: Mapping[int, nn.Module]) -> list[Held]:
     found: dict[int, Held] = {}
     for stage, module in sorted(modules.items()):
         prefix = state_prefix(module, stage)
-        for name, parameter in module.named_parameters():
+        for name, parameter in unwrapped(module).named_parameters():
             if parameter.grad is not None:
                 found.setdefault(id(parameter), Held(stage, prefix + name, parameter.grad))
     return list(found.values())

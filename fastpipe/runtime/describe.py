@@ -13,6 +13,7 @@ from fastpipe.runtime.native import native_status
 from fastpipe.runtime.random_numbers import describe_random
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.wrappers import unwrapped
 from fastpipe.schedule import Schedule
 
 
@@ -42,16 +43,30 @@ def describe(
         lines.append("copies      every stage is held twice; parameters stay equal, buffers are each copy's own")
     if seed is not None:
         lines.append("random      " + describe_random(seed))
+    lines += [f"replicas    {text}" for text in replica_texts(stages)]
     if schedule.splits_backward:
         lines.append("backward    " + split_text(stages))
     return "\n".join(lines)
+
+
+def replica_texts(stages: Sequence[Stage]) -> list[str]:
+    """How the stages are parallelised, and when their replicas meet."""
+    found: dict[str, list[str]] = {}
+    for stage in stages:
+        if stage.parallel is not None:
+            found.setdefault(stage.parallel.description, []).append(str(stage.index))
+    return [
+        f"{description}: {'stage' if len(indices) == 1 else 'stages'} {', '.join(indices)}; gradients are averaged "
+        "once a step, from REDUCE_GRAD on, after a stage's last B or W"
+        for description, indices in found.items()
+    ]
 
 
 def split_text(stages: Sequence[Stage]) -> str:
     """What waits for W, what does not, and how much memory waited."""
     if not any(stage.has_split for stage in stages):
         return "split: weights of linears wait for W; which ones is found at the first step"
-    named = [(f"{stage.index}.{name}", p._cdata in stage.deferred) for stage in stages for name, p in trained(stage)]
+    named = [(f"{stage.index}.{name}", stage.waits(p)) for stage in stages for name, p in trained(stage)]
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
     listed = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in whole.items())
     held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
@@ -63,4 +78,6 @@ def split_text(stages: Sequence[Stage]) -> str:
 
 def trained(stage: Stage) -> list[tuple[str, nn.Parameter]]:
     """The parameters of a stage that get a gradient."""
-    return [(name, parameter) for name, parameter in stage.module.named_parameters() if parameter.requires_grad]
+    return [
+        (name, parameter) for name, parameter in unwrapped(stage.module).named_parameters() if parameter.requires_grad
+    ]

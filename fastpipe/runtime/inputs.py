@@ -25,6 +25,7 @@ class Request:
         output_grad: gradients of the outputs, instead of a loss.
         num_microbatches: how many microbatches.
         training: whether there is a backward.
+        reduces: whether gradients are reduced over the replicas of the pipeline.
     """
 
     args: tuple[Any, ...]
@@ -33,6 +34,7 @@ class Request:
     output_grad: Any
     num_microbatches: int
     training: bool
+    reduces: bool = True
 
 
 @dataclass
@@ -179,7 +181,7 @@ def stage_works(
     works = []
     for stage in stages:
         names = chosen(inputs.kwargs, stage.accepts)
-        work = StageWork(keep_outputs=keep_outputs)
+        work = StageWork(keep_outputs=keep_outputs, reduces=request.reduces)
         if stage.is_first:
             work.args = inputs.args
         if names:

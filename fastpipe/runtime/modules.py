@@ -10,6 +10,7 @@ from torch import nn
 
 from fastpipe.partition import partition as partition_layers
 from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.wrappers import unwrapped
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
 
@@ -118,4 +119,4 @@ def find_device(modules: Any, device: str | torch.device | None) -> torch.device
 
 def state_prefix(module: nn.Module, stage: int) -> str:
     """What goes before a module's own keys: a chain of layers has the whole model's keys already."""
-    return "" if isinstance(module, Chain) else f"{stage}."
+    return "" if isinstance(unwrapped(module), Chain) else f"{stage}."

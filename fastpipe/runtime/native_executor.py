@@ -1,5 +1,6 @@
 """The native executor: hands one rank's program, stages and transport to C++, which runs it without asking Python
-anything but ``stage.run`` and, where the caller gave the gradients of the outputs, ``stage.output_grads``."""
+anything but ``stage.run`` and, where the caller gave the gradients of the outputs, ``stage.output_grads``; a stage that
+has replicas also meets them in Python, a few times a step."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from fastpipe.program import Op
 from fastpipe.runtime import native
 from fastpipe.runtime.executor import Drained, Executor, Seconds
+from fastpipe.runtime.stage import Stage
 
 
 class NativeExecutor(Executor):
@@ -32,10 +34,7 @@ class NativeExecutor(Executor):
     def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
         # C++ keeps none of these between steps: a cycle through it could never be collected
-        calls = [
-            (stage.run, stage.output_grads if stage.has_output_grads else None, stage.random)
-            for stage in self.stages.values()
-        ]
+        calls = [_calls(stage) for stage in self.stages.values()]
         spans = self._native.run(signature, announce, calls, self.on_failure, num_threads=self.num_threads)
         if spans is None:
             raise Drained
@@ -53,3 +52,15 @@ class NativeExecutor(Executor):
     def fail(self) -> None:
         """Drain from the next instruction on."""
         self._native.fail()
+
+
+def _calls(stage: Stage) -> tuple[Any, ...]:
+    """What C++ asks of a stage: run, output_grads, random, meet, fold; None for what there is no need to ask."""
+    parallel = stage.parallel
+    return (
+        stage.run,
+        stage.output_grads if stage.has_output_grads else None,
+        stage.random,
+        None if parallel is None else stage.meet,
+        parallel.fold if parallel is not None and parallel.folds else None,
+    )

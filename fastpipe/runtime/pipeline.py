@@ -42,6 +42,7 @@ from fastpipe.runtime.shared_memory import SharedMemory, between_processes
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.steps import Settings, Steps
 from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.wrappers import check_parallel, find_data_parallel, replicate, unwrapped
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
@@ -79,6 +80,9 @@ class Pipeline:
         timeout: seconds to wait for another rank.
         device: what to compute on; that of the stages unless given.
         group: a process group, or a DeviceMesh of one dimension; all processes unless given.
+        data_parallel: the replicas of this rank, one in each of several pipelines: a process group, or a DeviceMesh of
+            one dimension. Every stage is then wrapped in DistributedDataParallel. Stages may instead come wrapped, in
+            that or by ``fully_shard``; either way gradients are averaged over the replicas once a step.
         executor: ``"auto"``, ``"native"`` or ``"python"``.
         transport: ``"loopback"`` (the ranks are threads), ``"shared_memory"`` (processes of one host, on CPU),
             ``"process_group"`` (any), or ``"auto"``: the first of these that can be. The variable FASTPIPE_TRANSPORT
@@ -109,6 +113,7 @@ class Pipeline:
         timeout: float = 600,
         device: str | torch.device | None = None,
         group: Any = None,
+        data_parallel: Any = None,
         executor: str = "auto",
         transport: str | Transport = "auto",
         stage_to_rank: Sequence[int] | None = None,
@@ -131,13 +136,14 @@ class Pipeline:
             self.num_microbatches = find_num_microbatches(num_microbatches, schedule)
             self.schedule = self._plans.schedule(self.num_microbatches)
             self._plans.program(self.num_microbatches, forward_only=False)
-            modules = self._build_stages(stages, partition)
+            modules = self._build_stages(stages, partition, data_parallel)
             self._executor = executor_class(executor)
         random = self._make_random()
         self.transport = self._make_transport(transport, timeout)
         exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory) else None
         replicas = make_replicas(self.schedule.placement, modules, exchange)
         ranks = LocalRanks(self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish)
+        self._reduces = True
         has_backward = self._plans.has_backward(self.num_microbatches)
         self._steps = Steps(
             settings, self._plans, ranks, self._control, replicas, random, forward_only=not has_backward
@@ -154,13 +160,13 @@ class Pipeline:
         except Exception as found:
             error = found
         try:
-            found_text = (
-                {"refused": cause_text(error)} if error is not None else {"plan": self._plan_text(), "seed": self._seed}
+            replies = self._control.setup(
+                {"refused": cause_text(error)} if error is not None else self._setup_message()
             )
-            replies = self._control.setup(found_text)
             if error is not None:
                 raise error
             _check_plans(replies)
+            self._plans.parallel = any(reply["parallel"] for reply in replies)
         except LostError as lost:
             self._control.close()
             raise (error or lost.failure.error()) from lost
@@ -168,9 +174,11 @@ class Pipeline:
             self._control.close()
             raise
 
-    def _plan_text(self) -> str:
-        """What must be the same on every rank."""
-        return f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
+    def _setup_message(self) -> Reply:
+        """What must be the same on every rank, and what all need to know."""
+        plan = f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
+        parallel = any(stage.parallel is not None for stage in self._stages)
+        return {"plan": plan, "seed": self._seed, "parallel": parallel}
 
     def _make_transport(self, transport: str | Transport, timeout: float) -> Transport:
         if isinstance(transport, Transport):
@@ -187,7 +195,7 @@ class Pipeline:
             self._control.close()
             raise
 
-    def _build_stages(self, stages: Stages, partition: Any) -> dict[int, dict[int, nn.Module]]:
+    def _build_stages(self, stages: Stages, partition: Any, data_parallel: Any) -> dict[int, dict[int, nn.Module]]:
         """The local stages; their modules by rank."""
         placement = self.schedule.placement
         alone = self._member.size == 1
@@ -195,6 +203,10 @@ class Pipeline:
         local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
         self.stage_modules = build_modules(stages, placement.num_stages, local, partition)
         check_device(self.stage_modules, self.device)
+        if data_parallel is not None:
+            self.stage_modules = replicate(self.stage_modules, data_parallel)
+        for stage, module in self.stage_modules.items():
+            check_parallel(stage, find_data_parallel(module, stage), len(ranks), placement.num_routes)
         modules = modules_by_rank(placement, ranks, self.stage_modules)
         self._stages_by_rank = {
             rank: {stage: Stage(stage, module, placement.num_stages, self.loss_fn) for stage, module in held.items()}
@@ -277,12 +289,35 @@ class Pipeline:
             StepError: when the step failed on another rank. Where it failed, what was raised there comes through.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        request = Request(args, kwargs, target, output_grad, count, training=not self._steps.forward_only)
+        request = Request(
+            args, kwargs, target, output_grad, count, training=not self._steps.forward_only, reduces=self._reduces
+        )
         if self._steps.forward_only and output_grad is not None:
             if not self._plans.has_backward(self.num_microbatches):
                 raise ValueError(f"output_grad: {self.schedule.name} has no backward; leave it out")
             request = Request(args, kwargs, target, output_grad, count, training=True)
         return self._steps.run(request, trace)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context steps add to the gradients of this replica alone: nothing is reduced over the replicas.
+
+        As `DistributedDataParallel.no_sync`, for several steps an optimizer's step. The first step outside averages
+        what all of them added.
+
+        Raises:
+            ValueError: where the schedule holds every stage twice and the stages have replicas.
+        """
+        if self._plans.parallel and self.schedule.placement.num_routes > 1:
+            raise ValueError(
+                f"no_sync: {self.schedule.name} holds every stage twice, and a step's gradients are summed over the "
+                "holders apart from those of earlier steps; let every step reduce, or use a schedule with one route"
+            )
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
 
     def eval_step(
         self, *args: Any, target: Any = None, num_microbatches: int | None = None, trace: bool = False, **kwargs: Any
@@ -338,13 +373,15 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with their names in the whole model."""
         for stage, module in sorted(self.stage_modules.items()):
-            yield from ((state_prefix(module, stage) + name, p) for name, p in module.named_parameters())
+            own = unwrapped(module)
+            yield from ((state_prefix(own, stage) + name, p) for name, p in own.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this process's stages, under the keys of the whole model."""
         state: dict[str, Any] = {}
         for stage, module in sorted(self.stage_modules.items()):
-            state.update(module.state_dict(prefix=state_prefix(module, stage)))
+            own = unwrapped(module)
+            state.update(own.state_dict(prefix=state_prefix(own, stage)))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,7 +390,8 @@ class Pipeline:
         Raises:
             KeyError: for a key that is missing.
         """
-        for stage, module in self.stage_modules.items():
+        for stage, wrapped in self.stage_modules.items():
+            module = unwrapped(wrapped)
             prefix = state_prefix(module, stage)
             own = module.state_dict()
             missing = [prefix + key for key in own if prefix + key not in state]

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastpipe.action import ActionKind
 from fastpipe.api import lower
+from fastpipe.collectives import with_collectives
 from fastpipe.machine import Lanes
 from fastpipe.placement import Placement
 from fastpipe.program import Program
@@ -25,6 +26,9 @@ class Plans:
         stage_to_rank: the rank of every stage, where it is not the schedule's own.
         lanes: what the transport executes in one order.
         recv_lookahead: see `fastpipe.lower`.
+
+    Attributes:
+        parallel: whether any stage of the pipeline has replicas, which meet in the program.
     """
 
     def __init__(
@@ -42,8 +46,9 @@ class Plans:
         self._stage_to_rank = stage_to_rank
         self._lanes = lanes
         self._recv_lookahead = recv_lookahead
+        self.parallel = False
         self._schedules: dict[int, Schedule] = {}
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The schedule for a number of microbatches."""
@@ -72,12 +77,13 @@ class Plans:
 
     def program(self, num_microbatches: int, forward_only: bool) -> Program:
         """The program, validated for the transport's lanes."""
-        key = (num_microbatches, forward_only)
+        key = (num_microbatches, forward_only, self.parallel)
         if key not in self._programs:
             schedule = self.schedule(num_microbatches)
             chosen = forwards_of(schedule) if forward_only else schedule
             program = lower(chosen, recv_lookahead=self._recv_lookahead)
-            self._programs[key] = validate_program(program, lanes=self._lanes)
+            whole = with_collectives(program) if self.parallel else program
+            self._programs[key] = validate_program(whole, lanes=self._lanes)
         return self._programs[key]
 
 

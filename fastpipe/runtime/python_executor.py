@@ -158,8 +158,9 @@ class PythonExecutor(Executor):
         """FREE."""
         self.slots.pop(slot, None)
 
-    def nothing(self) -> None:
-        """UNSHARD, RESHARD, REDUCE_GRAD: nothing is sharded, and what two ranks hold is summed after the step."""
+    def meet(self, stage: Stage, op: Op) -> None:
+        """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too: the stage's replicas wait."""
+        stage.meet(op, self.failed)
 
 
 class _Resolver:
@@ -188,7 +189,7 @@ class _Resolver:
         if it.op in (Op.B, Op.I):
             method = executor.backward if it.op is Op.B else executor.backward_input
             return self._backward(method, it.stage, it.microbatch)
-        return executor.nothing
+        return partial(executor.meet, executor.stages[it.stage], it.op)
 
     def _forward(self, stage: int, microbatch: int) -> Callable[[], None]:
         slot = self.slots.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)

@@ -12,6 +12,7 @@ import torch
 
 from fastpipe.program import Op, Program
 from fastpipe.runtime.control import Failure, cause_text
+from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
 from fastpipe.runtime.executor import Drained, Executor, Seconds
 from fastpipe.runtime.result import Spans
 from fastpipe.runtime.stage import Stage
@@ -155,16 +156,37 @@ class LocalRanks:
             self._run_one(executor, signature, announce)
 
     def _run_one(self, executor: Executor, signature: int, announce: bool) -> None:
+        replicated = [(stage, stage.parallel) for stage in executor.stages.values() if stage.parallel is not None]
+        for stage, parallel in replicated:
+            parallel.begin(stage.work.reduces and torch.is_grad_enabled())
+        spans = self._run_program(executor, signature, announce)
+        for stage, parallel in replicated:
+            self._await_replicas(executor.rank, stage.index, parallel, failed=spans is None)
+
+    def _run_program(self, executor: Executor, signature: int, announce: bool) -> tuple[Seconds, Seconds] | None:
+        """None when the step failed, here or elsewhere."""
         try:
             spans: tuple[Seconds, Seconds] = executor.run(signature, announce)
         except Drained:
-            return
+            return None
         except BaseException as error:
             failure = Failure(executor.rank, cause_text(error))
             self._note(failure, error, failure)
-            return
+            return None
         with self._lock:
             self._outcome.spans[executor.rank] = spans
+        return spans
+
+    def _await_replicas(self, rank: int, stage: int, parallel: DataParallel, *, failed: bool) -> None:
+        """What was started in the step for a stage's replicas ends; if it cannot, this pipeline cannot go on."""
+        try:
+            parallel.finish(failed, self.timeout)
+        except Exception as error:
+            action = f"{stage}{Op.REDUCE_GRAD.name}"
+            failure = Failure(rank, cause_text(error), stage, action, dead=not isinstance(error, ReplicaError))
+            seen = failure.error()
+            seen.__cause__ = error
+            self._note(failure, seen, self.publish(failure))
 
     def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
         """Called by an executor at once, while it goes on draining."""

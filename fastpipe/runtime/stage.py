@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.program import Op
 from fastpipe.runtime.generators import StageRandom
 from fastpipe.runtime.tensors import Tensors, boundary_tensors
 from fastpipe.runtime.weight_grad import Survey, WeightGradients, make_weight_gradients
+from fastpipe.runtime.wrappers import find_data_parallel, unwrapped
 
 LossFunction = Callable[..., Any]
 
@@ -37,6 +39,7 @@ class StageWork:
         divisors: what each microbatch's loss is divided by before its backward; None for no scaling.
         output_grads: gradients of the outputs, given by the caller instead of a loss.
         keep_outputs: whether the last stage's outputs are kept.
+        reduces: whether gradients are reduced over the replicas of the pipeline in this step.
         losses: out: the loss of each microbatch as the loss function returned it, detached.
         scaled: out: the same after the division.
         outputs: out: the last stage's outputs, detached.
@@ -48,6 +51,7 @@ class StageWork:
     divisors: Sequence[float] | None = None
     output_grads: Sequence[Tensors] | None = None
     keep_outputs: bool = True
+    reduces: bool = True
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     scaled: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -140,6 +144,7 @@ class Stage:
         has_split: whether an I has run, so that `deferred` is known.
         peak_held_bytes: the most memory that waited for W at any time.
         random: what is done about random numbers in this step; None where there is nothing to do.
+        parallel: what the stage does with its replicas; None where its module is not wrapped.
     """
 
     def __init__(self, index: int, module: nn.Module, num_stages: int, loss_fn: LossFunction | None = None) -> None:
@@ -148,7 +153,8 @@ class Stage:
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.loss_fn = loss_fn
-        self.accepts = accepted_names(module)
+        self.parallel = find_data_parallel(module, index)
+        self.accepts = accepted_names(unwrapped(module))
         self.work = StageWork()
         self.running: int | None = None
         self.random: StageRandom | None = None
@@ -330,10 +336,31 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Backward for the weights that were left."""
         weights, _ = self._waiting.pop(microbatch)
-        if self.random is None:
-            return weights.compute()
-        with self.random.backward(microbatch, whole=False):
+        with contextlib.nullcontext() if self.random is None else self.random.backward(microbatch, whole=False):
             weights.compute()
+        if self.parallel is not None and self.parallel.folds:
+            self.parallel.fold()
+
+    def meet(self, op: int, failed: bool) -> None:
+        """UNSHARD, RESHARD or REDUCE_GRAD; nothing where the stage has no replicas.
+
+        Args:
+            op: which.
+            failed: the step failed on this rank: the replicas are met all the same, as they wait.
+        """
+        if self.parallel is None:
+            return
+        if op == Op.UNSHARD:
+            self.parallel.unshard(failed)
+        elif op == Op.RESHARD:
+            self.parallel.reshard()
+        else:
+            self.parallel.reduce_grad(failed)
+
+    def waits(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of a parameter is computed in W."""
+        leaf = parameter if self.parallel is None else self.parallel.leaf(parameter)
+        return leaf._cdata in self.deferred
 
     def end(self) -> None:
         """Let go of all that a step left behind, the batch too."""

@@ -142,6 +142,9 @@ class Steps:
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
             self.plans.program(request.num_microbatches, not request.training)
+            for stage in self.stages:
+                if stage.parallel is not None:
+                    stage.parallel.prepare()
             inputs = take_inputs(
                 request, self.settings.split, self.stages, self.settings.loss_fn, self.settings.reduction
             )
@@ -307,7 +310,8 @@ def _call_text(request: Request) -> str:
     """What must be the same on every rank."""
     names = ", ".join(["", *sorted(request.kwargs)])
     call = "step" if request.training else "eval_step or a forward-only step"
-    return f"{call} with num_microbatches={request.num_microbatches}{names}"
+    held_back = "" if request.reduces else ", under no_sync"
+    return f"{call} with num_microbatches={request.num_microbatches}{names}{held_back}"
 
 
 def _replayed(request: Request, inputs: Inputs) -> Request:

@@ -1,0 +1,96 @@
+"""Data parallelism: what a stage whose module is replicated, or sharded, does beside its forwards and backwards.
+
+A wrapper reduces gradients from hooks in the backward. In a pipeline a backward is one microbatch's, it may come in two
+parts, and the last to end need not be that of the last forward. So the hooks are held back while a step runs, and what
+they would do is done once a step, at the program's instructions: UNSHARD before a stage is used, REDUCE_GRAD when its
+gradients are complete. The reduction is awaited when the rank's program has ended.
+
+A rank that drains a failed step takes part in its collectives all the same, and says in them that it failed: the other
+replicas neither wait for it nor train on what it gave.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+
+class ReplicaError(Exception):
+    """The step failed in another replica of the pipeline."""
+
+
+class SilentReplicaError(Exception):
+    """Another replica did not come to a reduction in time: what is still under way cannot be taken back."""
+
+
+class DataParallel(ABC):
+    """The replicas of one stage, in one step after the other."""
+
+    def prepare(self) -> None:  # noqa: B027 - most are ready as they are
+        """Before a step is agreed on: whatever may be wrong with the wrapper shows here, and not while others wait."""
+
+    @abstractmethod
+    def begin(self, reduces: bool) -> None:
+        """A step begins: hold the wrapper's hooks back.
+
+        Args:
+            reduces: whether gradients are reduced in it; False where steps accumulate.
+        """
+
+    @abstractmethod
+    def unshard(self, failed: bool) -> None:
+        """The stage is about to be used."""
+
+    @abstractmethod
+    def reshard(self) -> None:
+        """The stage is not used for a while."""
+
+    @property
+    def folds(self) -> bool:
+        """Whether `fold` is wanted after every backward for weights."""
+        return False
+
+    def fold(self) -> None:  # noqa: B027 - most have nothing to do
+        """A microbatch's gradients are complete."""
+
+    @abstractmethod
+    def reduce_grad(self, failed: bool) -> None:
+        """All gradients of the step are complete: start to reduce them.
+
+        Args:
+            failed: the step failed on this rank, so the gradients are worth nothing.
+        """
+
+    @abstractmethod
+    def finish(self, failed: bool, timeout: float) -> None:
+        """The step is over: wait for what was started, and let the wrapper have its hooks back.
+
+        Args:
+            failed: it failed on this rank.
+            timeout: seconds to wait for the other replicas.
+
+        Raises:
+            ReplicaError: when it failed in another replica, and not here.
+            SilentReplicaError: when another replica did not come.
+        """
+
+    @property
+    @abstractmethod
+    def num_replicas(self) -> int:
+        """How many processes share the stage."""
+
+    @property
+    @abstractmethod
+    def holds_twice(self) -> bool:
+        """Whether two ranks of a pipeline may hold the stage."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What the stage is wrapped in, for `Pipeline.describe`."""
+
+    def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The leaf of autograd's graph that stands for a parameter."""
+        return parameter

@@ -1,0 +1,183 @@
+"""Stages with fully_shard (FSDP2): gathered once a step, reduced once a step.
+
+Left alone it reduces at the end of every backward, which for a split one is the end of I: what W adds later would
+never be reduced. While a step runs its flags say that no backward is the last one, so gradients gather in the unsharded
+parameters; REDUCE_GRAD calls `post_backward` of every group of parameters, in the order of a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
+
+
+@dataclass
+class _Flags:
+    """What the user had set for one group of parameters."""
+
+    post_forward_mesh_info: Any
+    reshard_after_backward: bool
+    reduce_grads: bool
+    all_reduce_grads: bool
+
+    @classmethod
+    def of(cls, group: Any) -> _Flags:
+        return cls(
+            group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads, group.all_reduce_grads
+        )
+
+    def restore(self, group: Any) -> None:
+        for name, value in vars(self).items():
+            setattr(group, name, value)
+
+
+_HELD_BACK = _Flags(None, False, False, False)
+
+
+class Sharded(DataParallel):
+    """Every replica has a shard of the stage's parameters.
+
+    Args:
+        modules: those of the stage that `fully_shard` was applied to, outer before inner.
+        stage: the stage's index, for messages.
+    """
+
+    def __init__(self, modules: Sequence[Any], stage: int) -> None:
+        self.modules = modules
+        self.stage = stage
+        self._flags: list[tuple[Any, _Flags]] = []
+        self._last: list[tuple[Any, bool]] = []
+        self._reduces = False
+        self._begun = False
+
+    @property
+    def _groups(self) -> list[Any]:
+        """The groups of parameters that are gathered and reduced together."""
+        return [group for state in self._states() for group in state._fsdp_param_groups]
+
+    def _states(self) -> list[Any]:
+        return list(dict.fromkeys(module._get_fsdp_state() for module in self.modules))
+
+    def _roots(self) -> list[Any]:
+        """The outermost, which run what is to be done once a backward."""
+        return [state for state in self._states() if state._is_root]
+
+    def prepare(self) -> None:
+        """Let the wrapper find its outermost modules, which its first forward would do."""
+        for state in self._states():
+            if state._is_root is None:
+                # the outermost comes first, and makes the inner ones its own
+                state._lazy_init()
+
+    def begin(self, reduces: bool) -> None:
+        """No backward is the last one, and nothing is resharded before the schedule says so."""
+        self._reduces = reduces
+        self._begun = False
+        self._last = [(root._state_ctx, root._state_ctx.is_last_backward) for root in self._roots()]
+        self._flags = [(group, _Flags.of(group)) for group in self._groups]
+        for context, _ in self._last:
+            context.is_last_backward = False
+        for group, _ in self._flags:
+            _HELD_BACK.restore(group)
+
+    def unshard(self, failed: bool) -> None:
+        """Start to gather the parameters; the forward, or the backward, waits for them."""
+        for module in self.modules:
+            module.unshard(async_op=True)
+
+    def reshard(self) -> None:
+        """Let the gathered parameters go; gradients stay."""
+        for group in self._groups:
+            group.wait_for_unshard()
+            group.reshard()
+
+    @property
+    def folds(self) -> bool:
+        """Whether gradients are summed in another dtype than the one they are computed in."""
+        return any(parameter.reduce_dtype is not None for group in self._groups for parameter in group.fsdp_params)
+
+    def fold(self) -> None:
+        """Add a microbatch's gradients in the dtype that they are summed in."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+    def reduce_grad(self, failed: bool) -> None:
+        """Start to reduce, the group of the last layers first, as a backward does."""
+        if not self._reduces or self._begun:
+            return
+        self._begun = True
+        for group, flags in reversed(self._flags):
+            group.wait_for_unshard()
+            flags.restore(group)
+            if failed:
+                _complete(group)
+            group.post_backward()
+
+    def finish(self, failed: bool, timeout: float) -> None:
+        """Wait for the shards' gradients, and leave the parameters sharded as between any two steps."""
+        begun, self._begun = self._begun, False
+        for context, _ in self._last:
+            context.is_last_backward = True
+        for root in self._roots():
+            root._root_post_backward_final_callback()
+        for group, flags in self._flags:
+            group.wait_for_unshard()
+            if flags.reshard_after_backward:
+                group.reshard()
+            flags.restore(group)
+        for context, last in self._last:
+            context.is_last_backward = last
+        if begun:
+            self._compare(failed)
+
+    def _compare(self, failed: bool) -> None:
+        """Whether all replicas got to the end of the step."""
+        meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
+        groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        count = torch.tensor(int(failed), dtype=torch.int32, device=self._groups[0].device)
+        for group in groups:
+            dist.all_reduce(count, group=group)
+        if int(count) and not failed:
+            raise ReplicaError("the step failed in another of the replicas that share this stage")
+
+    @property
+    def num_replicas(self) -> int:
+        """The size of the mesh."""
+        return max(int(group.mesh_info.mesh.size()) for group in self._groups)
+
+    @property
+    def holds_twice(self) -> bool:
+        """Whether two ranks of a pipeline may hold the stage: they would sum gradients that are shards."""
+        return False
+
+    @property
+    def description(self) -> str:
+        """In one line."""
+        return f"sharded by fully_shard over {self.num_replicas} replicas"
+
+    def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The gathered parameter, which the forward uses."""
+        for group in self._groups:
+            for found in group.fsdp_params:
+                if found.sharded_param is parameter and hasattr(found, "_unsharded_param"):
+                    leaf: torch.Tensor = found._unsharded_param
+                    return leaf
+        return parameter
+
+
+def _complete(group: Any) -> None:
+    """Zeros where gradients are missing: the other replicas count on messages as long as theirs."""
+    for parameter in group.fsdp_params:
+        leaf = parameter._unsharded_param
+        if leaf.requires_grad and leaf.grad is None and parameter.unsharded_accumulated_grad is None:
+            leaf.grad = torch.zeros_like(leaf)

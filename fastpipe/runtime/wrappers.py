@@ -1,0 +1,118 @@
+"""The wrappers that users bring: which ones are known, and what is inside them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastpipe.runtime.data_parallel import DataParallel
+from fastpipe.runtime.replicated import Replicated
+from fastpipe.runtime.sharded import Sharded
+
+
+def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
+    """How a stage is parallelised; None when it is not.
+
+    Raises:
+        ValueError: for a wrapper that is not known, or an option of a known one that a pipeline cannot keep.
+    """
+    replicated = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    sharded = [m for m in module.modules() if is_sharded(m)]
+    for inner in module.modules():
+        if inner not in replicated and inner not in sharded:
+            _check_unknown(inner, stage)
+    if replicated and sharded:
+        raise ValueError(
+            f"stages: stage {stage} has DistributedDataParallel and fully_shard in it; use one of them (fully_shard "
+            "takes a mesh of two dimensions to replicate what it shards)"
+        )
+    if sharded:
+        return Sharded(sharded, stage)
+    return Replicated(replicated, stage) if replicated else None
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it. Who has not imported that has not applied it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _check_unknown(module: nn.Module, stage: int) -> None:
+    """What can be told not to reduce (``no_sync``) reduces from hooks that nobody here holds back."""
+    name = type(module).__name__
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is not None and isinstance(_state_of(module), composable._ReplicateState):
+        name = "composable replicate"
+    elif not callable(getattr(module, "no_sync", None)):
+        return
+    raise ValueError(
+        f"stages: stage {stage} is wrapped in {name}, which reduces gradients in every backward in its own way; wrap "
+        "it in torch.nn.parallel.DistributedDataParallel or apply torch.distributed.fsdp.fully_shard instead"
+    )
+
+
+def _state_of(module: nn.Module) -> Any:
+    from torch.distributed._composable_state import _get_module_state
+
+    return _get_module_state(module)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's module within DistributedDataParallel: its keys and its arguments are the model's."""
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
+
+
+def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Module]:
+    """Wrap what has parameters to train in DistributedDataParallel.
+
+    Args:
+        modules: by stage.
+        group: of the replicas: a process group, or a DeviceMesh of one dimension.
+
+    Raises:
+        ValueError: for a group that is none, or a stage that is parallel already.
+    """
+    if hasattr(group, "mesh_dim_names"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"data_parallel: the DeviceMesh has {group.ndim} dimensions; give the replicas', for example mesh['dp']"
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"data_parallel = {group!r}: give a process group, or a DeviceMesh such as mesh['dp']")
+    for stage, module in modules.items():
+        if find_data_parallel(module, stage) is not None:
+            raise ValueError(f"data_parallel: stage {stage} has replicas already; leave out one of the two")
+    return {stage: _wrapped(module, group) for stage, module in modules.items()}
+
+
+def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return DistributedDataParallel(module, process_group=group)
+
+
+def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: int, num_routes: int) -> None:
+    """Refuse what the ranks of this process cannot do together.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if parallel is None:
+        return
+    if num_local_ranks > 1 and (parallel.num_replicas > 1 or num_routes > 1):
+        raise ValueError(
+            f"stages: stage {stage} is {parallel.description} and the ranks are threads of this process, which would "
+            "come to its collectives in any order; start one process a rank with torchrun"
+        )
+    if num_routes > 1 and not parallel.holds_twice:
+        raise ValueError(
+            f"stages: stage {stage} is {parallel.description} and the schedule holds every stage on two ranks, which "
+            "sum whole gradients; use DistributedDataParallel, or a schedule with one route such as 'dualpipev'"
+        )

@@ -1,0 +1,189 @@
+"""Replicas of a pipeline: a mesh of 2 x 2 processes against the unsplit model, to the last bit."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import fastpipe
+from fastpipe import Pipeline
+from fastpipe.runtime import stage as stage_module
+from tests.distributed.meshes import Reference, batch, build, layers, mesh, squared, whole_grad, wrong_gradients
+from tests.distributed.ranks import Ranks
+from tests.runtime.checks import same_bits
+
+GroupOf = Callable[[int], Ranks]
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"reverse_backward": True},
+    "interleaved_zb": {},
+    "zbv": {},
+    "dualpipev": {},
+}
+
+
+def train(wrap: str, executor: str) -> dict[str, Any]:
+    """Every schedule: a step, another that adds to it, and two under one reduction."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    report: dict[str, Any] = {}
+    for name, options in SCHEDULES.items():
+        pipe = build(wrap, name, executor, over, schedule_options=options)
+        reference = Reference(pipe)
+        wrong = []
+        for number in range(2):
+            if number and wrap == "fsdp":
+                reference.put_aside()
+            loss = pipe.step(batch(number, replica)[0], target=batch(number, replica)[1]).loss
+            assert float(loss) == reference.step(number)[replica]
+            wrong.append(wrong_gradients(pipe, reference))
+        wrong.append(accumulate(pipe, replica))
+        report[name] = wrong
+    return report
+
+
+def accumulate(pipe: Pipeline, replica: int) -> list[str]:
+    """A step that reduces nothing, and one that reduces what both added."""
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    reference = Reference(pipe)
+    with pipe.no_sync():
+        pipe.step(batch(2, replica)[0], target=batch(2, replica)[1])
+    reference.step(2, reduces=False)
+    pipe.eval_step(batch(0, replica)[0])
+    pipe.step(batch(3, replica)[0], target=batch(3, replica)[1])
+    reference.step(3)
+    return wrong_gradients(pipe, reference)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_gradients_are_the_mean_of_both_replicas(wrap: str, executor: str, group_of: GroupOf) -> None:
+    for report in group_of(4).run(train, wrap, executor, timeout=60):
+        assert report == {name: [[], [], []] for name in SCHEDULES}
+
+
+def train_left_alone(wrap: str, executor: str) -> float | str:
+    """The same with the wrapper's own hooks: how far the gradients of Linears are off, or what was raised."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    found, stage_module.find_data_parallel = stage_module.find_data_parallel, lambda module, index: None
+    try:
+        pipe = build(wrap, "zbv", executor, over)
+        pipe.step(batch(0, replica)[0], target=batch(0, replica)[1])
+    except Exception as error:
+        return str(error)
+    finally:
+        stage_module.find_data_parallel = found
+    reference = Reference(pipe)
+    reference.step(0)
+    gaps = [0.0]
+    for name, parameter in pipe.named_parameters():
+        expected, grad = reference.grad(name), whole_grad(parameter)
+        if name.endswith("linear.weight") and expected is not None:
+            gaps.append(1.0 if grad is None else float((grad - expected).norm() / expected.norm()))
+    return max(gaps)
+
+
+def test_the_comparison_finds_a_wrapper_that_is_left_alone(executor: str, group_of: GroupOf) -> None:
+    assert all(gap > 0.05 for gap in group_of(4).run(train_left_alone, "fsdp", executor))
+
+
+def two_holders(executor: str) -> None:
+    """DDP where every stage is held twice: the mean of each half, and then their sum."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe = build("ddp", "dualpipe", executor, over, num_microbatches=6)
+    reference = Reference(pipe)
+    for number in range(2):
+        pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
+        reference.step(number)
+    for name, parameter in pipe.named_parameters():
+        expected = reference.grad(name)
+        assert (parameter.grad is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-7)
+            everywhere = [torch.empty_like(expected) for _ in range(4)]
+            torch.distributed.all_gather(everywhere, parameter.grad)
+            assert all(same_bits(grad, parameter.grad) for grad in everywhere)
+    with pytest.raises(ValueError, match="no_sync: dualpipe holds every stage twice"), pipe.no_sync():
+        pass
+    with pytest.raises(ValueError, match=r"sharded by fully_shard .* holds every stage on two ranks.*'dualpipev'"):
+        build("fsdp", "dualpipe", executor, over, num_microbatches=6)
+
+
+def test_two_holders_and_their_replicas(executor: str, group_of: GroupOf) -> None:
+    group_of(4).run(two_holders, executor)
+
+
+def by_argument(executor: str) -> list[str]:
+    """A list of layers and ``data_parallel=``: nothing is wrapped by hand, and the keys are the model's."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe = Pipeline(
+        layers(), "zbv", 5, squared, group=over["pp"], data_parallel=over["dp"], executor=executor, transport="auto"
+    )
+    reference = Reference(pipe)
+    result = pipe.step(batch(0, replica)[0], target=batch(0, replica)[1], trace=True)
+    reference.step(0)
+    assert not wrong_gradients(pipe, reference)
+    assert "REDUCE_GRAD" in str(result.timeline.program[0])
+    pipe.load_state_dict(reference.models[0].state_dict())
+    model = dict(reference.models[0].named_parameters())
+    assert all(same_bits(value, model[key]) for key, value in pipe.state_dict().items())
+    text = pipe.describe()
+    assert "in DistributedDataParallel over 2 replicas: stages" in text and "REDUCE_GRAD" in text
+    norm = pipe.clip_grad_norm_(0.1)
+    assert same_bits(norm, torch.nn.utils.clip_grad_norm_(reference.models[0].parameters(), 0.1))
+    assert pipe.profile(batch(1, replica)[0], target=batch(1, replica)[1]).forward is not None
+    return list(pipe.state_dict())
+
+
+def test_data_parallel_by_argument(executor: str, group_of: GroupOf) -> None:
+    answers = group_of(4).run(by_argument, executor)
+    assert answers[0] == answers[2] and answers[1] == answers[3]
+    keys = fastpipe.runtime.stage.Chain(dict(enumerate(layers()))).state_dict()
+    assert sorted(answers[0] + answers[1]) == sorted(keys)
+
+
+def between_steps(executor: str) -> None:
+    """An optimizer sees shards, after every kind of step, and trains both replicas alike."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe = build("fsdp", "interleaved_zb", executor, over)
+    optimizer = torch.optim.SGD(list(pipe.parameters()), 0.1)
+    for number in range(2):
+        pipe.eval_step(batch(number, replica)[0])
+        assert all(isinstance(parameter, DTensor) for parameter in pipe.parameters())
+        pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
+        optimizer.step()
+        optimizer.zero_grad()
+    reference = Reference(pipe)
+    for number in range(2):
+        reference.step(number)
+        for model in reference.models:
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            model.zero_grad()
+    expected = dict(reference.models[0].named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert same_bits(parameter.full_tensor(), expected[name])
+    text = pipe.describe()
+    assert "sharded by fully_shard over 2 replicas" in text
+    assert re.search(r"split: [1-9]\d* of \d+ parameters wait for W; whole in I .*norm.weight", text), text
+
+
+def test_shards_are_trained(executor: str, group_of: GroupOf) -> None:
+    group_of(4).run(between_steps, executor)
+
+
+def run_page() -> None:
+    page = Path(fastpipe.__file__).parents[1] / "docs/data-parallel.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    exec(compile(code, page, "exec"), {})
+
+
+def test_the_page_about_it_runs_as_it_stands(group_of: GroupOf) -> None:
+    group_of(4).run(run_page)
