@@ -1,14 +1,42 @@
-"""What no schedule of these ranks can be below, whatever its placement and partition."""
+"""What no order can be below: fastpipe/bounds.py, asked for a plan's stages and memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import isinf
+
+from fastpipe.bounds import any_placement_bounds, best, bounds
 from fastpipe.planner.model import Problem, Setting
 
 
-def lower_bound(problem: Problem, setting: Setting) -> float:
-    """Seconds of the objective, for the number of microbatches that was chosen."""
-    cost, stages = setting.cost, setting.placement.num_stages
-    split = cost.per_stage("backward_input", stages) + cost.per_stage("backward_weight", stages)
-    backward = cost.per_stage("backward", stages).clip(max=split)
-    forward = cost.per_stage("forward", stages)
-    return float((forward + backward).sum()) * setting.num_microbatches / problem.num_ranks
+def of_placement(problem: Problem, setting: Setting) -> float:
+    """Seconds of the objective, for every order of these stages where they are."""
+    cost = replace(setting.cost, stage_bytes=setting.held)
+    limited = not isinf(min(setting.limit))
+    found = bounds(
+        setting.placement,
+        cost,
+        num_microbatches=setting.num_microbatches,
+        memory=setting.limit if limited else None,
+        in_bytes=limited,
+        measure=problem.objective,
+    )
+    return best(found).seconds
+
+
+def of_any_placement(problem: Problem, setting: Setting) -> float:
+    """The same wherever the stages are; over one route, since with two every rank has a first stage."""
+    cost = replace(setting.cost, stage_bytes=setting.held)
+    limit = max(setting.limit)
+    if setting.placement.num_routes > 1:
+        return of_placement(problem, setting)
+    found = any_placement_bounds(
+        cost,
+        num_ranks=problem.num_ranks,
+        num_stages=setting.placement.num_stages,
+        num_microbatches=setting.num_microbatches,
+        memory=None if isinf(limit) else limit,
+        in_bytes=not isinf(limit),
+        measure=problem.objective,
+    )
+    return best(found).seconds

@@ -57,7 +57,8 @@ class Plan:
         timeline: the schedule simulated under the costs.
         objective: ``"makespan"`` or ``"span"``.
         memory: the limit; None for none.
-        bound: seconds; no schedule on these ranks can have a shorter objective.
+        bound: seconds; no order of these stages on this placement within the memory has a shorter objective.
+        bound_anywhere: the same for any placement of these stages.
         candidates: everything that was considered, the best that fits first.
         cut: whether `time_limit` ended the search; without that a plan is the same for the same seed.
         optimal: whether the exact solver has proved that nothing shorter exists; see `fastpipe.plan`.
@@ -69,6 +70,7 @@ class Plan:
     objective: str
     memory: Memory | None
     bound: float
+    bound_anywhere: float
     candidates: list[Candidate] = field(repr=False)
     cut: bool = False
     optimal: bool = False
@@ -95,8 +97,8 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much shorter a schedule could be at most, as a fraction of this one."""
-        return 1.0 - self.bound / self.value if self.value > 0 else 0.0
+        """How much shorter an order of these stages could be at most, as a fraction of this one."""
+        return max(0.0, 1.0 - self.bound / self.value) if self.value > 0 else 0.0
 
     @property
     def chosen(self) -> Candidate:
@@ -114,8 +116,8 @@ class Plan:
         lines = [
             f"Plan for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {limit}: {chosen.name}",
             f"  {self.objective} {self.value:.6g}, bubble {percent(self.bubble_fraction)}; "
-            f"bound {self.bound:.6g}, so at most {percent(self.gap)} could be gained"
-            + ("; proved optimal" if self.optimal else ""),
+            f"bound {self.bound:.6g} ({self.bound_anywhere:.6g} on any placement), "
+            f"so at most {percent(self.gap)} could be gained" + ("; proved optimal" if self.optimal else ""),
             f"  {chosen.stages_per_rank} stages a rank ({schedule.placement.name}), {chosen.messages} messages, "
             f"peak memory {chosen.peak_memory:.4g} of {schedule.num_ranks}"
             + (f" ({human(chosen.peak_bytes)})" if chosen.peak_bytes else ""),

@@ -10,12 +10,14 @@ import numpy as np
 
 from fastpipe.action import ActionKind
 from fastpipe.cost import CostModel
+from fastpipe.placement import Placement
 from fastpipe.planner.model import Problem, Setting
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import list_schedules
 from fastpipe.schedules.family import Family
 
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
+_LIMITS = ("memory_limit", "memory")
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
@@ -32,7 +34,9 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
             continue
         for shape in _shapes(family, allowed):
             for options in _variants(problem, num_microbatches, family, shape):
-                yield _made(family, problem.num_ranks, num_microbatches, options, shape)
+                label, schedule = _made(family, problem.num_ranks, num_microbatches, options, shape)
+                if isinstance(schedule, str) or problem.fixed_stages in (None, schedule.num_stages):
+                    yield label, schedule
 
 
 def _shapes(family: Family, allowed: list[int]) -> list[dict[str, Any]]:
@@ -47,25 +51,21 @@ def _shapes(family: Family, allowed: list[int]) -> list[dict[str, Any]]:
 def _variants(
     problem: Problem, num_microbatches: int, family: Family, shape: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """As it is by default, for the costs, and for the memory."""
-    limited = [name for name in ("memory_limit", "memory") if name in family.options]
-    try:
-        plain = family.make(problem.num_ranks, num_microbatches, shape)
-    except ValueError:
-        plain = None
-    if plain is None:
+    """As it is by default, for the costs, and for the memory: each that makes a difference."""
+    limited = next((name for name in _LIMITS if name in family.options), None)
+    depth = int(shape.get("stages_per_rank", family.stages_per_rank))
+    if limited is None and not any(name in family.options for name in _COSTS):
         return [dict(shape)]
-    stages = plain.placement
-    if problem.fixed_stages not in (None, stages.num_stages):
-        return []
+    stages = Placement.loop(problem.num_ranks, depth)
     setting = problem.setting(stages, num_microbatches)
     costs = _costs(family, setting.cost, problem.num_ranks, stages.num_stages)
-    found: list[dict[str, Any]] = [dict(shape)]
-    if costs:
-        found.append({**shape, **costs})
-    for limit in _limits(setting) if limited else ():
-        found.append({**shape, **costs, limited[0]: limit})
-    return found
+    found: list[dict[str, Any]] = [{**shape, **costs}] if costs else []
+    limits = _limits(setting) if limited is not None else []
+    if max(limits, default=0) > stages.num_stages or not limits:
+        found.insert(0, dict(shape))
+    elif costs:
+        found.pop()  # more than the limit allows, by default
+    return found + [{**shape, **costs, limited: limit} for limit in limits if limited is not None]
 
 
 def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _made(
     shown = {name: value for name, value in options.items() if name not in _COSTS}
     text = ", ".join(f"{name}={value:g}" for name, value in shown.items())
     label = f"{family.name}({text})" if text else family.name
-    if set(options) - set(shape) - {"memory_limit", "memory"}:
+    if set(options) - set(shape) - set(_LIMITS):
         label += " for the costs"
     try:
         return label, family.make(num_ranks, num_microbatches, options)

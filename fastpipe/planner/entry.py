@@ -134,6 +134,7 @@ class _Planner:
     progress: Progress | None
     rows: list[Candidate] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
+    bounds: dict[Setting, float] = field(default_factory=dict)
     best: tuple[float, str, Setting, Timeline, Schedule] | None = None
 
     def run(self, counts: list[int], exact: bool) -> Plan:
@@ -189,8 +190,12 @@ class _Planner:
         return sorted(counts, key=lambda count: (shortest[count], count))[:_SEARCHED_COUNTS]
 
     def _search(self, counts: list[int], depths: list[int]) -> None:
-        members = [one for one in self.members if one.setting.num_microbatches in counts]
+        members = [
+            one for one in self.members if one.setting.num_microbatches in counts and self._may_gain(one.setting)
+        ]
         for number, (count, placement) in enumerate(_placements(self.problem.num_ranks, counts, depths)):
+            if not self._may_gain(self.problem.setting(placement, count)):
+                continue
             self._say(f"list scheduling on {pool.describe(placement)}, {count} microbatches")
             setting = self.problem.setting(placement, count)
             size = 3 * placement.num_stages * count
@@ -207,6 +212,14 @@ class _Planner:
             self._consider(f"plan from {one.name}", moved.setting, moved.schedule())
             if moved.setting.cost.backward is not None:
                 self._consider(f"plan from {one.name}, joined", moved.setting, starts.joined(moved.schedule()))
+
+    def _may_gain(self, setting: Setting) -> bool:
+        """Whether the placement's bound lets an order of it be shorter than the best so far."""
+        if self.best is None or setting.parts is not None:  # another partition has another bound
+            return True
+        if setting not in self.bounds:
+            self.bounds[setting] = bound.of_placement(self.problem, setting)
+        return self.bounds[setting] < self.best[0] * (1 - 1e-9)
 
     def _exact(self, depths: list[int]) -> bool:
         """Ask the solver about every placement for something shorter; whether all that is settled."""
@@ -230,9 +243,9 @@ class _Planner:
         rows = [row._replace(chosen=self._key(row) == chosen) for row in self.rows]
         rows.sort(key=lambda row: (row.refused is not None, not row.fits, not row.chosen, self._key(row)[2]))
         parts = None if setting.parts is None else list(setting.parts)
-        least = bound.lower_bound(self.problem, setting)
+        least = bound.of_placement(self.problem, setting), bound.of_any_placement(self.problem, setting)
         objective, memory = self.problem.objective, self.problem.memory
-        return Plan(schedule, parts, timeline, objective, memory, least, rows, self.clock.cut, optimal)
+        return Plan(schedule, parts, timeline, objective, memory, *least, rows, self.clock.cut, optimal)
 
     def _key(self, row: Candidate) -> tuple[str, int, float]:
         return row.name, row.num_microbatches, row.span if self.problem.span else row.makespan
