@@ -79,6 +79,15 @@ def test_the_page_of_schedules_is_current() -> None:
     assert done.returncode == 0, f"run `python docs/write_schedules.py` and look at what changed\n{done.stderr[-2000:]}"
 
 
+def test_the_page_of_waves_is_current_and_its_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "docs/write_waves.py", "--check"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, f"run `python docs/write_waves.py` and look at what changed\n{done.stderr[-2000:]}"
+    (example,) = blocks(REPOSITORY / "docs/waves.md", "python")
+    exec(compile(example, "docs/waves.md", "exec"), {})
+    assert capsys.readouterr().out.split() == re.findall(r"# (.*)$", example, flags=re.MULTILINE)[0].split()
+
+
 def test_the_page_of_schedules_has_them_all() -> None:
     text = (REPOSITORY / "docs/schedules.md").read_text()
     assert re.findall(r"^### (.*)$", text, flags=re.MULTILINE) == list(FAMILIES)

@@ -1,0 +1,234 @@
+"""Writes the tables and pictures of docs/waves.md, so that every number on that page comes from the code.
+
+    python docs/write_waves.py              rewrite them, between their marks
+    python docs/write_waves.py --check      say whether they are current
+
+A test runs the check. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import fastpipe
+from fastpipe import CostModel, Placement, Schedule, formulas
+from fastpipe.bounds import best, bounds
+
+PAGE = Path(__file__).with_name("waves.md")
+RANKS, MICROBATCHES = 8, 32
+MEMORIES = (0.5, 0.625, 0.75, 1.0)
+Costs = tuple[float, float, float, float]
+"""F, I, W of a rank's share of the model, and a hop."""
+EVEN: Costs = (1.0, 1.0, 1.0, 0.0)
+
+
+def cost_of(costs: Costs, stages_per_rank: int) -> CostModel:
+    """The costs of a stage."""
+    forward, inputs, weights, comm = costs
+    return CostModel(forward / stages_per_rank, inputs / stages_per_rank, weights / stages_per_rank, comm)
+
+
+def idle(schedule: Schedule, costs: Costs) -> float:
+    """Makespan less the work of a rank."""
+    per_rank = schedule.num_stages // schedule.num_ranks
+    return fastpipe.simulate(schedule, cost_of(costs, per_rank)).makespan - MICROBATCHES * sum(costs[:3])
+
+
+@cache
+def capped(name: str, stages_per_rank: int, memory: float, costs: Costs = EVEN, form: str = "") -> float:
+    """The idle time of a schedule built within a memory, for the costs."""
+    cost = cost_of(costs, stages_per_rank)
+    options = {"form": form} if form else {}
+    schedule = fastpipe.make_schedule(
+        name,
+        num_ranks=RANKS,
+        num_microbatches=MICROBATCHES,
+        stages_per_rank=stages_per_rank,
+        memory=memory,
+        forward=cost.forward,
+        backward_input=cost.backward_input,
+        backward_weight=cost.backward_weight,
+        comm=cost.comm,
+        **options,
+    )
+    return idle(schedule, costs)
+
+
+@cache
+def best_v(memory: float, costs: Costs) -> tuple[float, str]:
+    """The least idle time of a V in the memory, and whose it is."""
+    cost = cost_of(costs, 2)
+    numbers = {"num_ranks": RANKS, "num_microbatches": MICROBATCHES}
+    found = [(capped("wave_zb", 2, memory, costs), "wave_zb")]
+    named = [fastpipe.make_schedule(name, **numbers) for name in ("v_half", "v_min")]
+    if memory >= 1:
+        seconds = {key: getattr(cost, key) for key in ("forward", "backward_input", "backward_weight", "comm")}
+        named.append(fastpipe.make_schedule("zbv", **numbers, **seconds))
+    for schedule in named:
+        if max(fastpipe.simulate(schedule).peak_activations) <= memory * 2 * RANKS:
+            found.append((idle(schedule, costs), schedule.name))
+    return min(found)
+
+
+def table(header: str, rows: Iterator[str]) -> str:
+    """A table of Markdown: the first column to the left, numbers to the right."""
+    columns = header.count("|") - 1
+    return "\n".join([header, "|---|" + "---:|" * (columns - 1), *rows])
+
+
+def change(ours: float, theirs: float) -> str:
+    """By how much ours is less."""
+    return f"{100 * (ours / theirs - 1):+.0f} %"
+
+
+def attained() -> str:
+    """Idle time of waves of four stages, the bound, and Vs in the same memory."""
+
+    def rows() -> Iterator[str]:
+        for memory in MEMORIES:
+            vee, wave, loop = capped("wave_zb", 2, memory), capped("wave_zb", 4, memory), capped("loop_zb", 4, memory)
+            least = formulas.wave_bubble_bound(int(memory * 32), num_ranks=RANKS, stages_per_rank=4, unit=0.25)
+            yield f"| {memory:g} | {vee:g} | {wave:g} | {least:g} | {change(wave, vee)} | {loop:g} |"
+
+    return table("| memory | V | wave of 4 | its bound | against the V | loop of 4 |", rows())
+
+
+def by_stages() -> str:
+    """What more stages bring."""
+
+    def rows() -> Iterator[str]:
+        for memory in MEMORIES:
+            numbers = [capped("wave_zb", v, memory) for v in (2, 4, 6, 8)]
+            yield f"| {memory:g} | " + " | ".join(f"{number:.3g}" for number in numbers) + " |"
+
+    return table("| memory | 2 | 4 | 6 | 8 |", rows())
+
+
+def latency() -> str:
+    """The forms where hops take time, or costs differ."""
+
+    def rows() -> Iterator[str]:
+        for text, costs in (
+            ("hop 0.02", (1.0, 1.0, 1.0, 0.02)),
+            ("hop 0.05", (1.0, 1.0, 1.0, 0.05)),
+            ("1, 1.15, 0.75", (1.0, 1.15, 0.75, 0.0)),
+        ):
+            for memory in MEMORIES:
+                forms = [capped("wave_zb", 4, memory, costs, form) for form in ("compact", "slack")]
+                vee, name = best_v(memory, costs)
+                loop = capped("loop_zb", 4, memory, costs)
+                numbers = " | ".join(f"{number:.1f}" for number in (*forms, vee))
+                yield f"| {text} | {memory:g} | {numbers} ({name}) | {change(min(forms), vee)} | {loop:.1f} |"
+
+    return table("| costs | memory | compact | slack | best V | against it | loop of 4 |", rows())
+
+
+def messages() -> str:
+    """What it costs: messages, activations, layers."""
+
+    def rows() -> Iterator[str]:
+        for text, name, v in (
+            ("1f1b", "1f1b", 1),
+            ("V", "zbv", 2),
+            ("wave of 4", "wave_zb", 4),
+            ("loop of 4", "loop_zb", 4),
+        ):
+            schedule = fastpipe.make_schedule(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
+            route = schedule.placement.routes[0]
+            hops = sum(a != b for a, b in zip(route, route[1:], strict=False))
+            peak = max(fastpipe.simulate(schedule).peak_activations) / (RANKS * v)
+            yield f"| {text} | {hops} | {hops / (RANKS - 1):.1f} | {peak:.2f} | {v * RANKS} |"
+
+    return table("| | messages of a microbatch, one way | against 1F1B | peak activations | least layers |", rows())
+
+
+def cell(kind: str, microbatch: int) -> str:
+    """A slot in a picture."""
+    return f"{kind}{microbatch}"
+
+
+def picture(width: int, offsets: list[tuple[int, int]], rounds: list[tuple[int, str]], ranks: int) -> str:
+    """Ranks by slots: every round in the slots of its two passes."""
+    slots: list[dict[int, str]] = [{} for _ in range(ranks)]
+    for tick, name in rounds:
+        for rank, passes in enumerate(offsets):
+            for offset in passes:
+                assert width * tick + offset not in slots[rank]
+                slots[rank][width * tick + offset] = name
+    length = max(max(row) for row in slots) + 1
+    head = "slot   " + " ".join(f"{slot:<2}" for slot in range(length))
+    lines = [
+        f"rank {rank} " + " ".join(row.get(slot, ".").ljust(2) for slot in range(length))
+        for rank, row in enumerate(slots)
+    ]
+    return "```text\n" + "\n".join(line.rstrip() for line in [head, *lines]) + "\n```"
+
+
+def compact_rounds() -> str:
+    """Three rounds that start at ticks 0, 1 and 2 on four ranks."""
+    offsets = [(rank, 7 - rank) for rank in range(4)]
+    return picture(2, offsets, [(0, "a"), (1, "b"), (2, "c")], 4)
+
+
+def slack_rounds() -> str:
+    """The same with three slots a tick."""
+    offsets = [(2 * rank, 10 - rank) for rank in range(4)]
+    return picture(3, offsets, [(0, "a"), (1, "b"), (2, "c")], 4)
+
+
+def grid() -> str:
+    """A whole small step."""
+    schedule = fastpipe.make_schedule("wave_zb", num_ranks=2, num_microbatches=3, stages_per_rank=4, memory=6)
+    lines = str(schedule).splitlines()[1:]
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def general() -> str:
+    """Every bound of a wave of four, in seconds of a stage."""
+
+    def rows() -> Iterator[str]:
+        for memory in (0.25, *MEMORIES):
+            found = bounds(Placement.wave(RANKS, 4), num_microbatches=MICROBATCHES, memory=int(memory * 32))
+            numbers = {bound.name: f"{bound.seconds:g}" for bound in found}
+            names = ("work", "ramp", "chain", "warm-up", "drain", "memory", "activation time")
+            yield f"| {memory:g} | " + " | ".join(numbers[name] for name in names) + f" | {best(found).seconds:g} |"
+
+    return table("| memory | work | ramp | chain | warm-up | drain | memory | activation time | best |", rows())
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    block.__name__: block
+    for block in (attained, by_stages, latency, messages, compact_rounds, slack_rounds, grid, general)
+}
+
+
+def page(text: str) -> str:
+    """The page with every block written anew.
+
+    Raises:
+        KeyError: for a mark that names no block.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    current = PAGE.read_text()
+    text = page(current)
+    if "--check" in sys.argv[1:]:
+        print(f"{PAGE} is {'' if current == text else 'not '}current")
+        return int(current != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
