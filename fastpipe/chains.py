@@ -87,6 +87,9 @@ class Actions:
         weight = cost.per_stage("stage_bytes", placement.num_stages) if in_bytes else np.ones(placement.num_stages)
         if not (weight > 0).all():
             raise ValueError("in_bytes: the cost's stage_bytes are not known for every stage; give them, all above 0")
+        held = np.array(limits)
+        if (weight == weight[0]).all():  # of equal activations, a whole number fits
+            held, weight = np.floor(held / weight[0] * (1 + 1e-9)), np.ones(placement.num_stages)
         return cls(
             counts,
             seconds.forward,
@@ -96,7 +99,7 @@ class Actions:
             weight,
             work,
             inputs,
-            np.array(limits),
+            held,
             True,
             pairs,
         )
