@@ -37,7 +37,8 @@ def schedule_of(
     if arguments.stages_per_rank is not None:
         options.setdefault("stages_per_rank", arguments.stages_per_rank)
     if cost is not None:
-        of_stage = shared_out(cost, find(name).stages_per_rank) if share else cost
+        parts = options.get("stages_per_rank", find(name).stages_per_rank)
+        of_stage = shared_out(cost, parts) if share else cost
         options = {**api.generator_costs(name, of_stage), **options}
     with progress(f"generating {name}"):
         return make_schedule(name, num_ranks=arguments.ranks, num_microbatches=arguments.microbatches, **options)

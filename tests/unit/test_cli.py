@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fastpipe
-from fastpipe.cli import main
+from fastpipe.cli import main, work
 from fastpipe.cli.arguments import parser
 from fastpipe.cli.checks import FORMATS, diagnosis
 
@@ -166,6 +166,15 @@ def test_work_of_one_rank_is_the_same_in_every_schedule() -> None:
     rows = fastpipe.compare(["1f1b", "interleaved_1f1b", "dualpipe", "zbv"], num_ranks=4, num_microbatches=8)
     work = {row.name: row.makespan * (1 - row.bubble_fraction) for row in rows}
     assert all(busy == pytest.approx(24) for busy in work.values()), work
+
+
+def test_costs_of_a_share_are_those_of_the_stages_that_are_asked_for() -> None:
+    """A generator that looks at costs is given those of a stage, however many stages a rank is to hold."""
+    command = ["plot", "wave_zb", "--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2", "-o", "x.png"]
+    cost = fastpipe.CostModel(forward=3, comm=0.1)
+    schedule = work.schedule_of(parser().parse_args(command), cost=cost, share=True)
+    options = {"stages_per_rank": 2, "forward": 1.5, "backward_input": 0.5, "backward_weight": 0.5, "comm": 0.1}
+    assert schedule.options == options
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -53,6 +53,15 @@ def test_compact_attains_the_bound(p, v, kappa):
         assert max(found.peak_activations) <= k
 
 
+@pytest.mark.parametrize(("kappa", "rule", "share"), [(0.5, 0, 0.5), (0.625, 1, 0.5), (0.75, 2, 0.5), (1.0, 2, 1.0)])
+def test_the_rules_that_the_page_names_attain_the_bound(kappa, rule, share):
+    """docs/waves.md, the table of rules: four stages a rank, groups that come out even; no search."""
+    for p in (4, 6, 8, 16, 24):
+        k, groups = int(kappa * 4 * p) // 2 * 2, (int(share * p),) * 6
+        found = compact(Job(p, 2, groups, k), RULES[rule])
+        assert found.length == 12 * sum(groups) + formulas.wave_bubble_bound(k, num_ranks=p, stages_per_rank=4)
+
+
 @pytest.mark.parametrize("kappa", KAPPAS)
 @pytest.mark.parametrize(("p", "m"), [(4, 13), (4, 31), (6, 13), (8, 13), (8, 31), (8, 50)])
 def test_compact_attains_the_bound_whatever_m(p, m, kappa):
