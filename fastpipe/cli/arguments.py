@@ -172,7 +172,7 @@ def _plan(adder: Any) -> None:
     command.add_argument("--exact", action="store_true", help="look for a proved optimum of a small case (OR-Tools)")
     _cost_numbers(
         command,
-        "of a rank's whole share of the model, or by stage (1,1,2); or, in the file, of layers (docs/planner.md)",
+        "of a rank's whole share of the model, or by stage (1,1,2); the file may have those of layers (LayerCosts)",
     )
     command.add_argument("--plot", metavar="FILE", help="draw bubble against memory of all candidates")
     command.add_argument("--csv", metavar="FILE", help="write the schedule as torch.distributed.pipelining does")

@@ -199,7 +199,7 @@ class _Planner:
             self._say(f"list scheduling on {pool.describe(placement)}, {count} microbatches")
             setting = self.problem.setting(placement, count)
             size = 3 * placement.num_stages * count
-            tries = max(2, int(_TRIES * min(1.0, self.effort) * min(1.0, _TRIES_WORK / size / _TRIES)))
+            tries = int(min(_TRIES * min(1.0, self.effort), _TRIES_WORK / size))
             members += pool.constructed(self.problem, setting, self.seed * 31 + number, tries, _KEPT, self.clock)
             if self.clock.is_over():
                 break

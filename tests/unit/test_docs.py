@@ -122,3 +122,24 @@ def test_the_schedule_of_the_contributing_page(tmp_path: Path, monkeypatch: pyte
     slow = fastpipe.CostModel(comm=0.5)
     plain = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=16)
     assert fastpipe.simulate(schedule, slow).makespan < fastpipe.simulate(plain, slow).makespan
+
+
+def test_a_row_of_the_page_on_choosing_is_current() -> None:
+    """The quickest; the others come from the same function."""
+    page = runpy.run_path(str(REPOSITORY / "docs/write_choosing.py"))
+    text, costs = next(iter(page["COSTS"].items()))
+    assert page["row"](text, 1.0, page["plan"](costs, 1.0)) in page["PAGE"].read_text().splitlines()
+
+
+def test_the_page_on_choosing_shows_commands_that_parse() -> None:
+    parse = importlib.import_module("fastpipe.cli.arguments").parser().parse_args
+    lines = [line for block in blocks(REPOSITORY / "docs/choosing-a-schedule.md", "sh") for line in block.splitlines()]
+    assert len(lines) >= 3
+    for line in lines:
+        parse(line.split()[1:])
+    fastpipe.LayerCosts.from_json(REPOSITORY / "docs/layers.json")
+
+
+def test_the_page_on_choosing_has_code_that_runs() -> None:
+    (code,) = blocks(REPOSITORY / "docs/choosing-a-schedule.md", "python")
+    exec(compile(code, "choosing-a-schedule.md", "exec"), {})

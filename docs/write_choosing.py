@@ -1,0 +1,69 @@
+"""Writes the table of docs/choosing-a-schedule.md: what the planner picks, and the best of the registry beside it.
+
+    python docs/write_choosing.py               rewrite the table (about a minute)
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fastpipe
+from fastpipe import CostModel, Plan
+
+PAGE = Path(__file__).with_name("choosing-a-schedule.md")
+BEGIN, END = "<!-- written by docs/write_choosing.py -->", "<!-- end -->"
+RANKS, MICROBATCHES, EFFORT = 8, 32, 2.0
+COSTS = {
+    "F = I = W, free transfers": CostModel(),
+    "F, I, W = 1, 1.2, 0.8; transfers 0.05": CostModel(1.0, 1.2, 0.8, comm=0.05),
+    "F, I, W = 1, 1.1, 0.9; transfers 0.2": CostModel(1.0, 1.1, 0.9, comm=0.2),
+}
+HEADER = (
+    *("costs", "memory", "best of the registry", "bubble", "the plan", "bubble", "bound of the bubble"),
+    *("stages a rank", "messages"),
+)
+MEMORY = (0.5, 0.625, 0.75, 1.0, 1.5)
+
+
+def table() -> str:
+    """One row a memory and cost model."""
+    lines = [
+        f"| {' | '.join(HEADER)} |",
+        "|" + "---|" * len(HEADER),
+    ]
+    for text, costs in COSTS.items():
+        for memory in MEMORY:
+            lines.append(row(text, memory, plan(costs, memory)))
+    return "\n".join(lines)
+
+
+def plan(costs: CostModel, memory: float) -> Plan:
+    """The plan of a row."""
+    return fastpipe.plan(costs, num_ranks=RANKS, num_microbatches=MICROBATCHES, memory=memory, effort=EFFORT)
+
+
+def row(text: str, memory: float, found: Plan) -> str:
+    """A row of the table."""
+    fitting = [one for one in found.candidates if one.fits and not one.name.startswith("plan")]
+    best = min(fitting, key=lambda one: one.makespan)
+    work = found.makespan * (1 - found.bubble_fraction)
+    chosen = found.chosen
+    name = "the same" if chosen.name == best.name else chosen.name.removeprefix("plan ")
+    cells = (
+        *(text, f"{memory:g}", f"`{best.name}`", f"{best.bubble_fraction:.2%}", name, f"{chosen.bubble_fraction:.2%}"),
+        *(f"{max(0.0, 1 - work / found.bound):.2%}", str(chosen.stages_per_rank), str(chosen.messages)),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Put the table between its marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
