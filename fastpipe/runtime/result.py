@@ -92,7 +92,7 @@ def pack_tensors(tensors: Mapping[int, torch.Tensor]) -> dict[str, list[Any]]:
         by_dtype.setdefault(tensor.dtype, []).append(microbatch)
     packed: dict[str, list[Any]] = {}
     for dtype, microbatches in by_dtype.items():
-        together = torch.stack([tensors[i].detach().reshape(()) for i in microbatches]).cpu()
+        together = torch.stack([tensors[i] for i in microbatches]).detach().cpu()
         data = together.view(torch.uint8).numpy().tobytes()
         packed[str(dtype).removeprefix("torch.")] = [microbatches, base64.b64encode(data).decode()]
     return packed
