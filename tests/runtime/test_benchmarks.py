@@ -1,0 +1,111 @@
+"""What the benchmarks compare with is what they say it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import fastpipe
+from fastpipe import CostModel, make_schedule
+
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
+MICROBATCHES = 4
+
+
+@pytest.fixture
+def overhead() -> Iterator[ModuleType]:
+    yield from imported("overhead")
+
+
+@pytest.fixture
+def efficiency() -> Iterator[ModuleType]:
+    yield from imported("efficiency")
+
+
+@pytest.fixture
+def tables() -> Iterator[ModuleType]:
+    yield from imported("tables")
+
+
+def imported(name: str) -> Iterator[ModuleType]:
+    """A script of that folder, which is no package; its neighbours' names are short and are forgotten again."""
+    before = set(sys.modules)
+    sys.path.insert(0, FOLDER)
+    try:
+        yield __import__(name)
+    finally:
+        sys.path.remove(FOLDER)
+        for found in set(sys.modules) - before:
+            if str(getattr(sys.modules[found], "__file__", "")).startswith(FOLDER):
+                del sys.modules[found]
+
+
+def gradients(alone: object) -> list[torch.Tensor]:
+    modules = alone.modules.values()  # type: ignore[attr-defined]
+    alone()  # type: ignore[operator]
+    return [parameter.grad for module in modules for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb", "dualpipev"])
+def test_the_compute_alone_is_every_action_of_a_rank_once(overhead: ModuleType, name: str) -> None:
+    schedule = make_schedule(name, num_ranks=2, num_microbatches=MICROBATCHES)
+    work = overhead.make_work(MICROBATCHES)
+    for rank in range(2):
+        alone = overhead.Alone(schedule, rank, work)
+        found = gradients(alone)
+        last = schedule.num_stages - 1
+        expected = [overhead.make_stage(stage) for stage in sorted(schedule.placement.stages_of(rank))]
+        for stage, module in zip(sorted(schedule.placement.stages_of(rank)), expected, strict=True):
+            for piece in work.inputs.chunk(MICROBATCHES):
+                output = module(piece if stage == 0 else work.boundary)
+                output.backward(torch.full_like(output, 1 / MICROBATCHES) if stage == last else work.boundary)
+        parameters = [parameter for module in expected for parameter in module.parameters()]
+        assert not alone.outputs
+        for one, other in zip(found, parameters, strict=True):
+            torch.testing.assert_close(one, other.grad)
+
+
+def test_split_by_hand_gives_the_same_gradients_and_leaves_nothing(overhead: ModuleType) -> None:
+    schedule = make_schedule("zbv", num_ranks=2, num_microbatches=MICROBATCHES)
+    work = overhead.make_work(MICROBATCHES)
+    whole = overhead.Alone(schedule, 0, work)
+    by_hand = overhead.AloneByHand(schedule, 0, work)
+    for one, other in zip(gradients(by_hand), gradients(whole), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not any(layer.waiting for module in by_hand.modules.values() for layer in module.children())
+
+
+def test_a_sleeping_stage_sleeps_once_in_every_action_and_in_the_right_one(efficiency: ModuleType) -> None:
+    schedule = make_schedule("zb_h1", num_ranks=1, num_microbatches=2)
+    sleeper = efficiency.Sleeper()
+    pipe = fastpipe.Pipeline(
+        {0: efficiency.SleepingStage(sleeper)}, schedule=schedule, loss_fn=torch.nn.functional.mse_loss
+    )
+    batch = torch.randn(2, efficiency.WIDTH)
+    timeline = pipe.step(batch, target=batch, trace=True).timeline
+    sleeps = sleeper.take()
+    for kind, spans in sleeps.items():
+        actions = [span for span in timeline.compute_spans(0) if span.instruction.op.name == kind]
+        assert len(spans) == len(actions) == 2, kind
+        for (start, end), action in zip(spans, actions, strict=True):
+            assert action.start <= start <= end <= action.end, kind
+
+
+def test_the_schedule_is_simulated_with_the_mean_of_the_sleeps(efficiency: ModuleType) -> None:
+    schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=4)
+    sleeps = [{"F": [(0, 1), (5, 8)], "I": [(0, 1)], "W": [(0, 2)]}, {"F": [], "I": [(0, 3)], "W": [(3, 5)]}]
+    costs = CostModel(forward=2, backward_input=2, backward_weight=2)
+    assert efficiency.simulated(schedule, sleeps) == fastpipe.simulate(schedule, costs).makespan
+
+
+def test_figures_are_medians_and_quartiles(tables: ModuleType) -> None:
+    assert tables.spread([1.0, 2.0, 3.0, 4.0, 5.0], 10, 0) == "30 (20..40)"
+    assert tables.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 1.0]) == "3.00 (2.50..3.50)"
+    assert tables.spread([0.5], digits=1) == "0.5 (0.5..0.5)"
+    assert tables.table(["a", "b"], [["c", "d"]], markdown=True) == "| a | b |\n| :-- | ---: |\n| c | d |"
+    assert tables.table(["a", "bb"], [["cc", "d"]], markdown=False) == "a   bb\ncc   d"
