@@ -19,6 +19,8 @@ from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.result import total_loss
 from fastpipe.runtime.stage import Chain, accepted_names, checked_loss, chosen, detached, returned_loss, scale_loss
 from fastpipe.runtime.tensors import boundary_tensors
+from fastpipe.runtime.tied import Tie
+from fastpipe.runtime.uses_apart import uses_apart
 from fastpipe.schedule import Schedule
 
 __all__ = ["Fault", "Loopback", "Reference", "reference_step"]
@@ -52,6 +54,7 @@ def reference_step(
     seed: int | None = None,
     step_count: int = 0,
     partition: str | Sequence[int] = "layers",
+    ties: Sequence[Tie] = (),
 ) -> Reference:
     """One step of the unsplit model: what every pipelined step must equal, bit for bit, on a CPU.
 
@@ -71,6 +74,8 @@ def reference_step(
         seed: with ``rng``: `torch.initial_seed` when the Pipeline was built; that of now unless given.
         step_count: with ``rng``: the Pipeline's before its step.
         partition: with ``rng``: as for `fastpipe.Pipeline`.
+        ties: tied weights whose uses are summed stage by stage, as a pipeline does it (its ``_ties``). Without them
+            autograd sums a microbatch's uses first, which is the same but for rounding.
     """
     if schedule.forward_only:
         raise ValueError(f"schedule: {schedule.name} has no backward, so there is no step to refer to")
@@ -92,8 +97,8 @@ def reference_step(
         losses[i] = checked_loss(found)
         return output
 
-    forward = _forward_of(model, finish, rng, seed, step_count, partition, schedule.num_stages)
-    with _halves_apart(model, schedule) as next_half:
+    with uses_apart(model, ties), _halves_apart(model, schedule) as next_half:
+        forward = _forward_of(model, finish, rng, seed, step_count, partition, schedule.num_stages)
         for i in backward_order(schedule):
             next_half(i)
             outputs[i] = forward(i, tuple(c[i] for c in columns), {k: v[i] for k, v in named.items()})
@@ -125,7 +130,8 @@ def _forward_of(
         raise ValueError(f"rng = {rng!r}: use None or {PER_MICROBATCH!r}")
     if not isinstance(model, Chain | nn.Sequential | nn.ModuleList):
         raise TypeError(f"model is a {type(model).__name__}: with rng = {rng!r} give the list of the model's layers")
-    layers = list(model.children())
+    modules: Any = model._modules.values()
+    layers = list(modules)
     ranges = layer_ranges(layers, num_stages, partition)
     stages = [Chain({i: layers[i] for i in layers_of}) for layers_of in ranges]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

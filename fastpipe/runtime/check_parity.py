@@ -20,8 +20,10 @@ from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.clip import Norm, gradients_of, merged_norms, norms_message, total_norm
 from fastpipe.runtime.control import Reply
+from fastpipe.runtime.modules import Named
 from fastpipe.runtime.parity import Difference, Parity, bytes_of, compared, parity_of
 from fastpipe.runtime.pipeline import Pipeline, StepResult
+from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import Reference, reference_step
 
@@ -92,6 +94,7 @@ class _Check:
         self.batch = batch
         self.count = pipe.num_microbatches if num_microbatches is None else num_microbatches
         self.kwargs = kwargs
+        self.step_count = pipe.step_count
 
     def run(self, rewind: Callable[[], bool]) -> Parity:
         """The pipeline's step, then the unsplit model's from the same buffers and generators."""
@@ -101,7 +104,7 @@ class _Check:
         if result.loss is None:
             raise ValueError("pipe: its step has no loss; give it a loss_fn, or a last stage that returns a loss")
         drew = rewind()
-        self.found: Gradients = {(stage, name): p.grad for stage, name, p in _named(self.pipe)}
+        self.found: Gradients = {(p.stage, p.name): p.parameter.grad for p in _named(self.pipe)}
         replies = meet("check_parity, gradients", lambda: self._beginning(drew))
         self.names = self._all_names(replies)
         self.sent = self._gather_gradients(replies)
@@ -122,16 +125,18 @@ class _Check:
 
     def _beginning(self, drew: bool) -> Reply:
         """What the others need to know of this rank before they compare."""
-        parameters = [[stage, name, _digest(p)] for stage, name, p in _named(self.pipe)]
-        norms = norms_message(gradients_of(self.pipe.stage_modules), 2.0)
+        parameters = [[p.stage, p.name, _digest(p.parameter), p.is_echo] for p in _named(self.pipe)]
+        norms = norms_message(gradients_of(_named(self.pipe)), 2.0)
         return {"has_model": self.model is not None, "parameters": parameters, "drew": drew, **norms}
 
     def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
         """Stage and name of every parameter of the pipeline, in the unsplit model's order."""
         if not any(reply["has_model"] for reply in replies):
             raise ValueError("model is None on every rank: give the unsplit model on one rank at least")
-        names = dict.fromkeys((stage, name) for reply in replies for stage, name, _ in reply["parameters"])
-        return sorted(names, key=lambda key: key[0])
+        listed = [parameter for reply in replies for parameter in reply["parameters"]]
+        # what is tied has its place among those of its first stage
+        listed.sort(key=lambda parameter: bool(parameter[3]))
+        return sorted(dict.fromkeys((stage, name) for stage, name, *_ in listed), key=lambda key: key[0])
 
     def _gather_gradients(self, replies: Sequence[Reply]) -> Gradients:
         """The gradients of ranks that have no model, on the first that has it."""
@@ -148,7 +153,7 @@ class _Check:
         if self.model is None:
             return {"differences": []}
         parameters = self._parameters_by_key(self.model)
-        digests = {(stage, name): digest for reply in replies for stage, name, digest in reply["parameters"]}
+        digests = {(stage, name): digest for reply in replies for stage, name, digest, _ in reply["parameters"]}
         stale = [key for key, p in parameters.items() if _digest(p) != digests[key]]
         reference = self._reference(self.model)
         expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, norms))
@@ -188,6 +193,11 @@ class _Check:
                 loss_reduction=settings.reduction,
                 split_rules=settings.split,
                 kwargs=kwargs,
+                ties=self.pipe._ties,
+                rng=None if self.pipe._seed is None else PER_MICROBATCH,
+                seed=self.pipe._seed,
+                step_count=self.step_count,
+                partition=self.pipe._partition,
             )
 
     def _parity(self, answers: Sequence[Reply], loss: torch.Tensor, norm: torch.Tensor, drew: bool) -> Parity:
@@ -213,13 +223,8 @@ def _expected(parameters: Mapping[Key, nn.Parameter], norms: Sequence[Norm]) -> 
     return [grad for key, grad in grads.items() if key in there or parameters[key].grad is not None]
 
 
-def _named(pipe: Pipeline) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Stage, name and parameter, of this process."""
-    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    for stage, module in sorted(pipe.stage_modules.items()):
-        for parameter in module.parameters():
-            if id(parameter) in names:
-                yield stage, names.pop(id(parameter)), parameter
+def _named(pipe: Pipeline) -> list[Named]:
+    return pipe._named_parameters()
 
 
 def _copy(value: Any) -> Any:
@@ -264,7 +269,7 @@ def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[]
     modules = {id(m): m for m in [*held, *([] if model is None else [model])]}.values()
     grads = [(p, p.grad) for module in modules for p in module.parameters()]
     buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
-    generators = _generators(pipe.device)
+    generators, step_count = _generators(pipe.device), pipe.step_count
 
     def rewind() -> bool:
         drew = not all(map(torch.equal, generators, _generators(pipe.device)))
@@ -280,6 +285,7 @@ def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[]
         yield rewind
     finally:
         rewind()
+        pipe.step_count = step_count
         for parameter, grad in grads:
             parameter.grad = grad
 

@@ -71,7 +71,7 @@ def save_checkpoint(
     def gather() -> Reply:
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         # a tuple is one value to DCP, whatever is in it
-        state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe))
+        state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe), steps=(pipe.step_count,))
         state.update(optimizer=flat_state(_listed(optimizer), names))
         return {}
 
@@ -95,8 +95,9 @@ def load_checkpoint(
 ) -> Any:
     """Read what `save_checkpoint` wrote, whatever wrote it: another number of ranks, another schedule.
 
-    Called on every rank alike. Parameters are filled in place. Random generators are set where as many processes load
-    as had saved; otherwise they stay as they are.
+    Called on every rank alike. Parameters are filled in place, and `Pipeline.step_count` is set. Random generators are
+    set where as many processes load as had saved; otherwise they stay as they are. With ``rng="per_microbatch"`` random
+    numbers go on in any case, if `torch.manual_seed` was called as when it was saved.
 
     Args:
         path: the folder.
@@ -123,6 +124,7 @@ def load_checkpoint(
     def prepare() -> Reply:
         saved.update(_metadata(path))
         state.update(model=pipe.state_dict(), extra=None)
+        state.update({"steps": None} if "steps" in saved else {})
         _check_model(state["model"], saved, path)
         state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
         generators = _generators(pipe)
@@ -135,6 +137,8 @@ def load_checkpoint(
     pipe.load_state_dict(state["model"])
     put_back(optimizers, names, state["optimizer"])
     _set_generators(pipe, state["random"])
+    if "steps" in state:
+        (pipe.step_count,) = state["steps"]
     return state["extra"][0]
 
 

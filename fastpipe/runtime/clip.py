@@ -10,19 +10,17 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.control import Reply
-from fastpipe.runtime.modules import state_prefix
+from fastpipe.runtime.modules import Named
 from fastpipe.runtime.steps import Steps
-from fastpipe.runtime.wrappers import unwrapped
 
 logger = logging.getLogger("fastpipe")
 
@@ -33,6 +31,7 @@ class Held(NamedTuple):
     stage: int
     name: str
     grad: torch.Tensor
+    is_echo: bool = False
 
 
 class Norm(NamedTuple):
@@ -79,23 +78,17 @@ def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     return limit, order
 
 
-def gradients_of(modules: Mapping[int, nn.Module]) -> list[Held]:
-    """The gradients of the local stages, in the order of the unsplit model's parameters; a shared one once."""
-    found: dict[int, Held] = {}
-    for stage, module in sorted(modules.items()):
-        prefix = state_prefix(module, stage)
-        for name, parameter in unwrapped(module).named_parameters():
-            if parameter.grad is not None:
-                found.setdefault(id(parameter), Held(stage, prefix + name, parameter.grad))
-    return list(found.values())
+def gradients_of(parameters: Iterable[Named]) -> list[Held]:
+    """The gradients there are."""
+    return [Held(p.stage, p.name, p.parameter.grad, p.is_echo) for p in parameters if p.parameter.grad is not None]
 
 
 @torch.no_grad()
 def norms_message(held: Sequence[Held], order: float) -> Reply:
-    """What this rank tells the others: stage, name, dtype and norm of every gradient."""
+    """What this rank tells the others: stage, name, dtype, norm of every gradient, and whether it is an echo."""
     norms = _norms([h.grad for h in held], order)
     dtypes = [str(h.grad.dtype).removeprefix("torch.") for h in held]
-    return {"norms": [[h.stage, h.name, d, value] for h, d, value in zip(held, dtypes, norms, strict=True)]}
+    return {"norms": [[h.stage, h.name, d, value, h.is_echo] for h, d, value in zip(held, dtypes, norms, strict=True)]}
 
 
 def _norms(grads: Sequence[torch.Tensor], order: float) -> list[float]:
@@ -174,18 +167,19 @@ def merged_norms(replies: Sequence[Reply]) -> list[Norm]:
     """Every gradient's norm once, in the order of the unsplit model's parameters.
 
     Raises:
-        ValueError: when two ranks hold a stage and have different gradients.
+        ValueError: when two ranks hold a parameter and have different gradients of it.
     """
     found: dict[tuple[int, str], Norm] = {}
-    for rank, reply in enumerate(replies):
-        for stage, name, dtype, value in reply["norms"]:
-            norm = Norm(stage, name, dtype, value, rank)
-            first = found.setdefault((stage, name), norm)
-            if first.value != value and not (math.isnan(value) and math.isnan(first.value)):
-                raise ValueError(
-                    f"the ranks that hold stage {stage} have different gradients of {name}: norm {first.value:g} on "
-                    f"rank {first.rank}, {value:g} on rank {rank}; change gradients on all holders alike"
-                )
+    given = [(rank, values) for rank, reply in enumerate(replies) for values in reply["norms"]]
+    # a tied weight takes its place among those of its first stage, so its echoes come last
+    for rank, (stage, name, dtype, value, _) in sorted(given, key=lambda pair: bool(pair[1][-1])):
+        norm = Norm(stage, name, dtype, value, rank)
+        first = found.setdefault((norm.stage, norm.name), norm)
+        if first.value != norm.value and not (math.isnan(norm.value) and math.isnan(first.value)):
+            raise ValueError(
+                f"the ranks that hold {norm.name} have different gradients of it: norm {first.value:g} on rank "
+                f"{first.rank}, {norm.value:g} on rank {norm.rank}; change gradients on all holders alike"
+            )
     return sorted(found.values(), key=lambda norm: norm.stage)
 
 
@@ -224,14 +218,14 @@ def report_nonfinite(total: torch.Tensor, norms: Sequence[Norm], local: Sequence
 
 def clip_grad_norm(
     steps: Steps,
-    modules: Mapping[int, nn.Module],
+    named: Sequence[Named],
     device: torch.device,
     max_norm: Any,
     norm_type: Any,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See `fastpipe.Pipeline.clip_grad_norm_`."""
-    local = gradients_of(modules)
+    local = gradients_of(named)
 
     def message() -> Reply:
         # whatever is wrong here is an error on every rank, and nobody waits
@@ -243,6 +237,5 @@ def clip_grad_norm(
     norms = merged_norms(replies)
     total = total_norm(norms, order, device)
     report_nonfinite(total, norms, local, is_error=is_error)
-    parameters = {id(p): p for module in modules.values() for p in module.parameters()}
-    torch.nn.utils.clip_grads_with_norm_(parameters.values(), limit, total)
+    torch.nn.utils.clip_grads_with_norm_([p.parameter for p in named], limit, total)
     return total

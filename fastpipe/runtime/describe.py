@@ -12,6 +12,7 @@ from fastpipe.program import Program
 from fastpipe.runtime.native import native_status
 from fastpipe.runtime.random_numbers import describe_random
 from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.tied import Tie
 from fastpipe.runtime.transport import Transport
 from fastpipe.runtime.wrappers import unwrapped
 from fastpipe.schedule import Schedule
@@ -25,6 +26,7 @@ def describe(
     transport: Transport,
     stages: Sequence[Stage],
     seed: int | None,
+    ties: Sequence[Tie],
 ) -> str:
     """The schedule, what is local, how it is run, and what to know about it."""
     options = ", ".join(f"{name}={value}" for name, value in schedule.options.items())
@@ -41,6 +43,7 @@ def describe(
     ]
     if schedule.placement.num_routes > 1:
         lines.append("copies      every stage is held twice; parameters stay equal, buffers are each copy's own")
+    lines += [f"tied        {' = '.join(tie.names)} (stages {tie.stages})" for tie in ties]
     if seed is not None:
         lines.append("random      " + describe_random(seed))
     lines += [f"replicas    {text}" for text in replica_texts(stages)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fastpipe.partition import partition as partition_layers
 from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.tied import Tie, make_ties, split_name, tied_names
 from fastpipe.runtime.wrappers import unwrapped
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
@@ -55,6 +56,36 @@ def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Seque
     if missing:
         raise ValueError(f"stages lacks stage {missing[0]}, which this process computes: it needs {list(local)}")
     return {stage: stages[stage] for stage in local}
+
+
+def find_ties(
+    stages: Stages,
+    modules: Mapping[int, nn.Module],
+    num_stages: int,
+    partition: Any,
+    declared: Sequence[Sequence[str]] | None,
+) -> list[Tie]:
+    """The weights that have several names: those declared, and those that share a Parameter where it can be seen.
+
+    Raises:
+        ValueError: for a name that there is not.
+    """
+    if isinstance(stages, Sequence | nn.Sequential | nn.ModuleList):
+        layers = list(stages)
+        ranges = layer_ranges(layers, num_stages, partition)
+        stage_of = {str(layer): stage for stage, part in enumerate(ranges) for layer in part}
+        return make_ties(tied_names(Chain(dict(enumerate(layers))), declared), lambda n: _in_chain(n, stage_of))
+    local = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
+    return make_ties(tied_names(local, declared), lambda name: split_name(name, num_stages))
+
+
+def _in_chain(name: str, stage_of: Mapping[str, int]) -> tuple[int, str]:
+    layer = name.partition(".")[0]
+    if layer not in stage_of:
+        raise ValueError(
+            f"tied: {name!r} names no layer; names begin with the layer's number, 0 to {len(stage_of) - 1}"
+        )
+    return stage_of[layer], name
 
 
 def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -> list[range]:
@@ -115,6 +146,39 @@ def find_device(modules: Any, device: str | torch.device | None) -> torch.device
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             return parameter.device
     return torch.device("cpu")
+
+
+class Named(NamedTuple):
+    """A parameter of this process.
+
+    Attributes:
+        stage: where it is; of a tied weight the first stage of the model that uses it.
+        name: in the whole model; of a tied weight the first one.
+        parameter: it.
+        is_echo: whether another process has it, too, in that first stage.
+    """
+
+    stage: int
+    name: str
+    parameter: nn.Parameter
+    is_echo: bool
+
+
+def named_parameters(modules: Mapping[int, nn.Module], first_names: Mapping[str, tuple[int, str]]) -> Iterator[Named]:
+    """Every parameter of the local stages once, in the order of the unsplit model's.
+
+    Args:
+        modules: by stage.
+        first_names: from the further names of tied weights to the stage and name under which each is known.
+    """
+    seen: set[int] = set()
+    for stage, module in sorted(modules.items()):
+        prefix = state_prefix(module, stage)
+        for name, parameter in unwrapped(module).named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                first = first_names.get(prefix + name)
+                yield Named(*(first or (stage, prefix + name)), parameter, first is not None)
 
 
 def state_prefix(module: nn.Module, stage: int) -> str:

@@ -28,28 +28,36 @@ from fastpipe.runtime.control import (
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.group import membership
+from fastpipe.runtime.held_model import HeldModel
 from fastpipe.runtime.inputs import Request
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import Rules
-from fastpipe.runtime.modules import Stages, build_modules, check_device, find_device, state_prefix
+from fastpipe.runtime.modules import (
+    Stages,
+    build_modules,
+    check_device,
+    find_device,
+    find_ties,
+)
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers, check_seeds
 from fastpipe.runtime.ranks import LocalRanks
-from fastpipe.runtime.replicas import make_replicas, modules_by_rank
+from fastpipe.runtime.replicas import Replicas, make_replicas, modules_by_rank
 from fastpipe.runtime.result import StepResult
 from fastpipe.runtime.shared_memory import SharedMemory, between_processes
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.steps import Settings, Steps
+from fastpipe.runtime.tied import between_ranks, check_not_apart, make_tied, own_modules, share
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.wrappers import check_parallel, find_data_parallel, replicate, unwrapped
+from fastpipe.runtime.wrappers import check_parallel, find_data_parallel, replicate
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
 __all__ = ["Pipeline", "StepResult"]
 
 
-class Pipeline:
+class Pipeline(HeldModel):
     """A model cut into stages, and the schedule that trains it.
 
     The same script runs alone (the ranks are threads), and as one process a rank under torchrun; it needs no
@@ -90,6 +98,8 @@ class Pipeline:
             `fastpipe.runtime.transport.Transport`.
         stage_to_rank: the rank of every stage, where it is not the schedule's own.
         recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`.
+        tied: weights that are one under several names, as in ``[("0.weight", "11.weight")]``: layers that share a
+            Parameter are found where ``stages`` is a list; otherwise say so, with names as `named_parameters` has them.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what to set instead.
@@ -118,11 +128,13 @@ class Pipeline:
         transport: str | Transport = "auto",
         stage_to_rank: Sequence[int] | None = None,
         recv_lookahead: int | str = 1,
+        tied: Sequence[Sequence[str]] | None = None,
     ) -> None:
         check_arguments(loss_fn, loss_reduction, rng, timeout)
         self.device = find_device(stages, device)
         self._member = membership(group, self.device)
         self.loss_fn = loss_fn
+        self._partition = partition
         self._seed = torch.initial_seed() if rng == PER_MICROBATCH else None
         merge_rules: Rules = None if isinstance(merge, bool) else merge
         settings = Settings(loss_fn, loss_reduction, split, merge_rules, keep_outputs=merge is not False)
@@ -136,12 +148,19 @@ class Pipeline:
             self.num_microbatches = find_num_microbatches(num_microbatches, schedule)
             self.schedule = self._plans.schedule(self.num_microbatches)
             self._plans.program(self.num_microbatches, forward_only=False)
-            modules = self._build_stages(stages, partition, data_parallel)
+            modules = self._build_stages(stages, partition, tied, data_parallel)
             self._executor = executor_class(executor)
         random = self._make_random()
         self.transport = self._make_transport(transport, timeout)
         exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory) else None
-        replicas = make_replicas(self.schedule.placement, modules, exchange)
+        placement = self.schedule.placement
+
+        def copies() -> Replicas:
+            return make_replicas(placement, modules, exchange)
+
+        if exchange is not None and between_ranks(self._ties, placement):
+            self.transport.prepare_exchange()
+        replicas = make_tied(self._ties, self.stage_modules, placement, self._member.rank, exchange, copies)
         ranks = LocalRanks(self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish)
         self._reduces = True
         has_backward = self._plans.has_backward(self.num_microbatches)
@@ -176,7 +195,9 @@ class Pipeline:
 
     def _setup_message(self) -> Reply:
         """What must be the same on every rank, and what all need to know."""
+        apart = [list(tie.names) for tie in self._ties if not {*tie.stages} <= self.stage_modules.keys()]
         plan = f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
+        plan += f", tied {apart}" if apart else ""
         parallel = any(stage.parallel is not None for stage in self._stages)
         return {"plan": plan, "seed": self._seed, "parallel": parallel}
 
@@ -195,18 +216,24 @@ class Pipeline:
             self._control.close()
             raise
 
-    def _build_stages(self, stages: Stages, partition: Any, data_parallel: Any) -> dict[int, dict[int, nn.Module]]:
+    def _build_stages(
+        self, stages: Stages, partition: Any, tied: Any, data_parallel: Any
+    ) -> dict[int, dict[int, nn.Module]]:
         """The local stages; their modules by rank."""
         placement = self.schedule.placement
         alone = self._member.size == 1
         ranks = list(range(self.num_ranks)) if alone else [self._member.rank]
         local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
-        self.stage_modules = build_modules(stages, placement.num_stages, local, partition)
+        self.stage_modules = own_modules(build_modules(stages, placement.num_stages, local, partition))
         check_device(self.stage_modules, self.device)
+        self._ties = find_ties(stages, self.stage_modules, placement.num_stages, partition, tied)
+        share(self._ties, self.stage_modules)
         if data_parallel is not None:
             self.stage_modules = replicate(self.stage_modules, data_parallel)
         for stage, module in self.stage_modules.items():
-            check_parallel(stage, find_data_parallel(module, stage), len(ranks), placement.num_routes)
+            parallel = find_data_parallel(module, stage)
+            check_parallel(stage, parallel, len(ranks), placement.num_routes)
+            check_not_apart(stage, self._ties, parallel is not None)
         modules = modules_by_rank(placement, ranks, self.stage_modules)
         self._stages_by_rank = {
             rank: {stage: Stage(stage, module, placement.num_stages, self.loss_fn) for stage, module in held.items()}
@@ -363,59 +390,17 @@ class Pipeline:
                 another rank could not take part.
             ValueError: for a wrong argument, or one that is not the same on every rank.
         """
-        return clip_grad_norm(self._steps, self.stage_modules, self.device, max_norm, norm_type, error_if_nonfinite)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process's stages."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names in the whole model."""
-        for stage, module in sorted(self.stage_modules.items()):
-            own = unwrapped(module)
-            yield from ((state_prefix(own, stage) + name, p) for name, p in own.named_parameters())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this process's stages, under the keys of the whole model."""
-        state: dict[str, Any] = {}
-        for stage, module in sorted(self.stage_modules.items()):
-            own = unwrapped(module)
-            state.update(own.state_dict(prefix=state_prefix(own, stage)))
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the local part of a state under the keys of the whole model.
-
-        Raises:
-            KeyError: for a key that is missing.
-        """
-        for stage, wrapped in self.stage_modules.items():
-            module = unwrapped(wrapped)
-            prefix = state_prefix(module, stage)
-            own = module.state_dict()
-            missing = [prefix + key for key in own if prefix + key not in state]
-            if missing:
-                raise KeyError(f"the state has no {missing[0]!r}, which stage {stage} needs; its keys are the model's")
-            module.load_state_dict({key: state[prefix + key] for key in own})
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put the local stages into training mode, or out of it."""
-        for module in self.stage_modules.values():
-            module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Put the local stages into evaluation mode."""
-        return self.train(False)
+        return clip_grad_norm(
+            self._steps, self._named_parameters(), self.device, max_norm, norm_type, error_if_nonfinite
+        )
 
     def describe(self) -> str:
         """What runs here and how, in a few lines."""
         program = self._plans.program(self.num_microbatches, forward_only=False)
         ranks = {rank: list(stages) for rank, stages in self._stages_by_rank.items()}
-        return describe(
-            self.schedule, program, ranks, self._executor.__name__, self.transport, self._stages, self._seed
-        )
+        name = self._executor.__name__
+        with self._steps.replicas.in_place():
+            return describe(self.schedule, program, ranks, name, self.transport, self._stages, self._seed, self._ties)
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

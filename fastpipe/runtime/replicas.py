@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -40,6 +41,13 @@ class Replicas(ABC):
     @abstractmethod
     def after_step(self, succeeded: bool) -> None:
         """Sum the two halves, and add what was put aside."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """The modules are as they are during a step."""
+        return nullcontext()
+
+    def release(self) -> None:  # noqa: B027 - most have nothing to undo
+        """When a step is over, however it ended: the modules are as the user knows them."""
 
 
 class NoReplicas(Replicas):

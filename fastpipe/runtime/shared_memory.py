@@ -110,8 +110,7 @@ class SharedMemory(Transport):
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Swap tensors with another rank, between steps: its tensors, which look like these.
 
-        It is for the copies of a stage that two ranks hold; then every rank has some, and a group of their own is made
-        when it is first needed.
+        It is for the copies of a stage that two ranks hold, of which every rank has some, and for tied weights.
 
         Raises:
             TransportError: when the peer is dead or silent.
@@ -119,8 +118,7 @@ class SharedMemory(Transport):
         own = [tensor.detach().contiguous() for tensor in tensors]
         theirs = [torch.empty_like(tensor) for tensor in own]
         try:
-            if self._group is None:
-                self._group = make_group(self.member, self.member.store(), "exchange", self.timeout)
+            self.prepare_exchange()
             works = [self._group.send([tensor], peer, 0) for tensor in own]
             works += [self._group.recv([tensor], peer, 0) for tensor in theirs]
             for work in works:
@@ -128,6 +126,11 @@ class SharedMemory(Transport):
         except RuntimeError as error:
             raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
         return theirs
+
+    def prepare_exchange(self) -> None:
+        """Make the group that exchanges take, which needs every rank."""
+        if self._group is None:
+            self._group = make_group(self.member, self.member.store(), "exchange", self.timeout)
 
     def close(self) -> None:
         """Let go of the group. The memory goes with the last tensor in it."""

@@ -73,7 +73,9 @@ class Chain(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers."""
         value: Any = args
-        for layer, names in zip(self.children(), self._names, strict=True):
+        layers: Any = self._modules.values()
+        # not children(), which leaves out a layer that stands there twice
+        for layer, names in zip(layers, self._names, strict=True):
             inputs = value if isinstance(value, tuple) else (value,)
             value = layer(*inputs, **chosen(kwargs, names)) if kwargs else layer(*inputs)
         return value

@@ -101,6 +101,7 @@ class Steps:
         except LostError as lost:
             self._give_up(lost.failure, lost.__cause__)
         finally:
+            self.replicas.release()
             self.control.end()
         if any(reply.get("no_loss") for reply in replies):
             # found out at the first step: there is nothing to differentiate, so from now on steps are forward only

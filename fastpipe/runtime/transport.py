@@ -144,6 +144,9 @@ class Transport(ABC):
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side as an object of the extension ``runtime``."""
 
+    def prepare_exchange(self) -> None:  # noqa: B027 - most have what they need
+        """Called on every rank before some of them swap tensors between steps."""
+
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Let go of connections. Called once, when the pipeline is gone."""
 

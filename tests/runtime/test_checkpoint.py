@@ -209,6 +209,22 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert same_bits(other.step(*batch.args, target=batch.target).loss, expected)
 
 
+def test_random_numbers_of_each_microbatch_go_on_in_another_cut(tmp_path: Path) -> None:
+    def make(schedule: str, num_ranks: int) -> tuple[Pipeline, Optimizer]:
+        torch.manual_seed(4)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(4)]
+        pipe = Pipeline(layers, schedule, COUNT, squared, num_ranks=num_ranks, rng="per_microbatch")
+        return pipe, momentum(pipe)
+
+    pipe, optimizer = make("1f1b", 4)
+    train(pipe, optimizer, range(2))
+    save_checkpoint(tmp_path, pipe, optimizer)
+    expected = train(pipe, optimizer, range(2, 4))
+    other, their = make("zbv", 2)
+    load_checkpoint(tmp_path, other, their)
+    assert other.step_count == 2 and all_same(train(other, their, range(2, 4)), expected)
+
+
 @pytest.mark.parametrize(
     ("load", "error", "text"),
     [

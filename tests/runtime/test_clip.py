@@ -158,11 +158,14 @@ def test_wrong_arguments(arguments: tuple[Any, ...], text: str) -> None:
 
 
 def test_holders_that_differ_are_refused() -> None:
-    replies = [{"norms": [[0, "a", "float32", 1.5]]}, {"norms": [[1, "b", "float32", 2.0], [0, "a", "float32", 1.25]]}]
-    with pytest.raises(ValueError, match="stage 0 have different gradients of a: norm 1.5 on rank 0, 1.25 on rank 1"):
-        merged_norms(replies)
-    replies[1]["norms"][1][3] = 1.5
-    assert [norm.name for norm in merged_norms(replies)] == ["a", "b"]
+    one = [[0, "a", "float32", 1.5, False]]
+    two = [[0, "b", "float32", 2.0, True], [1, "c", "float32", 3.0, False], [0, "a", "float32", 1.25, False]]
+    with pytest.raises(ValueError, match="hold a have different gradients of it: norm 1.5 on rank 0, 1.25 on rank 1"):
+        merged_norms([{"norms": one}, {"norms": two}])
+    two[2][3] = 1.5
+    one.append([0, "b", "float32", 2.0, False])
+    merged = merged_norms([{"norms": two}, {"norms": one}])
+    assert [(norm.name, norm.rank) for norm in merged] == [("a", 0), ("b", 1), ("c", 0)]
 
 
 def test_every_dtype_crosses_exactly() -> None:

@@ -102,6 +102,17 @@ def test_random_numbers_are_suspected() -> None:
     assert check_parity(pipe, layers, batch()).ok
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_random_numbers_of_each_microbatch_are_the_same(schedule: str, executor: str) -> None:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()) for _ in range(8)]
+    options = {"num_ranks": 2, "rng": "per_microbatch", "partition": [3, 5] if schedule == "1f1b" else "layers"}
+    pipe = Pipeline(layers, schedule, 4, squared, executor=executor, **options)
+    for count in (1, 2):
+        assert check_parity(pipe, layers, batch()).ok
+        pipe.step(batch()[0], target=batch()[1])
+        assert pipe.step_count == count
+
+
 def everything(pipe: Pipeline, model: nn.Module) -> list[Any]:
     modules = [model, *(stage.module for stage in pipe._stages)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]

@@ -46,11 +46,13 @@ def bases(value: type) -> str:
 def members(name: str, value: type) -> list[str]:
     if issubclass(value, enum.Enum):
         return [f"    {name}.{member.name} = {member.value!r}" for member in value]
-    return [
-        f"    {name}.{member}{signature(vars(value)[member])}"
-        for member in sorted(vars(value))
-        if not member.startswith("_")
-    ]
+    # what it has of the package's own base classes, too
+    own = {member: found for base in reversed(value.__mro__) if is_ours(base) for member, found in vars(base).items()}
+    return [f"    {name}.{member}{signature(own[member])}" for member in sorted(own) if not member.startswith("_")]
+
+
+def is_ours(base: type) -> bool:
+    return base.__module__.startswith("fastpipe.") and not issubclass(base, BaseException)
 
 
 def signature(member: Any) -> str:

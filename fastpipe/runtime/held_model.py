@@ -1,0 +1,69 @@
+"""What this process holds of the model: its parameters and its state, under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from torch import nn
+
+from fastpipe.runtime.modules import Named, named_parameters, state_prefix
+from fastpipe.runtime.tied import Tie, first_names
+from fastpipe.runtime.wrappers import unwrapped
+
+
+class HeldModel:
+    """The part of the model that is on this process.
+
+    Attributes:
+        stage_modules: its stages, by index.
+    """
+
+    stage_modules: dict[int, nn.Module]
+    _ties: Sequence[Tie]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this process's stages."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names in the whole model; a tied weight once, under its first name."""
+        for named in self._named_parameters():
+            yield named.name, named.parameter
+
+    def _named_parameters(self) -> list[Named]:
+        return list(named_parameters(self.stage_modules, first_names(self._ties)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this process's stages, under the keys of the whole model."""
+        state: dict[str, Any] = {}
+        for stage, module in sorted(self.stage_modules.items()):
+            own = unwrapped(module)
+            state.update(own.state_dict(prefix=state_prefix(own, stage)))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the local part of a state under the keys of the whole model.
+
+        Raises:
+            KeyError: for a key that is missing.
+        """
+        for stage, wrapped in self.stage_modules.items():
+            module = unwrapped(wrapped)
+            prefix = state_prefix(module, stage)
+            own = module.state_dict()
+            missing = [prefix + key for key in own if prefix + key not in state]
+            if missing:
+                raise KeyError(f"the state has no {missing[0]!r}, which stage {stage} needs; its keys are the model's")
+            module.load_state_dict({key: state[prefix + key] for key in own})
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the local stages into training mode, or out of it."""
+        for module in self.stage_modules.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the local stages into evaluation mode."""
+        return self.train(False)

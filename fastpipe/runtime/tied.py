@@ -1,0 +1,394 @@
+"""Tied weights: one weight under several names, an output layer that is the embedding say, in one stage or in several.
+
+Within a process the names share one Parameter. While a step runs, every stage after the first that uses it sees an
+alias: the same memory with a gradient of its own. So each stage's uses are summed by themselves, whatever the threads
+do, and after the step they are added in the order of a backward, the last stage's first. Where stages are on several
+processes each has a Parameter, and they swap these sums; all add them in the same order, so the weights stay the same
+to the last bit.
+
+The sum is not that of the unsplit model to the last bit, for autograd adds a microbatch's uses to each other before it
+goes on to the next one. To do the same, a gradient a microbatch would have to be kept and sent.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpipe.placement import Placement
+from fastpipe.runtime.replicas import Exchange, Replicas, holders_of
+from fastpipe.runtime.stage import Chain
+
+Places = list[tuple[nn.Module, str]]
+"""Where a parameter stands: modules and the attributes' names."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Names of one weight.
+
+    Attributes:
+        names: in the whole model, in the order of the stages.
+        members: stage and name in the stage's module, for each name.
+    """
+
+    names: tuple[str, ...]
+    members: tuple[tuple[int, str], ...]
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that use the weight, ascending."""
+        return sorted({stage for stage, _ in self.members})
+
+
+def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | None) -> list[list[str]]:
+    """The names of every tied weight, as declared and as found.
+
+    Args:
+        layers: the whole model, where this process has it; what shares a Parameter in it is tied.
+        declared: groups of names.
+
+    Raises:
+        ValueError: for a group that is none.
+    """
+    found: dict[int, list[str]] = {}
+    for name, parameter in layers.named_parameters(remove_duplicate=False) if layers is not None else ():
+        found.setdefault(id(parameter), []).append(name)
+    groups: list[list[str]] = []
+    for group in [*(declared or ()), *(names for names in found.values() if len(names) > 1)]:
+        if isinstance(group, str) or len(set(group)) < 2 or not all(isinstance(name, str) for name in group):
+            raise ValueError(f"tied has {group!r}: give groups of two or more names, as in [('0.weight', '5.weight')]")
+        joined = [other for other in groups if set(other) & set(group)]
+        groups = [other for other in groups if other not in joined]
+        groups.append(sorted({name for names in (*joined, group) for name in names}))
+    return sorted(groups)
+
+
+def make_ties(groups: Sequence[Sequence[str]], locate: Callable[[str], tuple[int, str]]) -> list[Tie]:
+    """The ties of a model that is cut into stages.
+
+    Args:
+        groups: names in the whole model.
+        locate: from such a name to the stage and the name in its module.
+    """
+    ties = []
+    for group in groups:
+        placed = sorted((*locate(name), name) for name in group)
+        ties.append(Tie(tuple(name for *_, name in placed), tuple((stage, local) for stage, local, _ in placed)))
+    return ties
+
+
+def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
+    """Have the local names of every weight be one Parameter, that of the first.
+
+    Raises:
+        ValueError: for a name that is no parameter, or weights of other looks.
+    """
+    for tie in ties:
+        first: nn.Parameter | None = None
+        for name, (stage, local) in zip(tie.names, tie.members, strict=True):
+            if stage not in modules:
+                continue
+            parameter = parameter_of(modules[stage], local, name)
+            if first is None:
+                first = parameter
+            if parameter is first:
+                continue
+            if parameter.shape != first.shape or parameter.dtype != first.dtype:
+                raise ValueError(
+                    f"tied: {name} is {parameter.dtype} {tuple(parameter.shape)} and {tie.names[0]} is {first.dtype} "
+                    f"{tuple(first.shape)}; only weights that look alike can be one"
+                )
+            _put(places_of(modules[stage], parameter), first)
+
+
+def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """Stages that share no module: a shared one is copied for the later stage, with the very same parameters.
+
+    A layer that stands in the list twice is run by two ranks at once, and each has to see its own alias.
+    """
+    seen: set[int] = set()
+    own = {}
+    for stage, module in sorted(modules.items()):
+        for name, child in list(module._modules.items()) if isinstance(module, Chain) else ():
+            if child is not None and seen & with_parameters(child):
+                module._modules[name] = twin(child)
+        own[stage] = twin(module) if seen & with_parameters(module) else module
+        seen |= with_parameters(own[stage])
+    return own
+
+
+def with_parameters(module: nn.Module) -> set[int]:
+    """The ``id`` of the modules in it that have parameters of their own."""
+    return {id(m) for m in module.modules() if any(p is not None for p in m._parameters.values())}
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy of a module with the very same parameters and buffers."""
+    same: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, same)
+
+
+def parameter_of(module: nn.Module, local: str, name: str) -> nn.Parameter:
+    """A parameter by its name in the module.
+
+    Raises:
+        ValueError: when there is none, with its name in the whole model.
+    """
+    try:
+        return module.get_parameter(local)
+    except AttributeError as error:
+        raise ValueError(f"tied: {name} is no parameter of the model: {error}") from error
+
+
+def places_of(module: nn.Module, parameter: nn.Parameter) -> Places:
+    """Every place of a module where a parameter stands."""
+    return [(m, name) for m in module.modules() for name, found in m._parameters.items() if found is parameter]
+
+
+def _put(places: Places, parameter: nn.Parameter) -> None:
+    for module, name in places:
+        module._parameters[name] = parameter
+
+
+class Shared:
+    """One weight on this process: a Parameter, and an alias for every later stage.
+
+    Args:
+        tie: its names.
+        places: where it stands, for every stage here.
+    """
+
+    def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
+        self.tie = tie
+        self.stages = sorted(places)
+        module, name = places[self.stages[0]][0]
+        self.parameter = module.get_parameter(name)
+        self.places = {stage: places[stage] for stage in self.stages[1:]}
+        self.aliases = {stage: nn.Parameter(self.parameter.detach()) for stage in self.places}
+        self.kept: torch.Tensor | None = None
+
+    def put_in(self) -> None:
+        """Let the later stages see their aliases."""
+        for stage, alias in self.aliases.items():
+            # the memory may be another by now, and so may the wish for a gradient
+            alias.data = self.parameter.data
+            alias.requires_grad_(self.parameter.requires_grad)
+            _put(self.places[stage], alias)
+
+    def take_out(self) -> None:
+        """Let all stages see the Parameter."""
+        for places in self.places.values():
+            _put(places, self.parameter)
+
+    def grads(self) -> dict[int, torch.Tensor | None]:
+        """What each local stage's uses gave."""
+        return {self.stages[0]: self.parameter.grad} | {stage: alias.grad for stage, alias in self.aliases.items()}
+
+    def set_aside(self) -> None:
+        """Keep the gradient there is, so that the step's own stands alone."""
+        self.kept = self.parameter.grad
+        for parameter in (self.parameter, *self.aliases.values()):
+            parameter.grad = None
+
+    def add_up(self, grads: Mapping[int, torch.Tensor | None]) -> None:
+        """The last stage's uses first, as in a backward; then to what was there."""
+        total = None
+        for stage in sorted(grads, reverse=True):
+            total = _added(total, grads[stage])
+        self.parameter.grad = _added(self.kept, total)
+        self.kept = None
+        for alias in self.aliases.values():
+            alias.grad = None
+
+
+def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+class TiedWeights(Replicas):
+    """What has to be done around a step for tied weights, around what is done for stages that are held twice.
+
+    Args:
+        shared: the weights that this process has.
+        swaps: per weight, the other processes that have uses of it.
+    """
+
+    def __init__(self, shared: Sequence[Shared], swaps: Swaps | None) -> None:
+        self.shared = shared
+        self.swaps = swaps
+        self.base: Replicas | None = None
+
+    def around(self, make: Callable[[], Replicas]) -> TiedWeights:
+        """Make what is inside while the stages see their aliases, so that it works on these."""
+        with self.in_place():
+            self.base = make()
+        for weight in self.shared if self.swaps is not None else ():
+            first = weight.tie.stages[0]
+            value = self._gathered(weight, dict.fromkeys(weight.stages, weight.parameter.detach()))[first]
+            assert value is not None
+            weight.parameter.detach().copy_(value)
+        return self
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The stages see their aliases."""
+        for weight in self.shared:
+            weight.put_in()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def follow(self) -> None:
+        """Before every step; the aliases stay until `release`."""
+        for weight in self.shared:
+            weight.put_in()
+        self._inside.follow()
+
+    def before_step(self) -> None:
+        """Put gradients aside."""
+        for weight in self.shared:
+            weight.set_aside()
+        self._inside.before_step()
+
+    def after_step(self, succeeded: bool) -> None:
+        """Add up the uses of all stages."""
+        self._inside.after_step(succeeded)
+        for weight in self.shared:
+            grads = weight.grads()
+            weight.add_up(self._gathered(weight, grads) if succeeded else grads)
+
+    def release(self) -> None:
+        """The modules are as the user knows them."""
+        for weight in self.shared:
+            weight.take_out()
+
+    @property
+    def _inside(self) -> Replicas:
+        assert self.base is not None
+        return self.base
+
+    def _gathered(self, weight: Shared, own: Mapping[int, torch.Tensor | None]) -> Mapping[int, torch.Tensor | None]:
+        return own if self.swaps is None else self.swaps.gather(weight, own)
+
+
+def check_not_apart(stage: int, ties: Sequence[Tie], is_parallel: bool) -> None:
+    """Refuse replicas of a stage that shares a weight with another: they reduce its gradient before it is whole.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    for tie in ties if is_parallel else ():
+        if stage in tie.stages and len(tie.stages) > 1:
+            raise ValueError(
+                f"stages: stage {stage} has replicas (data parallel) and the tied weight {tie.names[0]}, which the "
+                f"stages {tie.stages} have; untie it, or have all its uses in one stage with partition="
+            )
+
+
+def users_of(tie: Tie, placement: Placement) -> dict[int, list[int]]:
+    """Per rank, the stages it has of those that use the weight."""
+    found: dict[int, list[int]] = {}
+    for stage in tie.stages:
+        for rank in holders_of(placement, stage):
+            found.setdefault(rank, []).append(stage)
+    return found
+
+
+def between_ranks(ties: Sequence[Tie], placement: Placement) -> bool:
+    """Whether some rank uses a weight that another one uses elsewhere."""
+    return any(set(stages) != set(tie.stages) for tie in ties for stages in users_of(tie, placement).values())
+
+
+class Swaps:
+    """How the processes that have a weight tell each other what their stages' uses gave.
+
+    Every pair that has to swaps once, and each process goes through its pairs in one order that is the same for all,
+    so none waits in a circle.
+
+    Args:
+        rank: this rank.
+        placement: where stages are.
+        exchange: how two ranks swap tensors that look alike.
+    """
+
+    def __init__(self, rank: int, placement: Placement, exchange: Exchange) -> None:
+        self.rank = rank
+        self.placement = placement
+        self.exchange = exchange
+
+    def gather(self, weight: Shared, own: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """What every stage's uses gave, those of other processes too."""
+        held = users_of(weight.tie, self.placement)
+        found = dict(own)
+        for a, b in sorted((a, b) for a in held for b in held if a < b):
+            if self.rank in (a, b) and set(held[a]) != set(held[b]):
+                peer = b if self.rank == a else a
+                found |= self._swap(peer, held[peer], max(map(len, held.values())), weight, own)
+        return {stage: found[stage] for stage in weight.tie.stages}
+
+    def _swap(
+        self, peer: int, stages: Sequence[int], count: int, weight: Shared, own: Mapping[int, torch.Tensor | None]
+    ) -> dict[int, torch.Tensor | None]:
+        mine = [own[stage] for stage in sorted(own)] + [None] * (count - len(own))
+        there = torch.tensor([grad is not None for grad in mine])
+        tensors = [torch.zeros_like(weight.parameter) if grad is None else grad for grad in mine]
+        given, *theirs = self.exchange(peer, [there, *tensors])
+        return {stage: theirs[i] if given[i] else None for i, stage in enumerate(stages)}
+
+
+def make_tied(
+    ties: Sequence[Tie],
+    modules: Mapping[int, nn.Module],
+    placement: Placement,
+    rank: int,
+    exchange: Exchange | None,
+    make: Callable[[], Replicas],
+) -> Replicas:
+    """What is to be done around a step: for ties that concern several stages, and inside what ``make`` returns.
+
+    Args:
+        ties: of the whole model.
+        modules: the user's module of every local stage, in which `share` has been.
+        placement: where stages are.
+        rank: this rank.
+        exchange: how to reach other processes; None when all ranks are here.
+        make: makes what is done for stages held twice.
+    """
+    shared = []
+    for tie in ties:
+        names = {stage: name for stage, name in reversed(tie.members) if stage in modules}
+        if len(tie.stages) > 1 and names:
+            shared.append(
+                Shared(tie, {s: places_of(modules[s], modules[s].get_parameter(n)) for s, n in names.items()})
+            )
+    if not shared:
+        return make()
+    swaps = None if exchange is None else Swaps(rank, placement, exchange)
+    return TiedWeights(shared, swaps).around(make)
+
+
+def first_names(ties: Sequence[Tie]) -> dict[str, tuple[int, str]]:
+    """From each further name of a tied weight to the stage and name under which the weight is known."""
+    return {name: (tie.members[0][0], tie.names[0]) for tie in ties for name in tie.names[1:]}
+
+
+def split_name(name: Any, num_stages: int) -> tuple[int, str]:
+    """Stage and name in its module, where the stages are not cut from a list of layers.
+
+    Raises:
+        ValueError: for a name that does not begin with a stage.
+    """
+    stage, _, local = str(name).partition(".")
+    if not stage.isdigit() or int(stage) >= num_stages or not local:
+        raise ValueError(f"tied: {name!r} names no parameter; names are '<stage>.<name in its module>'")
+    return int(stage), local

@@ -1,0 +1,56 @@
+"""The unsplit model with tied weights whose uses are summed as a pipeline does it, for the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from fastpipe.runtime.tied import Places, Shared, Tie, parameter_of, twin, with_parameters
+
+
+@contextmanager
+def uses_apart(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
+    """Sum the uses of tied weights as a pipeline does: those of every stage by themselves, then the last stage's first.
+
+    Raises:
+        ValueError: when the model's weights are not tied.
+    """
+    children = dict(model._modules)
+    _separate(model, ties)
+    shared = [Shared(tie, _places_by_name(model, tie)) for tie in ties]
+    for weight in shared:
+        weight.set_aside()
+        weight.put_in()
+    try:
+        yield
+    finally:
+        for weight in shared:
+            weight.add_up(weight.grads())
+            weight.take_out()
+        model._modules.update(children)
+
+
+def _separate(model: nn.Module, ties: Sequence[Tie]) -> None:
+    """Layers of several stages share no module, as `own_modules` has it for those of a pipeline."""
+    layers = {
+        (stage, name.partition(".")[0]) for tie in ties for (stage, _), name in zip(tie.members, tie.names, strict=True)
+    }
+    seen: dict[int, set[int]] = {}
+    for stage, name in sorted(layers):
+        layer = model.get_submodule(name)
+        if any(earlier & with_parameters(layer) for other, earlier in seen.items() if other != stage):
+            layer = model._modules[name] = twin(layer)
+        seen.setdefault(stage, set()).update(with_parameters(layer))
+
+
+def _places_by_name(model: nn.Module, tie: Tie) -> dict[int, Places]:
+    first = parameter_of(model, tie.names[0], tie.names[0])
+    places: dict[int, Places] = {}
+    for name, (stage, _) in zip(tie.names, tie.members, strict=True):
+        if parameter_of(model, name, name) is not first:
+            raise ValueError(f"model: {name} and {tie.names[0]} are one weight in the pipeline and not in the model")
+        owner, _, attribute = name.rpartition(".")
+        places.setdefault(stage, []).append((model.get_submodule(owner), attribute))
+    return places

@@ -1,0 +1,78 @@
+"""Tied weights whose stages are processes: every holder's copy is the same to the last bit, and counts once."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
+from tests.distributed.test_step import GroupOf, caught
+from tests.runtime.test_tied import (
+    EMBEDDING,
+    batches,
+    loss_fn,
+    repeated_layers,
+    tied_layers,
+    train_tied,
+)
+
+
+def train(make: str, schedule: str, count: int, executor: str) -> list[str]:
+    layers = tied_layers() if make == "tied" else repeated_layers()
+    # processes of one host share memory by default; the other way to swap is taken, too
+    transport = "process_group" if executor == "python" else "auto"
+    pipe = train_tied(layers, schedule, count, executor=executor, transport=transport)
+    ((x, y),) = batches(1, 2 * count + 1)
+    model = tied_layers() if make == "tied" else repeated_layers()
+    names = [name for name, _ in pipe.named_parameters()]
+    # this rank trained its own stages alone
+    others = check_parity(pipe, model, (x, y))
+    assert {d.what for d in others.differences} >= {"parameter", "loss"}
+    return names
+
+
+@pytest.mark.parametrize("make", ["tied", "repeated"])
+@pytest.mark.parametrize(("schedule", "ranks", "count"), [("1f1b", 2, 4), ("dualpipe", 2, 4), ("1f1b", 4, 5)])
+def test_tied_weights_train_as_one(
+    make: str, schedule: str, ranks: int, count: int, executor: str, group_of: GroupOf
+) -> None:
+    answers = group_of(ranks).run(train, make, schedule, count, executor)
+    holders = [rank for rank, names in enumerate(answers) if EMBEDDING in names]
+    assert holders == ([0] if make == "repeated" and schedule == "1f1b" else [0, ranks - 1])
+
+
+def declare(folder: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    layers = tied_layers()
+
+    def make(stage: int) -> Any:
+        return layers[0] if stage == 0 else tied_layers()[-1].requires_grad_()
+
+    names = [("0.table.weight", "1.weight")]
+    pipe = Pipeline(make, "1f1b", 4, loss_fn, tied=names)
+    ((x, y),) = batches(1, 9)
+    pipe.step(x, target=y)
+    (grad,) = [p.grad for p in pipe.parameters()]
+    good = check_parity(pipe, [layers[0], layers[-1]], (x, y))
+    found = {
+        "grad": grad.tolist(),
+        "names": [name for name, _ in pipe.named_parameters()],
+        "good": str(good),
+        "one": caught(lambda: Pipeline(make, "1f1b", 4, loss_fn, tied=names if rank else None)),
+        "none": caught(lambda: Pipeline(make, "1f1b", 4, loss_fn, tied=[("0.table.weight", "1.bias")])),
+    }
+    save_checkpoint(folder, pipe)
+    whole = Pipeline(tied_layers(), "dualpipe", 4, loss_fn)
+    found["unlike"] = caught(lambda: load_checkpoint(folder, whole))
+    return found
+
+
+def test_declared_where_each_process_has_one_of_the_layers(group_of: GroupOf, tmp_path: Any) -> None:
+    zero, one = group_of(2).run(declare, str(tmp_path))
+    assert zero["grad"] == one["grad"]
+    assert zero["names"] == one["names"] == ["0.table.weight"]
+    assert zero["good"] == one["good"] and "1 gradients are those of the unsplit model" in zero["good"], zero["good"]
+    assert zero["one"][0] == one["one"][0] == "ValueError" and "do not build the same pipeline" in zero["one"][1]
+    assert one["none"][0] == "ValueError" and "1.bias is no parameter of the model" in one["none"][1]
+    assert zero["none"][0] == "StepError"
+    assert zero["unlike"][0] in ("KeyError", "StepError")
