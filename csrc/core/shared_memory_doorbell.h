@@ -13,6 +13,10 @@ constexpr std::uint32_t kForSpace = 1;  // a cell, or a place in a ring
 constexpr std::uint32_t for_channel(std::int32_t channel) {
   return static_cast<std::uint32_t>(channel) + 2;
 }
+// On a board that knows no channels.
+constexpr std::uint32_t for_rank(std::int32_t rank) {
+  return static_cast<std::uint32_t>(rank) + 1;
+}
 
 // No wake-up is lost. The owner  (1) reads `rings`, (2) writes `sleeper`, (3) looks at what it waits for, and
 // (4) sleeps if `rings` is still what it was. Whoever changes what the owner may wait for  (a) changes it,

@@ -87,4 +87,23 @@ constexpr std::uint64_t used_cell(std::uint64_t message) {
 // The program has freed it, but somebody holds a tensor in it: nobody knows when it will be free.
 constexpr std::uint64_t kHeldMark = std::uint64_t{1} << 63;
 
+// What a rank says to all others, of two exchanges: that of an odd number and that of an even one.
+constexpr std::size_t kExchangeText = 16384;
+
+struct ExchangeNote {
+  std::uint64_t bytes;
+  std::int32_t descriptor;  // of the memory that it lies in; -1: in `text`
+  alignas(kSharedLine) std::byte text[kExchangeText];
+};
+
+constexpr std::uint64_t kExchangeMagic = 0x3178657069707466;
+
+struct ExchangeBoard {
+  std::uint64_t magic;
+  std::uint64_t nonce;
+  DoorbellWords doorbell;
+  alignas(kSharedLine) SharedNumber posted;  // notes ever written; written last
+  alignas(kSharedLine) ExchangeNote notes[2];
+};
+
 }  // namespace fastpipe

@@ -1,41 +1,17 @@
 #include "shared_memory_link.h"
 
-#include <sched.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <new>
-#include <random>
 #include <string>
 
 #include "errors.h"
+#include "shared_memory_host.h"
 
 namespace fastpipe {
 
-namespace {
-
-constexpr std::chrono::microseconds kSpin{4};  // about what a futex costs
-
-int num_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
-
-std::uint64_t random_number() {
-  std::random_device random;
-  return std::uint64_t{random()} << 32 | random();
-}
-
-}  // namespace
-
-Clock::duration SharedMemoryLink::usual_spin(std::int32_t num_ranks) {
-  return num_ranks < num_cores() ? Clock::duration(kSpin) : Clock::duration::zero();
-}
-
 SharedMemoryLink::SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
     : rank_(rank),
-      nonce_(random_number()),
+      nonce_(random_nonce()),
       spin_(spin),
       board_(SharedMemorySegment::make(sizeof(Board))),
       peers_(num_ranks) {

@@ -8,6 +8,7 @@
 
 #include "clock.h"
 #include "shared_memory_doorbell.h"
+#include "shared_memory_host.h"
 #include "shared_memory_layout.h"
 #include "shared_memory_peer.h"
 #include "shared_memory_segment.h"
@@ -36,9 +37,6 @@ class SharedMemoryLink final {
   void publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint);
 
  private:
-  // A few microseconds; zero with as many ranks as cores: who looks would keep a core from the one that it waits for.
-  static Clock::duration usual_spin(std::int32_t num_ranks);
-
   std::int32_t rank_;
   std::uint64_t nonce_;
   Clock::duration spin_;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "errors.h"
+#include "shared_memory_host.h"
 
 namespace fastpipe {
 
@@ -26,14 +27,6 @@ std::int32_t num_ranks(const std::vector<Channel>& channels) {
 
 std::uint64_t num_entries(const ChannelNeeds& needs) {
   return static_cast<std::uint64_t>(needs.messages) + kSpareEntries;
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
 }
 
 }  // namespace

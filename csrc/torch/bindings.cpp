@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "core/errors.h"
 #include "core/loopback_hub.h"
 #include "core/program.h"
+#include "core/shared_memory_exchange.h"
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
 #include "process_group.h"
@@ -69,15 +71,41 @@ std::unique_ptr<SharedMemoryEndpoint> make_endpoint(std::int32_t rank, const Col
   return std::make_unique<SharedMemoryEndpoint>(transport, to_program(rank, columns, channels), timeout);
 }
 
+py::tuple to_tuple(const BoardAddress& address) {
+  return py::make_tuple(address.process, address.descriptor, address.nonce);
+}
+
+// A message a rank; None for one that is missing or dead.
+py::list messages(const SharedMemoryExchange& exchange) {
+  py::list found;
+  for (std::int32_t rank = 0; rank < exchange.num_ranks(); ++rank) {
+    const std::optional<std::string>& message = exchange.message(rank);
+    found.append(message ? py::object(py::bytes(*message)) : py::none());
+  }
+  return found;
+}
+
+void bind_exchange(py::module_& m) {
+  py::class_<SharedMemoryExchange>(m, "SharedMemoryExchange")
+      .def(py::init<std::int32_t, std::int32_t>(), py::arg("rank"), py::arg("num_ranks"))
+      .def("address", [](const SharedMemoryExchange& exchange) { return to_tuple(exchange.address()); })
+      .def(
+          "connect",
+          [](SharedMemoryExchange& exchange, std::int32_t rank, pid_t process, int descriptor, std::uint64_t nonce) {
+            exchange.connect(rank, {process, descriptor, nonce});
+          },
+          py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"))
+      .def("post", [](SharedMemoryExchange& exchange, const py::bytes& message) { exchange.post(message); })
+      .def("wait", &SharedMemoryExchange::wait, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+      .def("missing", &SharedMemoryExchange::missing)
+      .def("messages", &messages);
+}
+
 void bind_shared_memory(py::module_& m) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<SharedMemoryLink, std::shared_ptr<SharedMemoryLink>>(m, "SharedMemoryLink")
       .def(py::init<std::int32_t, std::int32_t>(), py::arg("rank"), py::arg("num_ranks"))
-      .def("address",
-           [](const SharedMemoryLink& link) {
-             const auto [process, descriptor, nonce] = link.address();
-             return std::make_tuple(process, descriptor, nonce);
-           })
+      .def("address", [](const SharedMemoryLink& link) { return to_tuple(link.address()); })
       .def(
           "connect",
           [](SharedMemoryLink& link, std::int32_t rank, pid_t process, int descriptor, std::uint64_t nonce) {
@@ -200,6 +228,7 @@ PYBIND11_MODULE(_runtime, m) {
                       const at::Device& device) { return std::make_shared<ProcessGroups>(std::move(groups), device); }),
           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
   bind_shared_memory(m);
+  bind_exchange(m);
   bind_weight_gradients(m);
   bind_random_numbers(m);
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());

@@ -17,16 +17,10 @@ from fastpipe.errors import StepError
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import check_arguments, check_transport, find_num_microbatches, find_num_ranks
 from fastpipe.runtime.clip import clip_grad_norm
-from fastpipe.runtime.control import (
-    Alone,
-    Control,
-    LostError,
-    Reply,
-    StoreControl,
-    cause_text,
-)
+from fastpipe.runtime.control import Alone, Control, Reply
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
+from fastpipe.runtime.failure import LostError, cause_text
 from fastpipe.runtime.group import membership
 from fastpipe.runtime.held_model import HeldModel
 from fastpipe.runtime.inputs import Request
@@ -41,6 +35,7 @@ from fastpipe.runtime.modules import (
 )
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
+from fastpipe.runtime.processes import Processes
 from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers, check_seeds
 from fastpipe.runtime.ranks import LocalRanks
 from fastpipe.runtime.replicas import Replicas, make_replicas, modules_by_rank
@@ -248,7 +243,7 @@ class Pipeline(HeldModel):
         return RandomNumbers(self._stages, self.device, seed=self._seed, concurrent=concurrent, runtime=runtime)
 
     def _make_control(self, store: Any, timeout: float) -> Control:
-        return Alone() if store is None else StoreControl(store, self._member.rank, self._member.size, timeout)
+        return Alone() if store is None else Processes(store, self._member.rank, self._member.size, timeout)
 
     @property
     def rank(self) -> int:

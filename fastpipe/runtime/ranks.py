@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fastpipe.program import Op, Program
-from fastpipe.runtime.control import Failure, cause_text
 from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
 from fastpipe.runtime.executor import Drained, Executor, Seconds
+from fastpipe.runtime.failure import Failure, cause_text
 from fastpipe.runtime.result import Spans
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.transport import Transport, TransportError

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from fastpipe.program import ChannelKind, Op, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.group import Membership, make_group
+from fastpipe.runtime.host import host_name
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.tensors import Tensors
 from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError
@@ -198,14 +198,8 @@ def _offer(member: Membership, device: torch.device) -> tuple[Any, Offer]:
         link = runtime.SharedMemoryLink(member.rank, member.size)
     except RuntimeError as error:
         return None, {"cannot": str(error)}
-    identity = {"host": _host(), "user": os.geteuid(), "torch": torch.__version__, "machine": os.uname().machine}
+    identity = {"host": host_name(), "user": os.geteuid(), "torch": torch.__version__, "machine": os.uname().machine}
     return link, identity | {"address": link.address()}
-
-
-def _host() -> str:
-    """What only processes that see each other's /proc have in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") if boot.exists() else ""
 
 
 def _obstacle(offers: Sequence[Offer]) -> str | None:

@@ -10,7 +10,8 @@ import torch
 
 from fastpipe.errors import StepError
 from fastpipe.program import Program
-from fastpipe.runtime.control import DEAD, Control, Failure, LostError, Reply, cause_text, dead_among
+from fastpipe.runtime.control import DEAD, Control, Reply, dead_among
+from fastpipe.runtime.failure import Failure, LostError, cause_text
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, stage_works, take_inputs
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.plans import Plans

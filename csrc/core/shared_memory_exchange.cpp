@@ -1,0 +1,145 @@
+#include "shared_memory_exchange.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "errors.h"
+
+namespace fastpipe {
+
+namespace {
+
+// How long a rank sleeps before it looks whether the one that it waits for still lives.
+constexpr int kSliceMilliseconds = 50;
+
+}  // namespace
+
+SharedMemoryExchange::SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
+    : rank_(rank),
+      nonce_(random_nonce()),
+      spin_(spin),
+      memory_(SharedMemorySegment::make(sizeof(ExchangeBoard))),
+      peers_(num_ranks) {
+  board().magic = kExchangeMagic;
+  board().nonce = nonce_;
+}
+
+BoardAddress SharedMemoryExchange::address() const {
+  return {::getpid(), memory_->descriptor(), nonce_};
+}
+
+void SharedMemoryExchange::connect(std::int32_t rank, const BoardAddress& address) {
+  SharedMemoryProcess process(rank, address.process);
+  auto memory = process.open(address.descriptor, sizeof(ExchangeBoard));
+  Peer peer{std::move(process), std::move(memory)};
+  if (peer.board().magic != kExchangeMagic || peer.board().nonce != address.nonce) {
+    throw Error("shared memory: what rank " + std::to_string(rank) +
+                " gave is not its board; run the same version of fastpipe on every rank");
+  }
+  peers_.at(rank).emplace(std::move(peer));
+}
+
+void SharedMemoryExchange::post(std::string_view message) {
+  messages_.assign(peers_.size(), std::nullopt);
+  messages_[rank_] = message;
+  collected_ = false;
+  large_ = message.size() > kExchangeText ? SharedMemorySegment::make(message.size()) : nullptr;
+  if (large_) std::memcpy(large_->data(), message.data(), message.size());
+  write(message, large_ ? large_->descriptor() : -1);
+}
+
+void SharedMemoryExchange::write(std::string_view message, int descriptor) {
+  ExchangeNote& note = board().notes[++number_ % 2];
+  note.bytes = message.size();
+  note.descriptor = descriptor;
+  if (descriptor < 0) std::memcpy(note.text, message.data(), message.size());
+  board().posted.store(number_);
+  for (const auto& peer : peers_) {
+    if (peer) SharedMemoryDoorbell(peer->board().doorbell).ring(for_rank(rank_));
+  }
+}
+
+bool SharedMemoryExchange::wait(double seconds) {
+  const Clock::time_point deadline = Clock::now() + as_duration(seconds);
+  if (!wait_for_all(deadline)) return false;
+  if (!std::exchange(collected_, true) && collect()) write("", -1);
+  return wait_for_all(deadline);
+}
+
+bool SharedMemoryExchange::wait_for_all(Clock::time_point deadline) {
+  for (auto& peer : peers_) {
+    if (peer && !wait_for(*peer, deadline)) return false;
+  }
+  return true;
+}
+
+bool SharedMemoryExchange::wait_for(Peer& peer, Clock::time_point deadline) {
+  if (peer.dead || arrived(peer) || spin(peer)) return true;
+  const SharedMemoryDoorbell bell(board().doorbell);
+  while (true) {
+    const std::uint32_t rings = bell.lie_down(for_rank(peer.process.rank()));
+    if (arrived(peer)) {
+      bell.get_up();
+      return true;
+    }
+    const bool woken = bell.sleep(rings, kSliceMilliseconds);
+    // Asked before the last look, for what it posted before it died counts.
+    const bool alive = woken || peer.process.alive();
+    if (arrived(peer)) return true;
+    peer.dead = !alive;
+    if (peer.dead) return true;
+    if (Clock::now() >= deadline) return false;
+  }
+}
+
+bool SharedMemoryExchange::spin(const Peer& peer) const {
+  if (spin_ == Clock::duration::zero()) return false;
+  const Clock::time_point until = Clock::now() + spin_;
+  while (Clock::now() < until) {
+    if (arrived(peer)) return true;
+    relax();
+  }
+  return false;
+}
+
+std::vector<std::int32_t> SharedMemoryExchange::missing() const {
+  std::vector<std::int32_t> ranks;
+  for (const auto& peer : peers_) {
+    if (peer && !arrived(*peer) && peer->process.alive()) ranks.push_back(peer->process.rank());
+  }
+  return ranks;
+}
+
+bool SharedMemoryExchange::collect() {
+  bool large = large_ != nullptr;
+  for (const auto& peer : peers_) {
+    if (!peer || !arrived(*peer)) continue;
+    const ExchangeNote& note = peer->board().notes[number_ % 2];
+    large = large || note.descriptor >= 0;
+    messages_[peer->process.rank()] = read(*peer, note);
+    if (peer->board().posted.load() > number_ + 1) {
+      throw Error("rank " + std::to_string(peer->process.rank()) + " has gone on without rank " +
+                  std::to_string(rank_) + "; build the Pipeline again after a step that was broken off");
+    }
+  }
+  return large;
+}
+
+std::optional<std::string> SharedMemoryExchange::read(const Peer& peer, const ExchangeNote& note) {
+  const std::size_t bytes = note.bytes;
+  if (note.descriptor < 0) {
+    return std::string(reinterpret_cast<const char*>(note.text), std::min(bytes, kExchangeText));
+  }
+  try {
+    const auto large = peer.process.open(note.descriptor, bytes);
+    return std::string(reinterpret_cast<const char*>(large->data()), bytes);
+  } catch (const Error&) {
+    if (peer.process.alive()) throw;
+    return std::nullopt;  // it went with its process
+  }
+}
+
+}  // namespace fastpipe

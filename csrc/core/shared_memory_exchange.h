@@ -1,0 +1,83 @@
+// What the ranks of a host tell each other between steps: everybody posts a message, and waits for all others'.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "clock.h"
+#include "shared_memory_doorbell.h"
+#include "shared_memory_host.h"
+#include "shared_memory_layout.h"
+#include "shared_memory_process.h"
+#include "shared_memory_segment.h"
+
+namespace fastpipe {
+
+// Every rank has a board, on which it alone writes and which all others read. Two notes are enough: a rank posts n + 1
+// when it has read everybody's n, so its n - 1, whose place that is, has been read by everybody who has posted n.
+// Should a rank have gone on without the others (its user broke off a wait), that is seen by its number, and refused.
+//
+// What has no place on the board lies in memory of its own, which goes with its process. So where there was such a
+// message everybody, having read it, posts once more, and waits: nobody ends, or lets go of it, before that. (A board
+// stays, for those who have mapped it.)
+//
+// Who waits sleeps for the first rank that is missing, and is woken by that one alone.
+class SharedMemoryExchange final {
+ public:
+  // spin: how long to look before sleeping.
+  SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin);
+  SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks)
+      : SharedMemoryExchange(rank, num_ranks, usual_spin(num_ranks)) {}
+
+  BoardAddress address() const;
+  // Throws Error when its memory cannot be had, or is not what it should be.
+  void connect(std::int32_t rank, const BoardAddress& address);
+
+  // The next message to all others.
+  void post(std::string_view message);
+  // Until every other has posted as many, or is dead. False: the time was over. Throws Error when one has gone on.
+  bool wait(double seconds);
+  // Those that live and have not.
+  std::vector<std::int32_t> missing() const;
+  // After a wait that was not over: what a rank has posted; nothing if it died before.
+  const std::optional<std::string>& message(std::int32_t rank) const { return messages_.at(rank); }
+
+  std::int32_t num_ranks() const { return static_cast<std::int32_t>(peers_.size()); }
+
+ private:
+  struct Peer {
+    SharedMemoryProcess process;
+    std::shared_ptr<SharedMemorySegment> memory;
+    bool dead = false;
+
+    ExchangeBoard& board() const { return *memory->at<ExchangeBoard>(0); }
+  };
+
+  ExchangeBoard& board() const { return *memory_->at<ExchangeBoard>(0); }
+  bool arrived(const Peer& peer) const { return peer.board().posted.load() >= number_; }
+  // descriptor: of the memory that it lies in; -1: it goes on the board.
+  void write(std::string_view message, int descriptor);
+  bool wait_for_all(Clock::time_point deadline);
+  bool wait_for(Peer& peer, Clock::time_point deadline);
+  bool spin(const Peer& peer) const;
+  // Whether any was large.
+  bool collect();
+  static std::optional<std::string> read(const Peer& peer, const ExchangeNote& note);
+
+  std::int32_t rank_;
+  std::uint64_t nonce_;
+  Clock::duration spin_;
+  std::shared_ptr<SharedMemorySegment> memory_;
+  std::shared_ptr<SharedMemorySegment> large_;  // the last message, if it has no place on the board
+  std::vector<std::optional<Peer>> peers_;      // by rank; nothing for this one
+  std::uint64_t number_ = 0;                    // of what this rank wrote last
+  bool collected_ = false;
+  std::vector<std::optional<std::string>> messages_;  // by rank
+};
+
+}  // namespace fastpipe

@@ -1,0 +1,75 @@
+"""Failures: what went wrong first, and where, as one process tells the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastpipe.errors import StepError
+
+DIED = "its process died"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong first, and where.
+
+    Attributes:
+        rank: the rank on which it happened; None where that is not known.
+        cause: the exception as text, or what else became of the rank.
+        stage: the stage that was computed, if any.
+        action: the text of the action or instruction.
+        microbatch: the microbatch, if any.
+        dead: whether the rank is dead or silent, so that the pipeline cannot go on.
+    """
+
+    rank: int | None
+    cause: str
+    stage: int | None = None
+    action: str | None = None
+    microbatch: int | None = None
+    dead: bool = False
+
+    def place(self) -> str:
+        """Where, as a user reads it."""
+        parts = ["an unknown rank" if self.rank is None else f"rank {self.rank}"]
+        if self.stage is not None:
+            parts.append(f"stage {self.stage}")
+        if self.action is not None:
+            parts.append(f"action {self.action}")
+        if self.microbatch is not None:
+            parts.append(f"microbatch {self.microbatch}")
+        return ", ".join(parts)
+
+    def error(self) -> StepError:
+        """The exception for the ranks on which it did not happen."""
+        again = "; the pipeline cannot go on: build it again" if self.dead else ""
+        return StepError(
+            f"the step failed on {self.place()}: {self.cause}{again}",
+            rank=self.rank,
+            stage=self.stage,
+            action=self.action,
+            microbatch=self.microbatch,
+            cause=self.cause,
+        )
+
+
+class LostError(Exception):
+    """Nothing can be exchanged any more: a process is dead or silent, or the store is gone.
+
+    Attributes:
+        failure: which, and what became of it.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.cause)
+        self.failure = failure
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what it says, or else its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def cause_text(error: BaseException) -> str:
+    """An exception in one line: its type and its message."""
+    return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__

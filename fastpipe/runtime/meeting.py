@@ -1,0 +1,119 @@
+"""Meeting: every process gives a message and gets those of all. The interface, and the way over a store.
+
+`fastpipe.runtime.board` is the way through the memory of one host.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from fastpipe.runtime.control import DEAD, Reply
+from fastpipe.runtime.failure import DIED, Failure, LostError
+
+
+class Meeting(ABC):
+    """How the processes of a pipeline exchange messages.
+
+    Args:
+        rank: this process.
+        size: how many there are.
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+
+    @abstractmethod
+    def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
+        """Give a message and get those of all, in order; a process that died first is there as `DEAD`.
+
+        Raises:
+            LostError: when a process does not come, or nothing can be exchanged any more.
+        """
+
+    def late(self, missing: Sequence[int], step: int, phase: str) -> LostError:
+        """The error for processes that live and do not come."""
+        ranks = ", ".join(map(str, missing))
+        return LostError(
+            Failure(
+                missing[0],
+                f"rank {ranks} did not come to the {phase} of step {step} within {self.timeout:g} s; "
+                "call step and eval_step on every rank, or set a longer timeout",
+                dead=True,
+            )
+        )
+
+
+def patiently(wait: Callable[[], Sequence[int]]) -> Sequence[int]:
+    """Wait again while several are missing, since who has waited for a silent one comes late.
+
+    Args:
+        wait: waits for the timeout, and returns who is missing.
+
+    Returns:
+        Who is missing in the end.
+    """
+    missing = wait()
+    while len(missing) > 1:
+        before, missing = missing, wait()
+        if len(missing) >= len(before):
+            break
+    return missing
+
+
+class StoreMeeting(Meeting):
+    """Over the store of a process group, wherever the processes are.
+
+    Args:
+        store: one that all of them share, with a prefix of its own.
+        rank: this process.
+        size: how many there are.
+        timeout: seconds to wait for the others.
+        gone: the failure behind a store that does not answer.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: float, gone: Callable[[RuntimeError], Failure]
+    ) -> None:
+        super().__init__(rank, size, timeout)
+        self.store = store
+        self.gone = gone
+
+    def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
+        """One key a process, step and phase."""
+        keys = [_key(step, phase, rank) for rank in range(self.size)]
+        try:
+            self.store.set(keys[self.rank], json.dumps(message))
+            missing = patiently(lambda: self._wait(keys))
+            if not missing:
+                return [json.loads(reply) for reply in self.store.multi_get(keys)]
+        except RuntimeError as error:
+            raise LostError(self.gone(error)) from error
+        raise self.late(missing, step, phase)
+
+    def _wait(self, keys: list[str]) -> list[int]:
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout))
+        except RuntimeError:
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        return []
+
+    def speak_for(self, rank: int, step: int) -> None:
+        """Say on behalf of a dead process that it is dead, where it has said nothing."""
+        for phase in ("start", "end"):
+            self.store.compare_set(_key(step, phase, rank), "", json.dumps({DEAD: DIED}))
+
+    def forget(self, step: int) -> None:
+        """Drop what this process has said in a step that all have passed."""
+        for phase in ("start", "end"):
+            self.store.delete_key(_key(step, phase, self.rank))
+
+
+def _key(step: int, phase: str, rank: int) -> str:
+    return f"{step}/{phase}/{rank}"

@@ -1,0 +1,96 @@
+"""Control of several processes: a meeting where they exchange messages, and a watcher for what happens in between.
+
+Processes of one host meet on a board in shared memory. Where that cannot be, and to find each other in the first
+place, they meet over the store of their process group. It also keeps what failed, as the first who writes it wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastpipe.runtime.board import Board
+from fastpipe.runtime.control import Control, Reply, dead_among
+from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.host import Neighbours
+from fastpipe.runtime.meeting import Meeting, StoreMeeting
+from fastpipe.runtime.watcher import Watcher
+
+logger = logging.getLogger("fastpipe")
+
+
+class Processes(Control):
+    """Several processes, one a rank.
+
+    Args:
+        store: a store that all of them share, with a prefix of its own.
+        rank: this process.
+        size: how many there are.
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.step = 0
+        self._neighbours = Neighbours()
+        self._watcher = Watcher(store, self._neighbours, self._died)
+        self._store_meeting = StoreMeeting(store, rank, size, timeout, self._watcher.store_gone)
+        self._board = Board(rank, size, timeout)
+        self._meeting: Meeting = self._store_meeting
+
+    def setup(self, message: Reply) -> list[Reply]:
+        """Meet the others, watch those of this host, and move to a board if all can."""
+        identity = self._neighbours.identity() | self._board.offer()
+        replies = self.exchange("setup", identity | message)
+        rung = self._neighbours.meet(self.rank, replies)
+        answers = self.exchange("connection", {"rings": rung, "why": self._board.connect(replies)})
+        self._watcher.start(polls=not all(self.rank in answer["rings"] for answer in self._others(answers)))
+        why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
+        if why is None:
+            self._meeting = self._board
+        else:
+            logger.info("the ranks agree over the store, which costs each step about a millisecond: %s", why)
+        return replies
+
+    def _others(self, answers: Sequence[Reply]) -> list[Reply]:
+        return [answer for rank, answer in enumerate(answers) if rank != self.rank]
+
+    def begin(self, on_failure: Callable[[Failure], None]) -> None:
+        """Start a step."""
+        self.step += 1
+        self._watcher.begin(self.step, on_failure)
+
+    def end(self) -> None:
+        """The step is over; what was said in the one before it has been read by all."""
+        self._watcher.end()
+        if self._meeting is self._store_meeting:
+            with contextlib.suppress(RuntimeError):
+                self._store_meeting.forget(self.step - 1)
+
+    def exchange(self, phase: str, message: Reply) -> list[Reply]:
+        """Give a message and get those of all processes."""
+        replies = self._meeting.exchange(self.step, phase, message)
+        dead = dead_among(replies)
+        if dead is not None and self.step == 0:
+            # the pipeline is being built, and waits for answers
+            raise LostError(dead)
+        return replies
+
+    def publish(self, failure: Failure) -> Failure:
+        """Tell the others of a failure, unless somebody was faster."""
+        # without the store nobody can be told; the others find out for themselves, and this rank goes on draining
+        with contextlib.suppress(RuntimeError):
+            return self._watcher.publish(failure)
+        return failure
+
+    def close(self) -> None:
+        """Stop watching, and let go of what the processes share."""
+        self._watcher.close()
+        self._neighbours.close()
+
+    def _died(self, rank: int, step: int) -> None:
+        if self._meeting is self._store_meeting:
+            self._store_meeting.speak_for(rank, step)

@@ -1,0 +1,156 @@
+"""Watcher: learns in the midst of a step that another process failed or died.
+
+A thread that sleeps until a neighbour rings or dies, and costs nothing until then. Only where a process cannot be
+reached by a bell, as on another host, does it look into the store from time to time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from fastpipe.runtime.failure import DIED, Failure, first_line
+from fastpipe.runtime.host import Neighbours
+
+_LOOK_SECONDS = 0.1
+_GRACE_SECONDS = 0.5
+
+OnFailure = Callable[[Failure], None]
+OnDeath = Callable[[int, int], None]
+"""Called with a dead rank and the step, from the watcher's thread; may raise what a store that is gone raises."""
+
+
+class Watcher:
+    """The thread, and the failures that it reads in the store.
+
+    Args:
+        store: that of the processes; the thread makes a connection of its own, as this one may be blocked.
+        neighbours: the processes of this host.
+        on_death: called for every dead process in every step.
+
+    Attributes:
+        polls: whether some process cannot ring, so that its failures have to be looked for.
+    """
+
+    def __init__(self, store: Any, neighbours: Neighbours, on_death: OnDeath) -> None:
+        self.store = store
+        self.neighbours = neighbours
+        self.on_death = on_death
+        self.polls = True
+        self.step = 0
+        self._on_failure: OnFailure | None = None
+        self._published: int | None = None
+        self._dead: set[int] = set()
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._watch, args=(store.clone(),), name="fastpipe-watch", daemon=True)
+
+    def start(self, polls: bool) -> None:
+        """From now on deaths are seen, and failures in steps reported."""
+        self.polls = polls
+        self._thread.start()
+
+    def begin(self, step: int, on_failure: OnFailure) -> None:
+        """A step begins: its failures are reported to ``on_failure``."""
+        with self._lock:
+            self.step = step
+            self._on_failure = on_failure
+        if self.polls or self._dead:
+            self.neighbours.ring_own()
+
+    def end(self) -> None:
+        """The step is over."""
+        with self._lock:
+            self._on_failure = None
+        if self._published is not None and self._published < self.step:
+            # all have passed the step before this one
+            with contextlib.suppress(RuntimeError):
+                self.store.delete_key(_key(self._published))
+            self._published = None
+
+    def publish(self, failure: Failure) -> Failure:
+        """Tell all others of a failure; the step's first one, which may be another's.
+
+        Raises:
+            RuntimeError: when the store is gone.
+        """
+        first = Failure(**json.loads(self.store.compare_set(_key(self.step), "", json.dumps(asdict(failure)))))
+        if first == failure:
+            self._published = self.step
+        self.neighbours.ring()
+        return first
+
+    def store_gone(self, error: RuntimeError) -> Failure:
+        """The store is gone, mostly because the process that held it died; the kernel may say so a little later."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while not (died := self._find_dead()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if died:
+            return Failure(min(died), DIED, dead=True)
+        return Failure(None, f"the store of the process group is gone: {first_line(error)}", dead=True)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stopping = True
+        self.neighbours.ring_own()
+        # a pipeline may be collected in any thread, this one too
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2)
+
+    def _watch(self, store: Any) -> None:
+        poll = select.poll()
+        poll.register(self.neighbours.bell, select.POLLIN)
+        for process in self.neighbours.processes.values():
+            poll.register(process, select.POLLIN)
+        looking = False
+        while True:
+            ready = poll.poll(1000 * _LOOK_SECONDS if looking else None)
+            if self._stopping:
+                return
+            self.neighbours.quiet()
+            for descriptor, _ in ready:
+                if descriptor != self.neighbours.bell:
+                    poll.unregister(descriptor)
+            with self._lock:
+                step, active = self.step, self._on_failure is not None
+            self._dead |= self._find_dead()
+            # told again until the step ends: a rank that has not begun its program yet would forget it
+            looking = active
+            if active and not self._look(store, step):
+                return
+
+    def _look(self, store: Any, step: int) -> bool:
+        """Report what is wrong in a step; False when there is no store to look into."""
+        try:
+            for rank in sorted(self._dead):
+                self.on_death(rank, step)
+                self._report(Failure(rank, DIED, dead=True), step)
+            if store.check([_key(step)]):
+                self._report(Failure(**json.loads(store.get(_key(step)))), step)
+        except RuntimeError as error:
+            self._report(self.store_gone(error), step)
+            return False
+        return True
+
+    def _find_dead(self) -> set[int]:
+        processes = {descriptor: rank for rank, descriptor in self.neighbours.processes.items()}
+        poll = select.poll()
+        for descriptor in processes:
+            poll.register(descriptor, select.POLLIN)
+        return {processes[descriptor] for descriptor, _ in poll.poll(0)}
+
+    def _report(self, failure: Failure, step: int) -> None:
+        # under the lock, or it might be told to the next step, which has nothing to do with it
+        with self._lock:
+            if self._on_failure is not None and self.step == step:
+                self._on_failure(failure)
+
+
+def _key(step: int) -> str:
+    return f"{step}/failure"

@@ -1,0 +1,193 @@
+"""Control between processes: what they tell each other, on a board or over the store, and how they learn of trouble."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpipe.runtime.control import DEAD, dead_among
+from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.group import membership
+from fastpipe.runtime.processes import Processes
+from tests.conftest import skip_without_native
+from tests.distributed.ranks import Ranks, ranks
+
+WAYS = ["board", "store"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    """How the processes meet."""
+    if request.param == "board":
+        skip_without_native()
+    return str(request.param)
+
+
+@contextmanager
+def control(way: str, timeout: float = 20.0, *, bells: bool = True) -> Iterator[Processes]:
+    """This process's, connected to the others."""
+    member = membership(None, torch.device("cpu"))
+    made = Processes(member.store(), member.rank, member.size, timeout)
+    if way == "store":
+        made._board.offer = lambda: {"no_board": "a test"}  # type: ignore[method-assign]
+    if not bells:
+        made._neighbours.identity = lambda: {"host": "", "pid": 0, "bell": 0}  # type: ignore[method-assign]
+    try:
+        replies = made.setup({"own": member.rank})
+        assert [reply["own"] for reply in replies] == list(range(member.size))
+        assert (made._meeting is made._board) == (way == "board")
+        assert made._watcher.polls != bells
+        yield made
+    finally:
+        made.close()
+
+
+def talk(way: str, sizes: list[int]) -> None:
+    """Messages of every size, another from every rank, several steps long."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with control(way) as own:
+        for number, length in enumerate(sizes):
+            own.begin(lambda failure: pytest.fail(str(failure)))
+            for phase in ("start", "end"):
+                replies = own.exchange(phase, {"text": "ä" * (length + rank), "number": number})
+                assert [len(reply["text"]) for reply in replies] == [length + other for other in range(size)]
+                assert {reply["number"] for reply in replies} == {number}
+            own.end()
+
+
+def test_messages_of_any_size(way: str, group_of: Callable[[int], Ranks]) -> None:
+    group_of(4).run(talk, way, [0, 1, 5000, 8189, 8192, 300000, 3, 16383, 16384, 16385, 0])
+
+
+def lose(call: Callable[[], Any]) -> tuple[str, int | None, float]:
+    """The failure behind what is lost, and when."""
+    start = time.monotonic()
+    with pytest.raises(LostError) as lost:
+        call()
+    return lost.value.failure.cause, lost.value.failure.rank, time.monotonic() - start
+
+
+def stay_away(way: str) -> tuple[str, int | None, float] | None:
+    with control(way) as own:
+        own._meeting.timeout = 0.5
+        own.begin(lambda failure: None)
+        return None if dist.get_rank() == 1 else lose(lambda: own.exchange("start", {}))
+
+
+def test_who_does_not_come_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
+    first, _, third = group_of(3).run(stay_away, way)
+    words = "rank 1 did not come to the start of step 1 within 0.5 s; call step and eval_step on every rank"
+    for cause, rank, seconds in (first, third):
+        assert cause.startswith(words) and rank == 1 and 0.5 <= seconds < 5
+
+
+def go_elsewhere(way: str) -> tuple[str, int | None, float]:
+    with control(way) as own:
+        own._meeting.timeout = 1.0
+        own.begin(lambda failure: None)
+        return lose(lambda: own.exchange("start" if dist.get_rank() else "end", {}))
+
+
+def test_who_is_elsewhere_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
+    first, second = group_of(2).run(go_elsewhere, way)
+    assert first[0].startswith("rank 1 did not come to the end of step 1") and first[1] == 1
+    assert second[0].startswith("rank 0 did not come to the start of step 1") and second[1] == 0
+    assert way == "store" or "it is at the start of step 1" in first[0]
+
+
+def report(way: str, bells: bool) -> tuple[list[Failure], float, Failure | None, bool]:
+    """Rank 1 fails in the second step; what every rank heard, and when."""
+    heard: list[Failure] = []
+    told = threading.Event()
+    with control(way, bells=bells) as own:
+        for step in range(2):
+            own.begin(lambda failure: (heard.append(failure), told.set()))
+            own.exchange("start", {})
+            start, first = time.monotonic(), None
+            if step == 1 and dist.get_rank() == 1:
+                first = own.publish(Failure(1, "Boom", stage=3, action="3F0", microbatch=0))
+                again = own.publish(Failure(1, "Boom again"))
+                assert again == first
+            if step == 1 and dist.get_rank() != 1:
+                told.wait(5)
+            seconds = time.monotonic() - start
+            own.exchange("end", {})
+            own.end()
+        own.begin(heard.append)
+        own.exchange("start", {})
+        own.end()
+        return heard, seconds, first, own._watcher.polls
+
+
+@pytest.mark.parametrize("bells", [True, False], ids=["bells", "polling"])
+def test_a_failure_reaches_the_others_in_the_midst_of_a_step(bells: bool, group_of: Callable[[int], Ranks]) -> None:
+    way = "board" if bells else "store"
+    if bells:
+        skip_without_native()
+    answers = group_of(3).run(report, way, bells)
+    failure = Failure(1, "Boom", stage=3, action="3F0", microbatch=0)
+    assert answers[1][2] == failure
+    for heard, seconds, _, _ in (answers[0], answers[2]):
+        assert heard and set(heard) == {failure} and seconds < 2
+
+
+def rest(way: str, steps: int) -> tuple[int, int]:
+    """How often the watcher looks in steps, and what the steps leave in the store."""
+    looks = 0
+    with control(way) as own:
+        look, store = own._watcher._find_dead, own._watcher.store
+
+        def counted() -> set[int]:
+            nonlocal looks
+            looks += 1
+            return look()
+
+        own._watcher._find_dead = counted  # type: ignore[method-assign]
+        before = store.num_keys()
+        for _ in range(steps):
+            own.begin(lambda failure: pytest.fail(str(failure)))
+            own.exchange("start", {})
+            time.sleep(0.15)
+            own.exchange("end", {})
+            own.end()
+        return looks, store.num_keys() - before
+
+
+def test_nothing_is_done_in_a_step_where_nothing_happens(group_of: Callable[[int], Ranks]) -> None:
+    skip_without_native()
+    assert group_of(2).run(rest, "board", 3) == [(0, 0), (0, 0)]
+
+
+def die(way: str, note: str) -> tuple[dict[str, Any], list[Failure], float]:
+    """Rank 1 dies in a step; what the others heard while they computed, and what they find at its end."""
+    heard: list[Failure] = []
+    told = threading.Event()
+    with control(way) as own:
+        own.begin(lambda failure: (heard.append(failure), told.set()))
+        own.exchange("start", {})
+        if dist.get_rank() == 1:
+            Path(note).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        told.wait(5)
+        dead = dead_among(own.exchange("end", {}))
+        assert dead is not None
+        own.end()
+        own.begin(heard.append)
+        again = own.exchange("start", {})[1]
+        return again, [dead, *heard], time.monotonic() - float(Path(note).read_text())
+
+
+def test_a_death_is_noticed(way: str, tmp_path: Path) -> None:
+    with ranks(3) as group:
+        group.start(die, way, str(tmp_path / "note"))
+        for again, failures, seconds in group.results([0, 2]):
+            assert again == {DEAD: "its process died"} and seconds < 2
+            assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", dead=True)}
