@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +137,18 @@ class LocalRanks:
             executors = list(self._current)
         for executor in executors:
             executor.fail()
+
+    def interrupt(self) -> None:
+        """The same, from a signal handler: without the lock, which the thread that it interrupted may hold."""
+        for executor in tuple(self._current):
+            executor.fail()
+
+    def leave(self) -> None:
+        """No step comes any more: end the connections, so that who waits for this process is told."""
+        self._executors.clear()
+        self._programs.clear()
+        self.transport.close()
+        gc.collect()  # an executor that is part of a cycle would keep its connections
 
     def close(self) -> None:
         """End the threads, and what the transport holds."""

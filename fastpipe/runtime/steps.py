@@ -13,6 +13,7 @@ from fastpipe.program import Program
 from fastpipe.runtime.control import DEAD, Control, Reply, dead_among
 from fastpipe.runtime.failure import Failure, LostError, cause_text
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, stage_works, take_inputs
+from fastpipe.runtime.interrupt import Interrupts
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.random_numbers import RandomNumbers
@@ -85,9 +86,14 @@ class Steps:
         self.known: dict[tuple[Any, ...], int] = {}
         self.elsewhere: Failure | None = None
         self.broken: Failure | None = None
+        self._interrupts = Interrupts(ranks.interrupt)
 
     def run(self, request: Request, trace: bool) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
+        with self._interrupts.deferred():
+            return self._run(request, trace)
+
+    def _run(self, request: Request, trace: bool) -> StepResult:
         if self.broken is not None:
             raise self.broken.error()
         self.elsewhere = None
@@ -98,6 +104,8 @@ class Steps:
             signature = (request.training, *(reply["signature"] for reply in replies))
             with torch.set_grad_enabled(request.training):
                 outcome = self._execute(program, inputs, replies, request, signature)
+            if self._interrupts.pending and outcome.failure is None:
+                outcome.failure = Failure(next(iter(self.ranks.stages)), "KeyboardInterrupt")
             replies = self._finish(outcome, request, trace)
         except LostError as lost:
             self._give_up(lost.failure, lost.__cause__)
@@ -107,7 +115,7 @@ class Steps:
         if any(reply.get("no_loss") for reply in replies):
             # found out at the first step: there is nothing to differentiate, so from now on steps are forward only
             self.forward_only = True
-            return self.run(_replayed(request, inputs), trace)
+            return self._run(_replayed(request, inputs), trace)
         self._raise_failure(outcome, replies)
         self._remember(signature)
         self.random.done(request.training)
@@ -128,6 +136,8 @@ class Steps:
         """A process is dead or silent: this pipeline is over."""
         self.broken = failure
         self._release()
+        # another may have begun the step that this one never will, and wait for it
+        self.ranks.leave()
         raise failure.error() from cause
 
     def _release(self) -> None:

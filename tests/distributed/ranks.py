@@ -174,10 +174,13 @@ def _serve(rank: int, size: int, port: int, host: str, log: str, pipe: Connectio
     master = host == "first" and rank == 0
     store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    while (job := pipe.recv()) is not None:
+    left = False
+    while not left and (job := pipe.recv()) is not None:
         function, args, kwargs = job
         try:
             answer = True, function(*args, **kwargs)
+        except SystemExit as exit:
+            answer, left = (True, exit.code), True
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)

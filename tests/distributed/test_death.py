@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastpipe import Pipeline
+from fastpipe import Pipeline, StepError
+from fastpipe.runtime.failure import Failure, LostError
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import ranks
 from tests.runtime.checks import rows_for, train_and_compare
@@ -79,11 +80,13 @@ def report(pipe: Pipeline, error: Exception, seconds: float) -> dict[str, Any]:
 
 def check(answers: list[dict[str, Any]], victim: int, within: float) -> None:
     """Every survivor named the victim in time, and the next step says what to do."""
+    # seconds of a machine that does nothing else; where others compute, too, ranks wait for their turn
+    slower = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     for answer in answers:
         assert answer["text"].startswith("StepError") and answer["rank"] == victim, answer
-        assert answer["seconds"] < within, answer
+        assert answer["seconds"] < within * slower, answer
         assert "build it again" in answer["text"] and "build it again" in answer["again"], answer
-        assert answer["again_seconds"] < 0.5, answer
+        assert answer["again_seconds"] < 0.5 * slower, answer
 
 
 def others(victim: int) -> list[int]:
@@ -114,6 +117,35 @@ def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
     with ranks(SIZE, host="first") as group:
         group.start(train_until, 0, COUNT + 3, int(signal.SIGKILL), str(tmp_path / "note"), executor, "1f1b", 60.0, 3)
         check(group.results(others(0)), 0, WITHIN)
+
+
+def lose_the_store(executor: str) -> str:
+    """Runs on every rank: the store is lost when all but rank 1 have begun the step."""
+    case = CASES["plain"]
+    pipe = Pipeline(
+        case.layers(SIZE), "1f1b", COUNT, case.loss_fn, executor=executor, transport="process_group", timeout=25
+    )
+    first, second = case.batches(2, rows_for(COUNT))
+    pipe.step(*first.args, target=first.target)
+    exchange = pipe._control.exchange
+
+    def lost(phase: str, message: Any) -> Any:
+        replies = exchange(phase, message) if phase == "start" else []
+        if phase == "start" and pipe.rank != 1:
+            return replies
+        raise LostError(Failure(0, "its process died", dead=True))
+
+    pipe._control.exchange = lost  # type: ignore[method-assign]
+    with pytest.raises(StepError) as caught:
+        pipe.step(*second.args, target=second.target)
+    return str(caught.value)
+
+
+def test_who_never_begins_keeps_nobody_waiting(executor: str) -> None:
+    """It ends its connections, since those who have begun the step wait for its messages."""
+    with ranks(SIZE) as group:
+        for text in group.run(lose_the_store, executor, timeout=10):
+            assert "the step failed on rank 0: its process died; the pipeline cannot go on" in text
 
 
 @pytest.mark.parametrize(

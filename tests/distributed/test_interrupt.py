@@ -1,0 +1,95 @@
+"""Ctrl-C in the midst of a step: on one rank, on all of them at any time; nothing hangs and nothing is left behind."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from fastpipe import Pipeline, StepError
+from tests.conftest import skip_without_native
+from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.test_death import COUNT, SIZE, Stopping
+from tests.distributed.test_shared_memory import names
+from tests.runtime.checks import rows_for
+from tests.runtime.models import CASES
+
+WAYS = [("native", "shared_memory"), ("python", "shared_memory"), ("native", "process_group")]
+
+
+@pytest.fixture(params=WAYS, ids="-".join)
+def way(request: pytest.FixtureRequest) -> dict[str, str]:
+    """An executor and a transport."""
+    skip_without_native()
+    return dict(zip(("executor", "transport"), request.param, strict=True))
+
+
+def interrupted_itself(victims: list[int], note: str, way: dict[str, str]) -> dict[str, Any]:
+    """Runs on every rank: some get a SIGINT in the forward of one microbatch; then a step that must work."""
+    case = CASES["plain"]
+    at_call = COUNT + 3 if dist.get_rank() in victims else -1
+    stages = [Stopping(at_call, signal.SIGINT, f"{note}{dist.get_rank()}") for _ in range(SIZE)]
+    pipe = Pipeline(stages, "1f1b", COUNT, case.loss_fn, timeout=20, **way)
+    first, second, third = case.batches(3, rows_for(COUNT))
+    pipe.step(*first.args, target=first.target)
+    try:
+        pipe.step(*second.args, target=second.target)
+    except BaseException as error:
+        found = {"type": type(error).__name__, "text": str(error)}
+    else:
+        found = {"type": "nothing"}
+    for stage in stages:
+        stage.at_call = -1  # a rank that was drained before has its turn still to come
+    again = pipe.step(*third.args, target=third.target)
+    return found | {"again": float(again.loss)}
+
+
+@pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3]], ids=["one", "all"])
+def test_in_a_forward(
+    victims: list[int], way: dict[str, str], tmp_path: Path, group_of: Callable[[int], Ranks]
+) -> None:
+    """The step is drained and told to the others, and the next one works."""
+    answers = group_of(SIZE).run(interrupted_itself, victims, str(tmp_path / "note"), way)
+    interrupted = [rank for rank, answer in enumerate(answers) if answer["type"] == "KeyboardInterrupt"]
+    assert interrupted and set(interrupted) <= set(victims)
+    for answer in answers:
+        if answer["type"] != "KeyboardInterrupt":
+            assert answer["type"] == "StepError"
+            assert answer["text"] == f"the step failed on rank {interrupted[0]}: KeyboardInterrupt"
+    assert len({answer["again"] for answer in answers}) == 1
+
+
+def train_until_interrupted(way: dict[str, str], note: str) -> NoReturn:
+    """Runs on every rank, whose process then ends; one that hears of the others first waits for its own."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2 * SIZE), "1f1b", COUNT, case.loss_fn, timeout=60, **way)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    try:
+        Path(f"{note}{pipe.rank}").touch()
+        try:
+            while True:
+                pipe.step(*batch.args, target=batch.target)
+        except StepError:
+            time.sleep(20)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    sys.exit("not interrupted")
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.1])
+def test_on_all_ranks_at_any_time(way: dict[str, str], delay: float, tmp_path: Path) -> None:
+    """As torchrun sends it."""
+    before = names()
+    with ranks(SIZE) as group:
+        group.start(train_until_interrupted, way, str(tmp_path / "ready"))
+        while len(list(tmp_path.glob("ready*"))) < SIZE:
+            time.sleep(0.01)
+        time.sleep(delay)
+        for rank in range(SIZE):
+            group.signal(rank, signal.SIGINT)
+        assert group.results(timeout=10) == ["interrupted"] * SIZE
+    assert names() <= before

@@ -1,0 +1,98 @@
+"""Ctrl-C in a process whose ranks are threads: the step ends first, everywhere, and the next one works."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from fastpipe import Pipeline
+from fastpipe.runtime.interrupt import Interrupts
+from fastpipe.runtime.stage import Chain
+from tests.runtime.checks import reference_of, rows_for
+from tests.runtime.models import CASES, Block
+
+COUNT = 6
+
+
+class Interrupting(torch.nn.Module):
+    """Sends its process a SIGINT at some of its calls, so many at once."""
+
+    def __init__(self, at_call: int, times: int = 1) -> None:
+        super().__init__()
+        self.block = Block()
+        self.at_call = at_call
+        self.times = times
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 == self.at_call:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+        return self.block(x)
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["announced", "known"])
+def test_the_step_is_drained_and_the_next_one_works(step: int, executor: str) -> None:
+    case = CASES["plain"]
+    layers = case.layers(4)
+    interrupting = Interrupting(step * COUNT + 2)
+    interrupting.block = layers[1]
+    layers[1] = interrupting
+    unsplit = Chain(dict(enumerate(case.layers(4))))
+    pipe = Pipeline(layers, "1f1b", COUNT, case.loss_fn, num_ranks=4, executor=executor)
+    batches = case.batches(3, rows_for(COUNT))
+    for batch in batches[:step]:
+        pipe.step(*batch.args, target=batch.target)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pipe.step(*batches[step].args, target=batches[step].target)
+    assert "KeyboardInterrupt" in str(caught.value.__context__)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for layer in layers:
+        layer.zero_grad()
+    result = pipe.step(*batches[2].args, target=batches[2].target)
+    reference = reference_of(unsplit, batches[2], pipe, case)
+    assert result.loss is not None and result.loss.equal(reference.loss)
+    for mine, theirs in zip(pipe.parameters(), unsplit.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and mine.grad.equal(theirs.grad)
+
+
+def test_a_second_one_does_not_wait() -> None:
+    interrupts = Interrupts(lambda: None)
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append(2)
+    assert reached == [1]
+
+
+def test_it_stands_before_what_the_step_raised() -> None:
+    interrupts = Interrupts(lambda: None)
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts.deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("the disk is gone")
+    assert isinstance(caught.value.__context__, OSError)
+
+
+def test_handlers_of_the_users_own_and_other_threads_are_left_alone() -> None:
+    interrupts = Interrupts(lambda: pytest.fail("not ours"))
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with interrupts.deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIGINT] and not interrupts.pending
+
+    def elsewhere() -> None:
+        with interrupts.deferred():
+            assert signal.getsignal(signal.SIGINT) is before
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
