@@ -24,6 +24,7 @@ from fastpipe.validate_program import validate_program
 if TYPE_CHECKING:
     from fastpipe.runtime.check_parity import check_parity
     from fastpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from fastpipe.runtime.layer_costs import layer_costs
     from fastpipe.runtime.native import native_status
     from fastpipe.runtime.pipeline import Pipeline, StepResult
 
@@ -32,6 +33,7 @@ _LAZY = {
     "StepResult": "fastpipe.runtime.pipeline",
     "check_parity": "fastpipe.runtime.check_parity",
     "save_checkpoint": "fastpipe.runtime.checkpoint",
+    "layer_costs": "fastpipe.runtime.layer_costs",
     "load_checkpoint": "fastpipe.runtime.checkpoint",
     "native_status": "fastpipe.runtime.native",
 }
@@ -62,6 +64,7 @@ __all__ = [
     "__version__",
     "check_parity",
     "compare",
+    "layer_costs",
     "list_schedules",
     "load_checkpoint",
     "lower",

@@ -27,6 +27,7 @@ def describe(
     stages: Sequence[Stage],
     seed: int | None,
     ties: Sequence[Tie],
+    cut: str,
 ) -> str:
     """The schedule, what is local, how it is run, and what to know about it."""
     options = ", ".join(f"{name}={value}" for name, value in schedule.options.items())
@@ -35,6 +36,7 @@ def describe(
     lines = [
         f"schedule    {name}, {schedule.num_microbatches} microbatches",
         f"ranks       {schedule.num_ranks}, {schedule.num_stages} stages, placement {schedule.placement.name}",
+        *([f"partition   {cut}"] if cut else []),
         f"stages here {held}",
         f"executor    {executor}; {native_status()}",
         f"transport   {transport.describe()}",

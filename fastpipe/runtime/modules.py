@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from fastpipe.partition import partition as partition_layers
+from fastpipe.runtime.layer_costs import layer_costs
 from fastpipe.runtime.stage import Chain
 from fastpipe.runtime.tied import Tie, make_ties, split_name, tied_names
 from fastpipe.runtime.wrappers import unwrapped
@@ -93,16 +95,40 @@ def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"stages[{index}] is a {type(layer).__name__}: the layers are nn.Modules")
-    if partition == "layers":
+    if partition in ("layers", "parameters"):
         if len(layers) < num_stages:
             raise ValueError(
                 f"stages has {len(layers)} layers and the schedule has {num_stages} stages: give at least one layer a "
                 "stage, or use fewer ranks or stages_per_rank"
             )
-        return partition_layers(len(layers), num_stages)
+        return partition_layers(len(layers) if partition == "layers" else layer_costs(layers, by=partition), num_stages)
+    if isinstance(partition, str) and re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", partition):
+        partition = [int(count) for count in partition.split(",")]
     if isinstance(partition, str) or not isinstance(partition, Sequence):
-        raise ValueError(f"partition = {partition!r}: use 'layers', or the number of layers of every stage")
+        raise ValueError(
+            f"partition = {partition!r}: use 'layers', 'parameters', or the number of layers of every stage, as a list "
+            "or as text like '3,2,2,1'"
+        )
     return _explicit(list(partition), len(layers), num_stages)
+
+
+def cut_text(stages: Stages, num_stages: int, partition: Any) -> str:
+    """Where a list of layers is cut, and how far the largest stage is from the mean; empty for other forms."""
+    if isinstance(stages, Mapping) or not isinstance(stages, Sequence | nn.Sequential | nn.ModuleList):
+        return ""
+    layers = list(stages)
+    ranges = layer_ranges(layers, num_stages, partition)
+    listed = " | ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in ranges)
+    return f"layers {listed}; {_imbalance(layer_costs(layers, by='parameters'), ranges)}"
+
+
+def _imbalance(costs: Sequence[float], ranges: Sequence[range]) -> str:
+    sums = [sum(costs[layer] for layer in part) for part in ranges]
+    if not sum(sums):
+        return "no parameters"
+    largest = max(sums)
+    excess = largest * len(sums) / sum(sums) - 1
+    return f"stage {sums.index(largest)} has most parameters, {excess:.1%} above the mean"
 
 
 def _explicit(counts: list[Any], num_layers: int, num_stages: int) -> list[range]:

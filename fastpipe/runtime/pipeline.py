@@ -30,6 +30,7 @@ from fastpipe.runtime.modules import (
     Stages,
     build_modules,
     check_device,
+    cut_text,
     find_device,
     find_ties,
 )
@@ -69,7 +70,9 @@ class Pipeline(HeldModel):
             there is one process: its ranks are then threads.
         stages_per_rank: how many stages a rank holds, for schedules with that option.
         schedule_options: other options of the schedule.
-        partition: ``"layers"`` (as many layers a stage as possible alike), or the number of layers of every stage.
+        partition: ``"layers"`` (as many layers a stage as possible alike), ``"parameters"`` (the largest stage as small
+            as possible), the number of layers of every stage (``[3, 2, 2, 1]`` or ``"3,2,2,1"``), or the ranges that
+            `fastpipe.partition` returns.
         loss_reduction: ``"mean"`` weighs a microbatch by its rows, ``"sum"`` does not; a function gives the weight of
             a target (its tokens, say).
         split: how arguments are cut into microbatches, by name, position or ``"target"``: a dimension (0 unless
@@ -193,6 +196,7 @@ class Pipeline(HeldModel):
         apart = [list(tie.names) for tie in self._ties if not {*tie.stages} <= self.stage_modules.keys()]
         plan = f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
         plan += f", tied {apart}" if apart else ""
+        plan += f", {self._cut.partition(';')[0]}" if self._cut else ""
         parallel = any(stage.parallel is not None for stage in self._stages)
         return {"plan": plan, "seed": self._seed, "parallel": parallel}
 
@@ -219,6 +223,7 @@ class Pipeline(HeldModel):
         alone = self._member.size == 1
         ranks = list(range(self.num_ranks)) if alone else [self._member.rank]
         local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
+        self._cut = cut_text(stages, placement.num_stages, partition)
         self.stage_modules = own_modules(build_modules(stages, placement.num_stages, local, partition))
         check_device(self.stage_modules, self.device)
         self._ties = find_ties(stages, self.stage_modules, placement.num_stages, partition, tied)
@@ -395,7 +400,9 @@ class Pipeline(HeldModel):
         ranks = {rank: list(stages) for rank, stages in self._stages_by_rank.items()}
         name = self._executor.__name__
         with self._steps.replicas.in_place():
-            return describe(self.schedule, program, ranks, name, self.transport, self._stages, self._seed, self._ties)
+            return describe(
+                self.schedule, program, ranks, name, self.transport, self._stages, self._seed, self._ties, self._cut
+            )
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

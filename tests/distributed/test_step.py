@@ -148,6 +148,7 @@ def build_badly() -> dict[str, Any]:
     found = {
         "one rank": caught(lambda: pipeline(partition=[5] if rank == 1 else "layers")),
         "different": caught(lambda: pipeline(num_microbatches=4 + rank)),
+        "partitions": caught(lambda: pipeline(partition="5,3" if rank else "layers")),
         "schedules": caught(lambda: pipeline(schedule="gpipe" if rank else "1f1b")),
         "loopback": caught(lambda: pipeline(transport="loopback")),
         "too many ranks": caught(lambda: pipeline(num_ranks=3)),
@@ -161,7 +162,7 @@ def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:
     assert all(answer[3] < 2 for answers in (zero, one) for answer in answers.values())
     assert one["one rank"][0] == "ValueError" and "partition = [5]" in one["one rank"][1]
     assert zero["one rank"][0] == "StepError" and zero["one rank"][2] == 1
-    for name in ("different", "schedules"):
+    for name in ("different", "partitions", "schedules"):
         assert zero[name][0] == one[name][0] == "ValueError" and "do not build the same pipeline" in zero[name][1]
     assert "there are several processes" in zero["loopback"][1]
     assert "num_ranks = 3: the group has 2 processes" in zero["too many ranks"][1]

@@ -1,0 +1,143 @@
+"""What every layer of a model costs: counted, or measured on an example, for a partition into stages that are alike."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastpipe.runtime.stage import accepted_names, chosen
+
+_REPEATS = 5
+
+
+def layer_costs(
+    layers: Sequence[nn.Module] | nn.Sequential | nn.ModuleList, *args: Any, by: str = "flops", **kwargs: Any
+) -> list[float]:
+    """The cost of every layer, for `fastpipe.partition`.
+
+    ``Pipeline(layers, ..., partition=fastpipe.partition(costs, num_stages))`` then cuts the model so that the most
+    expensive stage is as cheap as can be. Parameters, their gradients, buffers and random generators are left alone.
+
+    Args:
+        layers: the model's layers, in order.
+        args: one microbatch, as the first layer takes it; not needed for ``"parameters"``.
+        by: ``"parameters"``: their number. ``"flops"``: operations of forward and backward, as torch's own counter has
+            them: matrix products, convolutions and attention; the rest is free. ``"seconds"``: forward and backward,
+            the median of five runs on this machine. Every process measures others, and all have to cut alike: measure
+            on one, and tell the rest. ``"activation_bytes"``: what forward keeps for backward, without parameters.
+        kwargs: keyword arguments, given to every layer whose forward names them.
+
+    Returns:
+        One number a layer.
+
+    Raises:
+        ValueError: for another ``by``, no layers, or no example where one is needed.
+    """
+    measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes}
+    listed = list(layers)
+    if not listed:
+        raise ValueError("layers is empty: give the list of the model's layers")
+    if by == "parameters":
+        return [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in listed]
+    if by not in measures:
+        raise ValueError(f"by = {by!r}: use 'parameters', {', '.join(map(repr, measures))}")
+    if not args:
+        raise ValueError(f"by = {by!r}: give one microbatch, as the first layer takes it")
+    costs = []
+    value: Any = args
+    with torch.random.fork_rng(devices=_cuda_devices(listed)), torch.enable_grad():
+        for layer in listed:
+            inputs = _leaves_of_a_graph(value if isinstance(value, tuple) else (value,))
+            named = chosen(kwargs, accepted_names(layer))
+            with _left_alone(layer):
+                costs.append(float(measures[by](layer, inputs, named)))
+                value = layer(*inputs, **named)
+    return costs
+
+
+def _flops(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
+    with FlopCounterMode(display=False) as counter:
+        _forward_and_backward(layer, inputs, named)
+    return float(counter.get_total_flops())
+
+
+def _seconds(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
+    _forward_and_backward(layer, inputs, named)
+    times = []
+    for _ in range(_REPEATS):
+        start = _now(layer)
+        _forward_and_backward(layer, inputs, named)
+        times.append(_now(layer) - start)
+    return statistics.median(times)
+
+
+def _now(layer: nn.Module) -> float:
+    if _cuda_devices([layer]):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _activation_bytes(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
+    found: dict[int, int] = {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        # alive until all is counted, or two could be counted at one address
+        outputs = layer(*inputs, **named)
+        total = sum(found.values())
+    del outputs
+    return total
+
+
+def _forward_and_backward(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    outputs = [t for t in _tensors(layer(*inputs, **named)) if t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves_of_a_graph(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs as a stage gets them: cut off what came before, with the wish for a gradient as it was."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tuple(pytree.tree_map(cut, value) for value in values)
+
+
+def _cuda_devices(layers: Sequence[nn.Module]) -> list[torch.device]:
+    return list({p.device for layer in layers for p in layer.parameters() if p.device.type == "cuda"})
+
+
+@contextlib.contextmanager
+def _left_alone(layer: nn.Module) -> Iterator[None]:
+    """Buffers and gradients come back."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
+    grads = [(parameter, parameter.grad) for parameter in layer.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, grad in grads:
+            parameter.grad = grad
