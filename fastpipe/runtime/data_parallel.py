@@ -64,12 +64,12 @@ class DataParallel(ABC):
         """
 
     @abstractmethod
-    def finish(self, failed: bool, timeout: float) -> None:
+    def finish(self, failed: bool, deadline: float) -> None:
         """The step is over: wait for what was started, and let the wrapper have its hooks back.
 
         Args:
             failed: it failed on this rank.
-            timeout: seconds to wait for the other replicas.
+            deadline: until when to wait for the other replicas, on the monotonic clock.
 
         Raises:
             ReplicaError: when it failed in another replica, and not here.

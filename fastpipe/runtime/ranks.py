@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -173,8 +174,9 @@ class LocalRanks:
         for stage, parallel in replicated:
             parallel.begin(stage.work.reduces and torch.is_grad_enabled())
         spans = self._run_program(executor, signature, announce)
+        deadline = time.monotonic() + self.timeout
         for stage, parallel in replicated:
-            self._await_replicas(executor.rank, stage.index, parallel, failed=spans is None)
+            self._await_replicas(executor.rank, stage.index, parallel, spans is None, deadline)
 
     def _run_program(self, executor: Executor, signature: int, announce: bool) -> tuple[Seconds, Seconds] | None:
         """None when the step failed, here or elsewhere."""
@@ -190,10 +192,10 @@ class LocalRanks:
             self._outcome.spans[executor.rank] = spans
         return spans
 
-    def _await_replicas(self, rank: int, stage: int, parallel: DataParallel, *, failed: bool) -> None:
+    def _await_replicas(self, rank: int, stage: int, parallel: DataParallel, failed: bool, deadline: float) -> None:
         """What was started in the step for a stage's replicas ends; if it cannot, this pipeline cannot go on."""
         try:
-            parallel.finish(failed, self.timeout)
+            parallel.finish(failed, deadline)
         except Exception as error:
             action = f"{stage}{Op.REDUCE_GRAD.name}"
             failure = Failure(rank, cause_text(error), stage, action, dead=not isinstance(error, ReplicaError))

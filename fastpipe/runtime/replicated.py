@@ -70,15 +70,14 @@ class Replicated(DataParallel):
             if flags["require_backward_grad_sync"]:
                 self._under_way.append(_Average(wrapper, failed))
 
-    def finish(self, failed: bool, timeout: float) -> None:
+    def finish(self, failed: bool, deadline: float) -> None:
         """Await the averages, and put them into ``.grad``."""
-        deadline = time.monotonic() + timeout
         under_way, self._under_way = self._under_way, []
         try:
             num_failed = [average.finish(deadline) for average in under_way]
         except TimeoutError as error:
             raise SilentReplicaError(
-                f"the gradients of stage {self.stage} were not reduced within {timeout:g} s: another of its "
+                f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
                 f"{self.num_replicas} replicas did not come"
             ) from error
         finally:

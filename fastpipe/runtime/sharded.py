@@ -123,7 +123,7 @@ class Sharded(DataParallel):
                 _complete(group)
             group.post_backward()
 
-    def finish(self, failed: bool, timeout: float) -> None:
+    def finish(self, failed: bool, deadline: float) -> None:
         """Wait for the shards' gradients, and leave the parameters sharded as between any two steps."""
         begun, self._begun = self._begun, False
         for context, _ in self._last:

@@ -1,0 +1,139 @@
+"""A step that fails in one replica: nobody waits for it, all are told, and the next step is right in both."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import Pipeline, StepError
+from tests.distributed.meshes import LAYERS, Block, Reference, batch, build, layers, mesh, wrong_gradients
+from tests.distributed.ranks import Ranks, ranks
+
+GroupOf = Callable[[int], Ranks]
+FAULTS = {
+    "first forward": (0, "forward", 0),
+    "last stage": (LAYERS - 1, "forward", 2),
+    "last forward": (5, "forward", 4),
+    "a backward": (3, "backward", 1),
+    "last backward": (0, "backward", 4),
+}
+"""The layer that fails, where, and at which call."""
+
+
+class Trap(Block):
+    """Fails on purpose when it is set."""
+
+    where, calls = "", 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._count("forward")
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(lambda grad: self._count("backward"))
+        return output
+
+    def _count(self, where: str) -> None:
+        self.calls -= where == self.where
+        if where == self.where and self.calls < 0:
+            raise OSError("on purpose")
+
+
+def traps() -> list[nn.Module]:
+    made = layers()
+    for block in made:
+        block.__class__ = Trap
+    return made
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fail_and_go_on(wrap: str, executor: str) -> dict[str, tuple[str, str]]:
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    whole: list[Any] = []
+
+    def made() -> list[nn.Module]:
+        whole.extend(traps())
+        return whole
+
+    pipe = build(wrap, "zbv", executor, over, made=made)
+    found = {}
+    for name, (layer, where, calls) in FAULTS.items():
+        if replica == 0:
+            whole[layer].where, whole[layer].calls = where, calls
+        found[name] = outcome(lambda: pipe.step(batch(0, replica)[0], target=batch(0, replica)[1]))
+        whole[layer].where = ""
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        reference = Reference(pipe)
+        pipe.step(batch(1, replica)[0], target=batch(1, replica)[1])
+        reference.step(1)
+        assert not (wrong := wrong_gradients(pipe, reference)), (name, wrong)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, executor: str, group_of: GroupOf) -> None:
+    answers = group_of(4).run(fail_and_go_on, wrap, executor, timeout=60)
+    for name in FAULTS:
+        kinds = [kind for kind, _ in (answer[name] for answer in answers)]
+        assert sorted(kinds) == ["OSError", "StepError", "StepError", "StepError"], (name, answers)
+        assert "OSError" in kinds[:2]
+        assert all("on purpose" in answer[name][1] for answer in answers[:2])
+        assert all("replica" in answer[name][1] for answer in answers[2:]), [a[name] for a in answers[2:]]
+
+
+def only_one_steps(executor: str) -> tuple[str, str, float]:
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe = build("ddp", "zbv", executor, over, timeout=0.5)
+    if replica == 1:
+        return "", "", 0.0
+    start = time.perf_counter()
+    kind, text = outcome(lambda: pipe.step(batch(0, 0)[0], target=batch(0, 0)[1]))
+    again = outcome(lambda: pipe.step(batch(0, 0)[0], target=batch(0, 0)[1]))
+    return kind, text + again[1], time.perf_counter() - start
+
+
+def test_a_replica_that_does_not_come_is_named_in_time() -> None:
+    with ranks(2) as group:
+        kind, text, seconds = group.run(only_one_steps, "auto")[0]
+    assert kind == "StepError" and seconds < 10
+    assert "stage 0 were not reduced within the Pipeline's timeout: another of its 2 replicas did not come" in text
+    assert text.count("build it again") == 2
+
+
+def test_the_error_is_a_step_error_with_its_place(executor: str, group_of: GroupOf) -> None:
+    answers = group_of(4).run(place_of_failure, executor)
+    assert [place for place in answers[2:] if place[0] is not None] and all(rank in (0, 1) for rank, _ in answers[2:])
+    assert all(action.endswith("REDUCE_GRAD") for _, action in answers[2:])
+
+
+def place_of_failure(executor: str) -> tuple[int | None, str]:
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe: Pipeline = build("ddp", "1f1b", executor, over)
+    if replica == 0:
+        pipe.stage_modules[pipe.rank].register_forward_pre_hook(_raise)
+    try:
+        pipe.step(batch(0, replica)[0], target=batch(0, replica)[1])
+    except StepError as error:
+        return error.rank, error.action or ""
+    except OSError:
+        return None, ""
+    raise AssertionError("the step should have failed")
+
+
+def _raise(module: nn.Module, args: Any) -> None:
+    raise OSError("on purpose")

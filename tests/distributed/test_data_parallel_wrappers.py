@@ -1,0 +1,294 @@
+"""What wrappers may be set to, and schedules that say where replicas meet; two replicas of one process each."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.nn.parallel import DistributedDataParallel
+
+from fastpipe import Pipeline, Placement, Schedule
+from fastpipe.runtime.data_parallel import DataParallel
+from fastpipe.runtime.replicated import Replicated
+from fastpipe.runtime.sharded import Sharded
+from tests.distributed.meshes import WIDTH, Block, Reference, batch, build, mesh, shard, squared, wrong_gradients
+from tests.distributed.ranks import Ranks
+from tests.runtime.checks import same_bits
+
+GroupOf = Callable[[int], Ranks]
+SPLIT = "0F0 1F0 0F1 1F1 1I0 0I0 1I1 0I1 1W0 1W1 0W0 0W1"
+WHOLE = "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"
+TORCH = "0UNSHARD 1UNSHARD 0F0 0F1 0RESHARD 1F0 1F1 0UNSHARD 1I0 0I0 1I1 1RESHARD 0I1 1W0 1W1 1REDUCE_GRAD 0W0 0W1"
+"""As torch writes them: the last stage's reduction while the first still works, and none for the first."""
+
+
+def by_hand(order: str) -> Schedule:
+    return Schedule.from_actions("mine", Placement.custom([0, 0]), 2, [order.split()])
+
+
+def step(pipe: Pipeline, number: int, replica: int) -> None:
+    pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
+
+
+class Choosy(Block):
+    """Some parameters are used by one replica alone, or by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.for_one = nn.Linear(WIDTH, WIDTH)
+        self.for_none = nn.Linear(WIDTH, WIDTH)
+        self.uses_it = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.for_one(x) if self.uses_it else x)
+
+
+def choosy_layers(replica: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    made = [Choosy() for _ in range(4)]
+    made[1].uses_it = made[2].uses_it = replica == 1
+    return list(made)
+
+
+class HookedReference(Reference):
+    """With a parameter that only the second replica's model uses."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        super().__init__(pipe)
+        self.models = [nn.Sequential(*choosy_layers(replica)) for replica in range(2)]
+
+
+def options(executor: str) -> None:
+    """Flags of DDP that concern its own backward change nothing; a parameter without a gradient takes no part."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    for flags in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+
+        def wrap(module: nn.Module, over: DeviceMesh, flags: dict[str, Any] = flags) -> nn.Module:
+            return DistributedDataParallel(module, process_group=over.get_group(), **flags)
+
+        pipe = build(wrap, by_hand(SPLIT), executor, over, made=lambda: choosy_layers(replica), num_microbatches=None)
+        reference = HookedReference(pipe)
+        for number in range(2):
+            step(pipe, number, replica)
+            reference.step(number)
+            assert not (wrong := wrong_gradients(pipe, reference)), (flags, wrong)
+        grads = {name: p.grad for name, p in pipe.named_parameters()}
+        assert grads["1.for_one.weight"] is not None and grads["1.for_none.weight"] is None
+        assert grads["0.for_one.weight"] is None
+
+
+def test_options_of_ddp_and_parameters_without_gradients(executor: str, group_of: GroupOf) -> None:
+    group_of(2).run(options, executor)
+
+
+def hooks(executor: str) -> list[int]:
+    """A communication hook gets undivided gradients, bucket by bucket, once a step."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    seen: list[int] = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer(), group=over["dp"].get_group(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0].div_(2))
+
+    def wrap(module: nn.Module, over: DeviceMesh) -> nn.Module:
+        wrapped = DistributedDataParallel(
+            module, process_group=over.get_group(), bucket_cap_mb=0.0001, find_unused_parameters=True
+        )
+        wrapped.register_comm_hook(None, hook)
+        return wrapped
+
+    pipe = build(wrap, by_hand(SPLIT), executor, over, num_microbatches=None)
+    reference = Reference(pipe)
+    step(pipe, 0, replica)
+    reference.step(0)
+    assert not wrong_gradients(pipe, reference)
+    return seen
+
+
+def test_communication_hooks_are_kept(executor: str, group_of: GroupOf) -> None:
+    for seen in group_of(2).run(hooks, executor):
+        assert len(seen) > 4 and max(seen) > 1 and seen.count(0) == 2
+
+
+def normed() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [module for _ in range(2) for module in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
+
+
+def buffers(executor: str) -> None:
+    """BatchNorm's statistics are the first replica's from the beginning of every step on, as with DDP alone."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe = build("ddp", by_hand(WHOLE), executor, over, made=normed, num_microbatches=None)
+    starts: list[list[torch.Tensor]] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        starts.append([b.clone() for b in module.buffers()])
+
+    pipe.stage_modules[0].module.register_forward_pre_hook(note)
+    for number in range(2):
+        step(pipe, number, replica)
+    own = starts[2]
+    first = [b.clone() for b in own]
+    for buffer in first:
+        dist.broadcast(buffer, 0)
+    assert all(map(same_bits, own, first))
+    ends = torch.stack([b.float().sum() for b in pipe.stage_modules[0].buffers()])
+    other = ends.clone()
+    dist.broadcast(other, 0)
+    assert same_bits(ends, other) == (replica == 0)
+
+
+def test_buffers_come_from_the_first_replica(executor: str, group_of: GroupOf) -> None:
+    group_of(2).run(buffers, executor)
+
+
+@contextmanager
+def recorded(kind: type[DataParallel]) -> Iterator[list[str]]:
+    """The calls that an executor makes, by stage."""
+    calls: list[str] = []
+    kept = {name: getattr(kind, name) for name in ("unshard", "reshard", "reduce_grad")}
+
+    def noting(name: str) -> Callable[..., None]:
+        def call(self: Any, *args: Any) -> None:
+            calls.append(f"{self.stage}{name.upper()}")
+            kept[name](self, *args)
+
+        return call
+
+    for name in kept:
+        setattr(kind, name, noting(name))
+    try:
+        yield calls
+    finally:
+        for name, method in kept.items():
+            setattr(kind, name, method)
+
+
+def torch_schedule(wrap: str, executor: str) -> tuple[list[str], int]:
+    """A CSV with torch's own UNSHARD, RESHARD and REDUCE_GRAD: the calls, and how often parameters are gathered."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    schedule = Schedule.from_csv(by_hand(TORCH).to_csv())
+    pipe = build(wrap, schedule, executor, over, num_microbatches=None)
+    reference = Reference(pipe)
+    gathered: list[int] = []
+    gather = _fsdp_param_group.foreach_all_gather
+    _fsdp_param_group.foreach_all_gather = lambda *args: (gathered.append(1), gather(*args))[1]
+    try:
+        with recorded(Sharded if wrap == "fsdp" else Replicated) as calls:
+            step(pipe, 0, replica)
+    finally:
+        _fsdp_param_group.foreach_all_gather = gather
+    reference.step(0)
+    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+    return calls, len(gathered)
+
+
+@pytest.mark.parametrize(("wrap", "gathered"), [("ddp", 0), ("fsdp", 12)])
+def test_both_executors_do_what_a_torch_schedule_says(
+    wrap: str, gathered: int, executor: str, group_of: GroupOf
+) -> None:
+    """Two stages of four blocks: gathered once each, and the first again after it was let go."""
+    expected = [action for action in TORCH.split() if action[1] not in "FIW"] + ["0REDUCE_GRAD"]
+    for calls, count in group_of(2).run(torch_schedule, wrap, executor):
+        assert calls == expected and count == gathered
+
+
+def shard_in_bf16(module: nn.Module, over: DeviceMesh) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    for block in module.children():
+        fully_shard(block, mesh=over, mp_policy=policy)
+    return fully_shard(module, mesh=over, mp_policy=policy)
+
+
+def in_bf16(order: str, executor: str, folds: bool) -> list[torch.Tensor]:
+    over = mesh()
+    pipe = build(shard_in_bf16, by_hand(order), executor, over, num_microbatches=None)
+    fold, count = Sharded.fold, itertools.count()
+    # every other time: then two microbatches' are added before
+    Sharded.fold = fold if folds else lambda self: next(count) % 2 and fold(self)
+    try:
+        step(pipe, 0, over.get_local_rank("dp"))
+    finally:
+        Sharded.fold = fold
+    return [p.grad.full_tensor() for p in pipe.parameters() if p.grad is not None]
+
+
+def test_microbatches_are_added_in_the_dtype_of_the_reduction(executor: str, group_of: GroupOf) -> None:
+    """Split or whole, a microbatch's gradient in bf16 is added in fp32; a sum of two in bf16 would be another."""
+    group = group_of(2)
+    whole, split, unfolded = (
+        group.run(in_bf16, order, executor, folds)[0] for order, folds in ((WHOLE, True), (SPLIT, True), (SPLIT, False))
+    )
+    assert len(whole) == 31 and all(map(same_bits, whole, split))
+    assert not all(map(same_bits, whole, unfolded))
+
+
+def fsdp1(module: nn.Module, over: DeviceMesh) -> nn.Module:
+    """Its constructor wants an accelerator; what is refused is the class."""
+    made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(made)
+    made._modules["_fsdp_wrapped_module"] = module
+    made.training_state = None
+    return made
+
+
+def refuse() -> dict[str, str]:
+    over = mesh()
+    group = over["dp"].get_group()
+
+    def ddp(module: nn.Module, **flags: Any) -> nn.Module:
+        return DistributedDataParallel(module, process_group=group, **flags)
+
+    def both(module: nn.Module, over: DeviceMesh) -> nn.Module:
+        inner = nn.Sequential(shard(nn.Sequential(*module.children()), over))
+        inner.add_module("more", ddp(nn.Linear(WIDTH, WIDTH)))
+        return inner
+
+    wraps: dict[str, Any] = {
+        "fsdp1": fsdp1,
+        "both": both,
+        "sparse": lambda module, over: ddp(nn.ModuleList([module, nn.Embedding(3, 3, sparse=True)])),
+    }
+    found = {name: refusal(lambda wrap=wrap: build(wrap, "1f1b", "auto", over)) for name, wrap in wraps.items()}
+    blocks = [Block() for _ in range(4)]
+    found["threads"] = refusal(lambda: alone(blocks, over, num_ranks=2, data_parallel=over["dp"]))
+    for name, given in {"mesh": over, "number": 3, "twice": over["dp"]}.items():
+        stages = {0: ddp(nn.Sequential(*blocks))} if name == "twice" else blocks
+        found[name] = refusal(lambda stages=stages, given=given: alone(stages, over, data_parallel=given))
+    return found
+
+
+def alone(stages: Any, over: DeviceMesh, **more: Any) -> Pipeline:
+    return Pipeline(stages, "1f1b", 4, squared, group=over["pp"], **more)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_what_is_not_known_is_refused_by_name(group_of: GroupOf) -> None:
+    for found in group_of(2).run(refuse):
+        assert (
+            "stage 0 is wrapped in FullyShardedDataParallel, which reduces gradients in every backward"
+            in found["fsdp1"]
+        )
+        assert "stage 0 has DistributedDataParallel and fully_shard in it; use one of them" in found["both"]
+        assert "of stage 0 has a sparse embedding, which a pipeline cannot keep" in found["sparse"]
+        assert "the ranks are threads of this process" in found["threads"] and "torchrun" in found["threads"]
+        assert "data_parallel: the DeviceMesh has 2 dimensions" in found["mesh"]
+        assert "data_parallel = 3: give a process group" in found["number"]
+        assert "data_parallel: stage 0 has replicas already" in found["twice"]
