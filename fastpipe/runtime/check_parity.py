@@ -115,13 +115,21 @@ class _Check:
 
     def _take_batch(self) -> Reply:
         """Copies of the batch, so that no gradient is added to the user's."""
+        for stage in self.pipe._stages:
+            if stage.parallel is not None and not stage.parallel.whole_gradients:
+                raise ValueError(
+                    f"pipe: stage {stage.index} is {stage.parallel.description}, so no rank has its gradients; check a "
+                    "pipeline whose stages are not"
+                )
         self.copies = [_copy((self.batch, dict(self.kwargs))) for _ in range(2)]
         return {}
 
     def _step(self) -> StepResult:
         (inputs, target), kwargs = self.copies[0]
         args = inputs if isinstance(inputs, tuple) else (inputs,)
-        return self.pipe.step(*args, target=target, num_microbatches=self.count, **kwargs)
+        # of this replica alone: the model to compare with has its batch alone
+        with self.pipe.no_sync() if self.pipe._plans.parallel else contextlib.nullcontext():
+            return self.pipe.step(*args, target=target, num_microbatches=self.count, **kwargs)
 
     def _beginning(self, drew: bool) -> Reply:
         """What the others need to know of this rank before they compare."""

@@ -83,8 +83,8 @@ class DataParallel(ABC):
 
     @property
     @abstractmethod
-    def holds_twice(self) -> bool:
-        """Whether two ranks of a pipeline may hold the stage."""
+    def whole_gradients(self) -> bool:
+        """Whether ``.grad`` is that of a whole parameter, so that others may sum or compare it."""
 
     @property
     @abstractmethod

@@ -98,8 +98,8 @@ class Replicated(DataParallel):
         return max(wrapper.process_group.size() for wrapper in self.wrappers)
 
     @property
-    def holds_twice(self) -> bool:
-        """Whether two ranks of a pipeline may hold the stage."""
+    def whole_gradients(self) -> bool:
+        """It is."""
         return True
 
     @property

@@ -156,8 +156,8 @@ class Sharded(DataParallel):
         return max(int(group.mesh_info.mesh.size()) for group in self._groups)
 
     @property
-    def holds_twice(self) -> bool:
-        """Whether two ranks of a pipeline may hold the stage: they would sum gradients that are shards."""
+    def whole_gradients(self) -> bool:
+        """Not: it is a shard."""
         return False
 
     @property

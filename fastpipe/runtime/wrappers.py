@@ -111,7 +111,7 @@ def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: i
             f"stages: stage {stage} is {parallel.description} and the ranks are threads of this process, which would "
             "come to its collectives in any order; start one process a rank with torchrun"
         )
-    if num_routes > 1 and not parallel.holds_twice:
+    if num_routes > 1 and not parallel.whole_gradients:
         raise ValueError(
             f"stages: stage {stage} is {parallel.description} and the schedule holds every stage on two ranks, which "
             "sum whole gradients; use DistributedDataParallel, or a schedule with one route such as 'dualpipev'"

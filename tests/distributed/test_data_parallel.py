@@ -134,6 +134,8 @@ def by_argument(executor: str) -> list[str]:
     pipe.load_state_dict(reference.models[0].state_dict())
     model = dict(reference.models[0].named_parameters())
     assert all(same_bits(value, model[key]) for key, value in pipe.state_dict().items())
+    own = fastpipe.check_parity(pipe, layers(), batch(5, replica))
+    assert own.ok, own
     text = pipe.describe()
     assert "in DistributedDataParallel over 2 replicas: stages" in text and "REDUCE_GRAD" in text
     norm = pipe.clip_grad_norm_(0.1)
@@ -170,6 +172,8 @@ def between_steps(executor: str) -> None:
     expected = dict(reference.models[0].named_parameters())
     for name, parameter in pipe.named_parameters():
         assert same_bits(parameter.full_tensor(), expected[name])
+    with pytest.raises(ValueError, match=r"pipe: stage \d is sharded by fully_shard over 2 replicas, so no rank has"):
+        fastpipe.check_parity(pipe, layers(), batch(5, replica))
     text = pipe.describe()
     assert "sharded by fully_shard over 2 replicas" in text
     assert re.search(r"split: [1-9]\d* of \d+ parameters wait for W; whole in I .*norm.weight", text), text
