@@ -14,7 +14,7 @@ from fastpipe import CostModel, Plan
 
 PAGE = Path(__file__).with_name("choosing-a-schedule.md")
 BEGIN, END = "<!-- written by docs/write_choosing.py -->", "<!-- end -->"
-RANKS, MICROBATCHES, EFFORT = 8, 32, 2.0
+RANKS, MICROBATCHES, EFFORT = 8, 32, 1.0
 COSTS = {
     "F = I = W, free transfers": CostModel(),
     "F, I, W = 1, 1.2, 0.8; transfers 0.05": CostModel(1.0, 1.2, 0.8, comm=0.05),

@@ -206,6 +206,7 @@ def any_placement_bounds(
     limit = _limits(memory, 1)[0]
     whole = Placement.custom([0] * num_stages)
     actions = Actions.of_placement(whole, cost, m, [limit], in_bytes, fused)
+    limit = float(actions.limits[0])  # in the unit of the weights: of equal activations, in whole ones
     hops = (num_ranks - 1) * _shortest_hop(cost, num_ranks)
     work = float(actions.work[0]) / num_ranks
     stages = m * (actions.forward + actions.backward) if not actions.pairs else np.zeros(num_stages)

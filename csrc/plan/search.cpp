@@ -58,7 +58,7 @@ void Search::improve(int64_t attempts, double hot, double cold) {
 bool Search::propose() {
   const int32_t task = chosen_task();
   if (random_.below(4) == 0) return fill_hole(task);
-  const int32_t distance = 1 + random_.below(1 << random_.below(5));
+  const int32_t distance = 1 + random_.below(1 << random_.below(4));
   const bool later = random_.below(2) != 0;
   const int32_t way = random_.below(8);
   const int32_t length = way < kChains ? 1 << random_.below(7) : 1;

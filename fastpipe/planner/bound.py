@@ -11,6 +11,10 @@ from fastpipe.planner.model import Problem, Setting
 
 def of_placement(problem: Problem, setting: Setting) -> float:
     """Seconds of the objective, for every order of these stages where they are."""
+    return max(_where_they_are(problem, setting), of_any_placement(problem, setting))
+
+
+def _where_they_are(problem: Problem, setting: Setting) -> float:
     cost = replace(setting.cost, stage_bytes=setting.held)
     limited = not isinf(min(setting.limit))
     found = bounds(
@@ -29,7 +33,7 @@ def of_any_placement(problem: Problem, setting: Setting) -> float:
     cost = replace(setting.cost, stage_bytes=setting.held)
     limit = max(setting.limit)
     if setting.placement.num_routes > 1:
-        return of_placement(problem, setting)
+        return _where_they_are(problem, setting)
     found = any_placement_bounds(
         cost,
         num_ranks=problem.num_ranks,

@@ -111,7 +111,7 @@ class Search:
         task = self._chosen_task()
         if random.below(4) == 0:
             return self._fill_hole(task)
-        distance = 1 + random.below(1 << random.below(5))
+        distance = 1 + random.below(1 << random.below(4))
         later = random.below(2) != 0
         way = random.below(8)
         length = 1 << random.below(7) if way < CHAINS else 1

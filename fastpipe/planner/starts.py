@@ -119,7 +119,7 @@ def _made(
     family: Family, num_ranks: int, num_microbatches: int, options: Mapping[str, Any], shape: Mapping[str, Any]
 ) -> tuple[str, Schedule | str]:
     shown = {name: value for name, value in options.items() if name not in _COSTS}
-    text = ", ".join(f"{name}={value:g}" for name, value in shown.items())
+    text = ", ".join(f"{name}={value}" for name, value in shown.items())
     label = f"{family.name}({text})" if text else family.name
     if set(options) - set(shape) - set(_LIMITS):
         label += " for the costs"

@@ -157,19 +157,21 @@ def _messages(parts: _Parts, rank_of: Ints, placement: Placement, cost: CostMode
     handed: list[Ints] = []
     edges = []
     for stage in range(placement.num_stages - 1):
-        edges.append((stage + 1, ChannelKind.ACTIVATION, parts.forward[stage], parts.forward[stage + 1]))
-        edges.append((stage, ChannelKind.GRADIENT, parts.backward[stage + 1], parts.backward[stage]))
-    for stage, kind, makers, takers in edges:
-        known = (makers != NOBODY) & (takers != NOBODY)
-        makers, takers = makers[known], takers[known]
-        stays = rank_of[makers] == rank_of[takers]
-        handed.append(np.stack([makers[stays], takers[stays]], axis=1))
-        makers, takers = makers[~stays], takers[~stays]
-        slot = (source[takers, 0] != NOBODY).astype(np.int32)
-        source[takers, slot] = makers
-        for a, b in np.unique(np.stack([rank_of[makers], rank_of[takers]], axis=1), axis=0).tolist():
-            mine = (rank_of[makers] == a) & (rank_of[takers] == b)
-            transfer[takers[mine], slot[mine]] = cost.transfer_seconds(Channel(a, b, kind), stage)
+        edges.append((stage, stage + 1, ChannelKind.ACTIVATION, parts.forward))
+        edges.append((stage + 1, stage, ChannelKind.GRADIENT, parts.backward))
+    half = parts.shape[1] // placement.num_routes
+    for number, route in enumerate(placement.routes):
+        mine = slice(number * half, None if number + 1 == placement.num_routes else half)
+        for maker, taker, kind, table in edges:
+            makers, takers = table[maker, mine], table[taker, mine]
+            known = (makers != NOBODY) & (takers != NOBODY)
+            makers, takers = makers[known], takers[known]
+            if route[maker] == route[taker]:
+                handed.append(np.stack([makers, takers], axis=1))
+                continue
+            slot = (source[takers, 0] != NOBODY).astype(np.int32)
+            source[takers, slot] = makers
+            transfer[takers, slot] = cost.transfer_seconds(Channel(route[maker], route[taker], kind), taker)
     return source, transfer, np.concatenate(handed) if handed else np.zeros((0, 2), dtype=np.int32)
 
 

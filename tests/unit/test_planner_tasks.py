@@ -35,7 +35,9 @@ def made(name: str, num_ranks: int, num_microbatches: int, options: dict[str, in
 
 def uneven(num_stages: int, comm: float = 0.13) -> CostModel:
     """Costs by stage; no transfer takes longer than an action, so that lanes are always free."""
-    return CostModel([1 + 0.1 * stage for stage in range(num_stages)], 1.1, 0.7, comm=comm)
+    forward = [1 + 0.1 * stage for stage in range(num_stages)]
+    sizes = [0.3 * (stage % 3) for stage in range(num_stages)]
+    return CostModel(forward, 1.1, 0.7, comm=comm, activation_bytes=sizes, bandwidth={(0, 1): 20.0, (1, 0): 9.0})
 
 
 def tight(schedule: Schedule, cost: CostModel) -> Tasks:
