@@ -165,8 +165,8 @@ def _plan(adder: Any) -> None:
     command.add_argument("--memory", metavar="X", help=text)
     command.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what is made short")
     command.add_argument("--max-stages-per-rank", metavar="N", type=_count(1), default=4, help="at most so many (4)")
-    text = "how long the search is, as a factor (1: about a second for 16 ranks and 64 microbatches)"
-    command.add_argument("--effort", metavar="X", type=_typed(_number), default=1.0, help=text)
+    text = "how long the search is, as a factor (1: it anneals for about a second)"
+    command.add_argument("--effort", metavar="X", type=_typed(_number), help=text)
     command.add_argument("--time-limit", metavar="S", type=_typed(_number), help="seconds after which the search ends")
     command.add_argument("--seed", metavar="N", type=_count(0), default=0, help="of the search's random numbers (0)")
     command.add_argument("--exact", action="store_true", help="look for a proved optimum of a small case (OR-Tools)")

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastpipe.cost import CostModel
 from fastpipe.placement import Placement, is_whole
-from fastpipe.planner import bound, partitions, pool, starts
+from fastpipe.planner import bound, engine, partitions, pool, starts
 from fastpipe.planner.budget import Memory, memory_of
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.exact import solve
@@ -29,6 +29,7 @@ _TRIES = 120
 """Orders that are made by list scheduling on a placement of a few hundred tasks; fewer of large ones."""
 _TRIES_WORK = 3e5
 _KEPT = 4
+_PYTHON_EFFORT = 0.01
 _FINALISTS = 4
 _SEARCHED_COUNTS = 2
 """Numbers of microbatches that are searched in depth, where the planner may choose."""
@@ -42,7 +43,7 @@ def plan(
     memory: float | str | Memory | None = None,
     objective: str = "makespan",
     max_stages_per_rank: int = 4,
-    effort: float = 1.0,
+    effort: float | None = None,
     time_limit: float | None = None,
     seed: int = 0,
     exact: bool = False,
@@ -66,8 +67,8 @@ def plan(
             buffers included. None for no limit.
         objective: ``"makespan"``, or ``"span"`` where ranks do not wait for each other between steps.
         max_stages_per_rank: how finely the model may be cut.
-        effort: how long the search is, as a factor. 1 is about a second for 16 ranks and 64 microbatches with the
-            native library.
+        effort: how long the search is, as a factor: 1 anneals for about a second natively. 1 unless given, or a
+            hundredth of it where there is no native library.
         time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
             it: the same seed gives the same plan, natively and in Python.
         seed: of the search's random numbers.
@@ -80,6 +81,7 @@ def plan(
         ValueError: for numbers or costs that are none, or when nothing fits into the memory; it says what would.
     """
     problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank)
+    effort = (1.0 if engine.is_native() else _PYTHON_EFFORT) if effort is None else effort
     _check_search(effort, time_limit, seed)
     planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress)
     return planner.run(_microbatch_counts(problem, num_microbatches), exact)

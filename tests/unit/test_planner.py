@@ -94,6 +94,13 @@ def test_a_plan_is_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch)
     assert fastpipe.plan(COSTS, **options).schedule == native.schedule
 
 
+def test_the_default_effort_is_less_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_plan, "library", lambda: None)
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 2, "max_stages_per_rank": 1}
+    plan = fastpipe.plan(COSTS, **options)
+    assert plan.candidates == fastpipe.plan(COSTS, effort=0.01, **options).candidates
+
+
 def test_the_search_gains_where_costs_are_not_those_of_the_books() -> None:
     plan = small(CostModel(1.0, 1.3, 0.7, comm=0.1), memory=0.75, effort=0.1)
     named = [one.makespan for one in plan.candidates if one.fits and not one.name.startswith("plan")]
