@@ -48,6 +48,8 @@ def split(value: Any, num_microbatches: int, rule: Rule, name: str) -> list[Any]
         return [value] * num_microbatches
     if not isinstance(rule, int) or isinstance(rule, bool):
         raise ValueError(f"split[{name!r}] = {rule!r}: give a dimension, 'replicate' or a function")
+    if isinstance(value, torch.Tensor):
+        return list(_split_leaf(value, num_microbatches, rule, name))
     leaves, structure = pytree.tree_flatten(value)
     parts = [_split_leaf(leaf, num_microbatches, rule, name) for leaf in leaves]
     return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(num_microbatches)]
@@ -88,11 +90,17 @@ def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
     dim = rule if isinstance(rule, int) and not isinstance(rule, bool) else 0
     rows = []
     for microbatch in microbatches:
-        leaves = [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, torch.Tensor)]
-        if not leaves or not -leaves[0].dim() <= dim < leaves[0].dim():
+        first = _first_tensor(microbatch)
+        if first is None or not -first.dim() <= dim < first.dim():
             return None
-        rows.append(leaves[0].shape[dim])
+        rows.append(first.shape[dim])
     return rows
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)), None)
 
 
 def loss_divisors(

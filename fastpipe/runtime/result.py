@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,30 +18,37 @@ from fastpipe.timeline import Timeline
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 """Per rank, the start and end of every instruction."""
 
+Packed = dict[str, list[Any]]
+"""Scalars by dtype: their microbatches, and their bytes as text."""
+
 
 class StepResult:
-    """The outcome of a step.
-
-    Attributes:
-        losses: the loss of every microbatch as the loss function returned it; None when there was no loss.
-        timeline: the measured times of the ranks of this process; of all ranks for a step with ``trace=True``.
-    """
+    """The outcome of a step. What costs time is made when it is read."""
 
     def __init__(
         self,
-        losses: list[torch.Tensor] | None,
-        scaled: list[torch.Tensor] | None,
+        losses: Sequence[Packed],
+        scaled: Sequence[Packed],
         outputs: list[Any] | None,
         merge_rules: Rules,
         program: Program,
         spans: Spans,
     ) -> None:
-        self.losses = losses
-        self._scaled = scaled
+        self._packed_losses = losses
+        self._packed_scaled = scaled
         self._outputs = outputs
         self._merge_rules = merge_rules
         self._program = program
         self._spans = spans
+
+    @cached_property
+    def losses(self) -> list[torch.Tensor] | None:
+        """The loss of every microbatch as the loss function returned it; None when there was no loss."""
+        return _by_microbatch(self._packed_losses)
+
+    @cached_property
+    def _scaled(self) -> list[torch.Tensor] | None:
+        return _by_microbatch(self._packed_scaled)
 
     @cached_property
     def loss(self) -> torch.Tensor | None:
@@ -60,7 +67,7 @@ class StepResult:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When every instruction ran; ranks of other processes are there after a step with ``trace=True``."""
+        """The measured times of the ranks of this process; of all ranks after a step with ``trace=True``."""
         starts, ends = [], []
         for rank, columns in enumerate(self._program.columns):
             nothing = np.full(columns.shape[1], np.nan)
@@ -85,12 +92,19 @@ def total_loss(scaled: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def pack_tensors(tensors: Mapping[int, torch.Tensor]) -> dict[str, list[Any]]:
-    """Scalars by microbatch as JSON, to the last bit: by dtype, so that many cost hardly more than one."""
+def _by_microbatch(packed: Sequence[Packed]) -> list[torch.Tensor] | None:
+    found: dict[int, torch.Tensor] = {}
+    for part in packed:
+        found.update(unpack_tensors(part))
+    return [found[i] for i in sorted(found)] or None
+
+
+def pack_tensors(tensors: Mapping[int, torch.Tensor]) -> Packed:
+    """Detached scalars by microbatch as JSON, to the last bit: by dtype, so that many cost hardly more than one."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for microbatch, tensor in tensors.items():
         by_dtype.setdefault(tensor.dtype, []).append(microbatch)
-    packed: dict[str, list[Any]] = {}
+    packed: Packed = {}
     for dtype, microbatches in by_dtype.items():
         together = torch.stack([tensors[i] for i in microbatches]).detach().cpu()
         data = together.view(torch.uint8).numpy().tobytes()
@@ -98,7 +112,7 @@ def pack_tensors(tensors: Mapping[int, torch.Tensor]) -> dict[str, list[Any]]:
     return packed
 
 
-def unpack_tensors(packed: Mapping[str, list[Any]]) -> dict[int, torch.Tensor]:
+def unpack_tensors(packed: Packed) -> dict[int, torch.Tensor]:
     """The way back."""
     tensors: dict[int, torch.Tensor] = {}
     for dtype, (microbatches, data) in packed.items():

@@ -411,4 +411,6 @@ def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
 
 def detached(value: Any) -> Any:
     """A tree of tensors without their graphs."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
     return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)

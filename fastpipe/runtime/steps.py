@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -15,11 +15,12 @@ from fastpipe.runtime.failure import Failure, LostError, cause_text
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, stage_works, take_inputs
 from fastpipe.runtime.interrupt import Interrupts
 from fastpipe.runtime.microbatch import Rules
+from fastpipe.runtime.modules import flags_of
 from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.random_numbers import RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks, Outcome
 from fastpipe.runtime.replicas import Replicas
-from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans, unpack_tensors
+from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans
 from fastpipe.runtime.stage import NoLoss, Stage
 from fastpipe.runtime.transport import TransportError
 
@@ -225,7 +226,7 @@ class Steps:
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Whatever may change a shape, a dtype or a gradient flag between stages."""
-        flags = tuple(p.requires_grad for stage in self.stages for p in stage.module.parameters())
+        flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
         autocast = (torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu")))
         return hash((request.num_microbatches, inputs.signature(), flags, autocast))
 
@@ -304,18 +305,15 @@ class Steps:
         raise outcome.error
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> StepResult:
-        losses: dict[int, torch.Tensor] = {}
-        scaled: dict[int, torch.Tensor] = {}
+        losses, scaled = ([reply[name] for reply in replies if name in reply] for name in ("losses", "scaled"))
         spans = dict(outcome.spans)
         for reply in replies:
-            losses.update(unpack_tensors(reply.get("losses", {})))
-            scaled.update(unpack_tensors(reply.get("scaled", {})))
             spans.update(unpack_spans(reply.get("spans", {})))
         found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
         outputs = [found[i] for i in sorted(found)] or None
         for stage in self.stages:
             stage.end()
-        return StepResult(_by_microbatch(losses), _by_microbatch(scaled), outputs, self.settings.merge, program, spans)
+        return StepResult(losses, scaled, outputs, self.settings.merge, program, spans)
 
 
 def _call_text(request: Request) -> str:
@@ -331,7 +329,3 @@ def _replayed(request: Request, inputs: Inputs) -> Request:
     args = request.args if inputs.args is None else (list(inputs.args),)
     kwargs = {name: inputs.kwargs.get(name, value) for name, value in request.kwargs.items()}
     return Request(args, kwargs, None, None, request.num_microbatches, training=False)
-
-
-def _by_microbatch(found: Mapping[int, torch.Tensor]) -> list[torch.Tensor] | None:
-    return [found[i] for i in sorted(found)] or None

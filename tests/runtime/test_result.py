@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from fastpipe.runtime.result import pack_tensors, unpack_tensors
+import fastpipe
+from fastpipe.runtime.result import StepResult, pack_tensors, unpack_tensors
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -48,3 +49,14 @@ def test_a_loss_may_have_come_with_a_graph_and_may_be_changed_afterwards() -> No
 
 def test_no_losses_are_none() -> None:
     assert sent({}) == {}
+
+
+def test_losses_of_several_ranks_are_put_in_order_when_they_are_read() -> None:
+    """Two ranks hold the last stage of a bidirectional schedule: each says its half."""
+    halves = [pack_tensors({i: torch.tensor(float(i)) for i in part}) for part in ((2, 3), (0, 1))]
+    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=1, num_microbatches=4))
+    result = StepResult(halves, halves, None, None, program, {})
+    assert result.losses is not None and [loss.item() for loss in result.losses] == [0, 1, 2, 3]
+    assert result.losses is result.losses and result.loss is not None and result.loss.item() == 6
+    nothing = StepResult([], [], None, None, program, {})
+    assert nothing.losses is None and nothing.loss is None and repr(nothing) == "<StepResult>"

@@ -1,0 +1,131 @@
+"""What a step looks at to know whether shapes may have changed: every change is noticed, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import Pipeline
+from fastpipe.runtime.inputs import Inputs
+from fastpipe.runtime.microbatch import rows_of, split
+from fastpipe.runtime.modules import flags_of
+
+
+class Pair(NamedTuple):
+    """A tree of its own kind."""
+
+    a: Any
+    b: Any
+
+
+class Tracker:
+    """No tree, and no constant."""
+
+
+def inputs(**changes: Any) -> Inputs:
+    """Two microbatches with everything that there is."""
+    one = (torch.zeros(2, 3), {"mask": torch.ones(2, dtype=torch.bool), "scale": 2.0}, [None, "text"])
+    given: dict[str, Any] = {"args": [one, copy.deepcopy(one)], "kwargs": {"x": [Pair(torch.zeros(1), 1)] * 2}}
+    return Inputs(**given | {"targets": [torch.zeros(2), torch.zeros(2)]} | changes)
+
+
+def test_other_values_look_the_same() -> None:
+    other = inputs(targets=[torch.ones(2), torch.full((2,), 5.0)])
+    assert hash(other.signature()) == hash(inputs().signature()) and other.signature() == inputs().signature()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"targets": [torch.zeros(2), torch.zeros(3)]},
+        {"targets": [torch.zeros(2), torch.zeros(2, dtype=torch.float64)]},
+        {"targets": [torch.zeros(2), torch.zeros(2, requires_grad=True)]},
+        {"targets": [torch.zeros(2)]},
+        {"targets": None},
+        {"targets": [torch.zeros(2), 2]},
+        {"args": [(torch.zeros(2, 3),)] * 2},
+        {"args": None},
+        {"kwargs": {}},
+        {"kwargs": {"y": [Pair(torch.zeros(1), 1)] * 2}},
+        {"kwargs": {"x": [Pair(torch.zeros(1), 2)] * 2}},
+        {"kwargs": {"x": [Pair(torch.zeros(1), None)] * 2}},
+        {"kwargs": {"x": [Pair(torch.zeros(1), Tracker())] * 2}},
+    ],
+)
+def test_another_look_is_seen(changes: dict[str, Any]) -> None:
+    assert inputs(**changes).signature() != inputs().signature()
+
+
+def test_what_is_no_tensor_looks_like_its_type() -> None:
+    looks = [inputs(targets=[Tracker(), Tracker()]).signature() for _ in range(2)]
+    assert looks[0] == looks[1]
+
+
+def tree() -> nn.Module:
+    shared = nn.Linear(2, 2)
+    return nn.Sequential(shared, nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), shared)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module[0].weight.requires_grad_(False),
+        lambda module: module[1][0].bias.requires_grad_(False),
+        lambda module: module[1][1].eval(),
+        lambda module: module.eval(),
+        lambda module: module.register_parameter("more", nn.Parameter(torch.zeros(1))),
+        lambda module: module[1].append(nn.Linear(2, 2)),
+        lambda module: setattr(module[0], "weight", nn.Parameter(torch.zeros(2, 2), requires_grad=False)),
+    ],
+)
+def test_a_changed_module_is_seen(change: Callable[[Any], Any]) -> None:
+    module = tree()
+    before = flags_of(module)
+    assert flags_of(module) == before == flags_of(tree())
+    change(module)
+    assert flags_of(module) != before
+
+
+def test_a_module_that_holds_itself_is_walked_once() -> None:
+    module = nn.Linear(2, 2)
+    module.register_module("again", module)
+    module.register_module("nothing", None)
+    assert flags_of(module) == [True, True, True]
+
+
+def test_a_tensor_is_cut_like_a_tree_of_one() -> None:
+    value = torch.arange(10.0).reshape(5, 2)
+    for count in (1, 2, 5):
+        whole, trees = split(value, count, 0, "x"), split((value,), count, 0, "x")
+        assert all(torch.equal(part, in_tree) for part, (in_tree,) in zip(whole, trees, strict=True))
+        assert rows_of(whole, 0) == rows_of(trees, 0)
+    assert rows_of([{"a": 1, "b": value}], 0) == [5] and rows_of([{"a": 1}], 0) is None
+    assert rows_of([torch.tensor(1.0)], 0) is None
+
+
+def test_steps_announce_when_something_has_changed(executor: str) -> None:
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)) for _ in range(2)]
+    pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2, executor=executor)
+    x, y = torch.ones(4, 2), torch.ones(4, 2)
+
+    def known() -> int:
+        pipe.step(x, target=y)
+        return len(pipe._steps.known)
+
+    assert known() == known() == 1
+    layers[0][0].weight.requires_grad_(False)
+    assert known() == 2
+    layers[0][0].weight.requires_grad_(True)
+    assert known() == 2
+    pipe.eval()
+    assert known() == 3
+    with torch.autocast("cpu"):
+        assert known() == 4
+    x = torch.ones(6, 2)
+    y = torch.ones(6, 2)
+    assert known() == 5
