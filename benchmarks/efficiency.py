@@ -184,7 +184,7 @@ def row(schedule: Schedule, durations: Sequence[float], found: dict[str, Result]
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=3)
+    options = parser(__doc__, rounds=2)
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--microbatches", type=int, default=16)
     options.add_argument("--milliseconds", type=float, nargs="+", default=[10, 3, 1], help="of a rank's F, I and W")

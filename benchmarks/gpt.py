@@ -129,7 +129,7 @@ def row(schedule: Schedule, seconds: dict[str, list[float]], losses: dict[str, l
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=7)
+    options = parser(__doc__, rounds=5)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options.add_argument("--microbatches", type=int, default=8)
     options.add_argument("--layers", type=int, default=8)

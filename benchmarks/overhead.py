@@ -136,7 +136,7 @@ def row(schedule: Schedule, found: dict[str, list[float]], contenders: Sequence[
 
 
 def parse() -> argparse.Namespace:
-    options = parser(__doc__, rounds=9)
+    options = parser(__doc__, rounds=5)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options.add_argument("--microbatches", type=int, nargs="+", default=[64])
     options.add_argument("--steps", type=int, default=4, help="of a measurement, of all but torch (4)")
