@@ -22,13 +22,15 @@ bool all_empty(const std::vector<std::unique_ptr<Payload>>& payloads) {
 
 }  // namespace
 
-Executor::Executor(RankProgram program, Stages stages, std::unique_ptr<Transport> transport, const PayloadFactory& make)
+Executor::Executor(RankProgram program, Stages stages, std::unique_ptr<Transport> transport, const PayloadFactory& make,
+                   PairWay pairs)
     : program_(std::move(program)),
       stages_(std::move(stages)),
       steps_(resolve(program_, stages_)),
       slots_(make_payloads(program_.num_slots(), make)),
       sends_(make_payloads(program_.num_sends(), make)),
-      transport_(std::move(transport)) {}
+      transport_(std::move(transport)),
+      pairs_(pairs) {}
 
 Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end) {
   failed_.store(false, std::memory_order_relaxed);
@@ -51,7 +53,7 @@ void Executor::execute(const Step& step, std::size_t position) {
   if (!failed_.load(std::memory_order_relaxed)) {
     observer_->starts(position);
     try {
-      perform(step);
+      perform(step, position);
       observer_->ends(position);
       return;
     } catch (...) {
@@ -63,7 +65,7 @@ void Executor::execute(const Step& step, std::size_t position) {
   drain(step, position);
 }
 
-void Executor::perform(const Step& step) {
+void Executor::perform(const Step& step, std::size_t position) {
   switch (step.op) {
     case Op::kPostRecv:
       return transport_->post_receive(step.transfer, step.slot, *slots_[step.slot]);
@@ -82,11 +84,11 @@ void Executor::perform(const Step& step) {
     case Op::kReduceGrad:
       return step.stage->meet(step.op, false);
     default:
-      return compute(step);
+      return compute(step, position);
   }
 }
 
-void Executor::compute(const Step& step) {
+void Executor::compute(const Step& step, std::size_t position) {
   Stage& stage = *step.stage;
   switch (step.op) {
     case Op::kF:
@@ -98,8 +100,8 @@ void Executor::compute(const Step& step) {
     case Op::kW:
       return stage.backward_weight(step.microbatch);
     case Op::kOverlapFB:
-      stage.forward(step.microbatch, slot(step.input_slot));
-      return step.pair_stage->backward(step.pair_microbatch, slot(step.gradient_slot));
+      return pairs_.run({stage, step.microbatch, slot(step.input_slot)},
+                        {*step.pair_stage, step.pair_microbatch, slot(step.gradient_slot)}, position, *observer_);
     default:
       throw Error(program_.place(step.transfer.position) + ": no compute; this is a bug in fastpipe");
   }

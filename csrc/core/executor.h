@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "observer.h"
+#include "pairs.h"
 #include "payload.h"
 #include "program.h"
 #include "stage.h"
@@ -28,7 +29,8 @@ enum class Outcome {
 
 class Executor {
  public:
-  Executor(RankProgram program, Stages stages, std::unique_ptr<Transport> transport, const PayloadFactory& make);
+  Executor(RankProgram program, Stages stages, std::unique_ptr<Transport> transport, const PayloadFactory& make,
+           PairWay pairs = PairWay::kInOrder);
 
   // One step. `start` and `end` receive program().size() times each, in seconds of the steady clock. Only what is
   // wrong before the first instruction is thrown; what fails later is told to `observer`, and the step is drained:
@@ -39,11 +41,12 @@ class Executor {
   // The first error of the last step. It is not kept: it may hold on to all that the failed call was working on.
   std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
   const RankProgram& program() const { return program_; }
+  const PairCounts& pair_counts() const { return pairs_.counts(); }
 
  private:
   void execute(const Step& step, std::size_t position);
-  void perform(const Step& step);
-  void compute(const Step& step);
+  void perform(const Step& step, std::size_t position);
+  void compute(const Step& step, std::size_t position);
   void drain(const Step& step, std::size_t position);
   void drain_transfer(const Step& step);
   void wait_receive(const Step& step);
@@ -62,6 +65,7 @@ class Executor {
   std::vector<std::unique_ptr<Payload>> slots_;
   std::vector<std::unique_ptr<Payload>> sends_;
   std::unique_ptr<Transport> transport_;
+  Pairs pairs_;
 
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;

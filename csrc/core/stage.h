@@ -27,6 +27,10 @@ class Stage {
   // UNSHARD, RESHARD or REDUCE_GRAD: the stage and its replicas in other pipelines meet. In a failed step, too, since
   // they wait for one another; `failed` says so. Nothing for a stage without replicas.
   virtual void meet(Op, bool /*failed*/) {}
+  // Whether this stage's forward may run while the other's backward does.
+  virtual bool may_run_beside(const Stage&) const { return true; }
+  // Runs a forward and another stage's full backward in a way of their own, or does nothing and returns false.
+  virtual bool fuse(std::int32_t, const Payload*, Stage&, std::int32_t, const Payload*) { return false; }
   // Moves what the microbatch's last forward (activation) or backward (gradient) produced into `into`.
   virtual void take(ChannelKind kind, std::int32_t microbatch, Payload& into) = 0;
   // Lets go of all that is kept, of every microbatch.

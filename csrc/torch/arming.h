@@ -11,7 +11,9 @@ namespace fastpipe {
 
 class Arming {
  public:
-  enum class Phase { kForward, kBackward };
+  // kFused: a forward in which another microbatch's backward runs. What that recomputes was not armed in its forward,
+  // and must not be now: a checkpoint takes what is saved by its order.
+  enum class Phase { kForward, kBackward, kFused };
 
   Arming(std::shared_ptr<WeightGradients> weights, Phase phase);
 

@@ -49,10 +49,11 @@ RankProgram to_program(std::int32_t rank, const Columns& columns, const std::vec
 
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
-                                    TransportSource& transport, double timeout, const at::Device& device) {
+                                    TransportSource& transport, double timeout, const at::Device& device, int pairs) {
   std::vector<StagePlace> places;
   for (const auto& [index, is_first, is_last] : stages) places.push_back({index, is_first, is_last});
-  return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device);
+  return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device,
+                                  static_cast<PairWay>(pairs));
 }
 
 std::shared_ptr<SharedMemorySource> make_shared_memory(std::shared_ptr<SharedMemoryLink> link,
@@ -149,10 +150,11 @@ void bind_weight_gradients(py::module_& m) {
       .def(py::init<>())
       .def(
           "armed",
-          [](std::shared_ptr<WeightGradients> weights, bool backward) {
-            return std::make_unique<PythonArming>(std::move(weights), backward);
+          [](std::shared_ptr<WeightGradients> weights, bool backward, bool fused) {
+            const auto forward = fused ? Arming::Phase::kFused : Arming::Phase::kForward;
+            return std::make_unique<PythonArming>(std::move(weights), backward ? Arming::Phase::kBackward : forward);
           },
-          py::arg("backward"))
+          py::arg("backward"), py::arg("fused") = false)
       .def("split", &split, py::arg("outputs"), py::arg("inputs"))
       .def("compute", &WeightGradients::compute, WithoutGil())
       .def("held_bytes", &WeightGradients::held_bytes)
@@ -234,7 +236,12 @@ PYBIND11_MODULE(_runtime, m) {
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   py::class_<Runner>(m, "Executor")
       .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),
-           py::arg("transport"), py::arg("timeout"), py::arg("device") = at::Device(at::kCPU))
+           py::arg("transport"), py::arg("timeout"), py::arg("device") = at::Device(at::kCPU), py::arg("pairs") = 0)
+      .def("pair_counts",
+           [](const Runner& runner) {
+             const PairCounts& counts = runner.pair_counts();
+             return std::make_tuple(counts.together, counts.in_order, counts.fused);
+           })
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
            py::arg("state") = py::none(), py::arg("num_threads") = 0)
       .def("fail", &Runner::fail)

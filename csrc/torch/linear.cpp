@@ -9,6 +9,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -70,7 +71,7 @@ at::Tensor multiply(const at::Tensor& input, const at::Tensor& weight, const at:
     output = bias.defined() ? at::addmm(bias, input, weight.t()) : at::mm(input, weight.t());
   }
   torch::autograd::set_history(output, node);
-  if (arming.phase() == Arming::Phase::kForward) {
+  if (arming.phase() != Arming::Phase::kBackward) {
     arming.weights()->created(node);
   } else if (may_wait_in_backward(*arming.weights(), weight)) {
     node->defer();
@@ -94,6 +95,8 @@ at::Tensor flattened(const at::Tensor& input, const at::Tensor& weight, const at
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   const Arming* const arming = Arming::current();
   if (arming == nullptr || !at::GradMode::is_enabled() || tracing()) return at::native::linear(input, weight, bias);
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (arming->phase() == Arming::Phase::kFused && in_backward) return at::native::linear(input, weight, bias);
   const at::Tensor added = bias.value_or(at::Tensor());
   if (!fits(input, weight, added)) return at::native::linear(input, weight, bias);
   return input.dim() == 2 ? multiply(input, weight, added, *arming) : flattened(input, weight, added, *arming);

@@ -14,8 +14,8 @@ namespace fastpipe {
 // For Python's `with`: armed from its beginning to its end.
 class PythonArming {
  public:
-  PythonArming(std::shared_ptr<WeightGradients> weights, bool backward)
-      : weights_(std::move(weights)), phase_(backward ? Arming::Phase::kBackward : Arming::Phase::kForward) {}
+  PythonArming(std::shared_ptr<WeightGradients> weights, Arming::Phase phase)
+      : weights_(std::move(weights)), phase_(phase) {}
   void enter() { arming_.emplace(weights_, phase_); }
   void exit(const py::args&) { arming_.reset(); }
 

@@ -23,10 +23,18 @@ std::size_t count(const std::vector<StagePlace>& stages) {
   return static_cast<std::size_t>(highest + 1);
 }
 
+void begin_label(std::optional<at::RecordFunction>& label, const std::string& text) {
+  if (text.empty()) return;
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return;
+  label.emplace(std::move(*callbacks));
+  label->before(text);
+}
+
 }  // namespace
 
 Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-               double timeout_seconds, at::Device device) {
+               double timeout_seconds, at::Device device, PairWay pairs) {
   Stages owned(count(stages));
   for (const auto& [index, is_first, is_last] : stages) {
     auto stage = std::make_unique<TorchStage>(index, is_first, is_last, program);
@@ -36,9 +44,22 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
   for (std::size_t position = 0; position < program.size(); ++position) {
     const std::string text = program.action_text(position);
     labels_.push_back(text.empty() ? text : kLabelPrefix + text);
+    const Instruction it = program[position];
+    if (it.op != Op::kOverlapFB) continue;
+    labels_of_backwards_[position] =
+        kLabelPrefix + std::to_string(it.pair_stage) + "B" + std::to_string(it.pair_microbatch);
   }
-  executor_ = std::make_unique<Executor>(program, std::move(owned), transport.connect(program, timeout_seconds),
-                                         [device] { return std::make_unique<TensorPayload>(device); });
+  executor_ = std::make_unique<Executor>(
+      program, std::move(owned), transport.connect(program, timeout_seconds),
+      [device] { return std::make_unique<TensorPayload>(device); }, pairs);
+}
+
+Runner::~Runner() {
+  executor_.reset();  // the helper has ended
+  // An interpreter that ends has deleted the states of all other threads.
+  if (python_state_ == nullptr || Py_IsInitialized() == 0) return;
+  PyThreadState_Clear(python_state_);
+  PyThreadState_Delete(python_state_);
 }
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
@@ -48,6 +69,8 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
   std::optional<at::ThreadLocalStateGuard> guard;
   if (state != nullptr) guard.emplace(state->state());
+  state_.emplace();
+  num_threads_ = at::get_num_threads();
   bind(calls);
   on_failure_ = on_failure;
   const auto size = static_cast<py::ssize_t>(labels_.size());
@@ -65,13 +88,14 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
                         " stages; give one a stage");
   }
   for (std::size_t i = 0; i < calls.size(); ++i) {
-    if (calls[i].size() != 5)
-      throw ArgumentError("calls: give (run, output_grads, random, meet, fold) for every stage");
+    if (calls[i].size() != 7)
+      throw ArgumentError("calls: give (run, output_grads, random, meet, fold, fuse, partners) for every stage");
     const auto call = [&](py::ssize_t index) {
       const py::handle found = PyTuple_GET_ITEM(calls[i].ptr(), index);
       return found.is_none() ? py::handle() : found;
     };
-    stages_[i]->bind({call(0), call(1), calls[i][2].cast<StageRandom*>(), call(3), call(4)});
+    stages_[i]->bind({call(0), call(1), calls[i][2].cast<StageRandom*>(), call(3), call(4), call(5),
+                      calls[i][6].cast<std::vector<std::int32_t>>()});
   }
 }
 
@@ -93,16 +117,20 @@ Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* s
 }
 
 void Runner::starts(std::size_t position) noexcept {
-  const std::string& text = labels_[position];
-  if (text.empty()) return;
-  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
-  if (!callbacks) return;
-  label_.emplace(std::move(*callbacks));
-  label_->before(text);
+  begin_label(label_, labels_[position]);
 }
 
 void Runner::ends(std::size_t) noexcept {
   label_.reset();
+}
+
+void Runner::beside(std::size_t position, const std::function<void()>& backward) {
+  if (python_state_ == nullptr) python_state_ = PyThreadState_New(PyInterpreterState_Main());
+  if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
+  const at::ThreadLocalStateGuard guard(*state_);
+  std::optional<at::RecordFunction> label;
+  begin_label(label, labels_of_backwards_.at(position));
+  backward();
 }
 
 void Runner::failed(std::size_t position, const std::exception_ptr& error) noexcept {

@@ -6,9 +6,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "core/executor.h"
@@ -36,20 +38,24 @@ struct StagePlace {
 class Runner final : public Observer {
  public:
   Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-         double timeout_seconds, at::Device device);
+         double timeout_seconds, at::Device device, PairWay pairs);
+  // With the GIL held.
+  ~Runner() override;
 
-  // calls: (run, output_grads, a StageRandom, meet, fold) of each stage, in the constructor's order; None for what is
-  // not wanted. Returns (start, end), or None when the step failed on another rank; raises what failed here.
-  // num_threads: of torch's operators; 0 leaves it.
+  // calls: (run, output_grads, a StageRandom, meet, fold, fuse, its partners) of each stage, in the constructor's
+  // order; None for what is not wanted. Returns (start, end), or None when the step failed on another rank; raises what
+  // failed here. num_threads: of torch's operators; 0 leaves it.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                  const py::object& on_failure, const ThreadState* state, int num_threads);
   void fail() { executor_->fail(); }
   // Why no further step can be run; empty while it can.
   const std::string& broken() const { return broken_; }
   const std::vector<TorchStage*>& stages() const { return stages_; }
+  const PairCounts& pair_counts() const { return executor_->pair_counts(); }
 
   void starts(std::size_t position) noexcept override;
   void ends(std::size_t position) noexcept override;
+  void beside(std::size_t position, const std::function<void()>& backward) override;
   void failed(std::size_t position, const std::exception_ptr& error) noexcept override;
 
  private:
@@ -57,13 +63,18 @@ class Runner final : public Observer {
   Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end);
   void note_broken(const std::exception_ptr& error);
 
-  std::vector<TorchStage*> stages_;  // owned by the executor
-  std::vector<std::string> labels_;  // by position; empty where no label is wanted
+  std::vector<TorchStage*> stages_;                                   // owned by the executor
+  std::vector<std::string> labels_;                                   // by position; empty where no label is wanted
+  std::unordered_map<std::size_t, std::string> labels_of_backwards_;  // of pairs
   std::unique_ptr<Executor> executor_;
   std::string broken_;
   // Of the step that runs.
   py::handle on_failure_;
   std::optional<at::RecordFunction> label_;
+  // For the helper thread. Its own state of Python's lasts as long as it: the engine leaves an error in it.
+  PyThreadState* python_state_ = nullptr;
+  std::optional<at::ThreadLocalState> state_;
+  int num_threads_ = 0;
 };
 
 }  // namespace fastpipe

@@ -57,19 +57,28 @@ std::string TorchStage::place(std::int32_t microbatch) const {
 }
 
 void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
-  Record& record = records_[microbatch];
   const RandomRegion region(calls_.random, RandomRegion::Kind::kForward, microbatch);
+  run(records_[microbatch], Arming::Phase::kForward, microbatch, input,
+      [&](const Tensors& inputs) { return calls_.run(microbatch, to_tuple(inputs)); });
+}
+
+void TorchStage::run(Record& record, Arming::Phase phase, std::int32_t microbatch, const Payload* input,
+                     const Call& call) {
   {
     std::optional<Arming> arming;
-    if (record.weights) arming.emplace(record.weights, Arming::Phase::kForward);
-    record.outputs = call(microbatch, enter_graph(record, tensors_of(input)));
+    if (record.weights) arming.emplace(record.weights, phase);
+    const Tensors inputs = enter_graph(record, tensors_of(input));
+    const py::gil_scoped_acquire gil;
+    record.outputs = outputs_of(microbatch, call(inputs));
   }
   if (!keeps_graph_) {
     if (is_last_) record.outputs.clear();
     return;
   }
   for (const at::Tensor& output : record.outputs) {
-    if (output.requires_grad()) record.roots.push_back(torch::autograd::impl::gradient_edge(output));
+    if (!output.requires_grad()) continue;
+    record.roots.push_back(torch::autograd::impl::gradient_edge(output));
+    if (calls_.fuse) record.kept.push_back(output);
   }
   if (record.weights) split(record);
   if (calls_.random != nullptr && calls_.random->watches) calls_.random->note_graph(record.roots);
@@ -93,9 +102,7 @@ TorchStage::Tensors TorchStage::enter_graph(Record& record, const Tensors& input
   return entered;
 }
 
-TorchStage::Tensors TorchStage::call(std::int32_t microbatch, const Tensors& inputs) const {
-  const py::gil_scoped_acquire gil;
-  const py::object result = calls_.run(microbatch, to_tuple(inputs));
+TorchStage::Tensors TorchStage::outputs_of(std::int32_t microbatch, const py::object& result) const {
   const char* complaint = ": run() must return a tuple of tensors; found ";
   if (!PyTuple_Check(result.ptr())) {
     throw ArgumentError(place(microbatch) + complaint + Py_TYPE(result.ptr())->tp_name);
@@ -112,20 +119,59 @@ TorchStage::Tensors TorchStage::call(std::int32_t microbatch, const Tensors& inp
 
 void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
   Record& record = records_[microbatch];
-  const Tensors gradients = is_last_ ? root_gradients(microbatch, record) : tensors_of(gradient);
-  if (gradients.size() != record.roots.size()) {
-    throw ArgumentError(place(microbatch) + ": " + std::to_string(gradients.size()) + " output gradients arrived for " +
-                        std::to_string(record.roots.size()) + " outputs that require one");
-  }
+  const Tensors gradients = gradients_for(microbatch, record, gradient);
   if (!record.roots.empty()) {
     const RandomRegion region(calls_.random, RandomRegion::Kind::kBackward, microbatch);
     run_engine(record.roots, gradients);
   }
+  end(record);
+}
+
+TorchStage::Tensors TorchStage::gradients_for(std::int32_t microbatch, const Record& record,
+                                              const Payload* gradient) const {
+  Tensors gradients = is_last_ ? root_gradients(microbatch, record) : tensors_of(gradient);
+  if (gradients.size() == record.roots.size()) return gradients;
+  throw ArgumentError(place(microbatch) + ": " + std::to_string(gradients.size()) + " output gradients arrived for " +
+                      std::to_string(record.roots.size()) + " outputs that require one");
+}
+
+void TorchStage::end(Record& record) {
   record.gradients = input_gradients(record.inputs, record.entry);
   record.inputs.clear();
   record.entry = NodePtr();
   record.outputs.clear();
   record.roots.clear();
+  record.kept.clear();
+}
+
+bool TorchStage::may_run_beside(const Stage& pair) const {
+  const StageCalls& others = static_cast<const TorchStage&>(pair).calls_;
+  if (calls_.meet || others.meet) return false;  // replicas meet in the order of the actions
+  const StageRandom* const theirs = others.random;
+  return calls_.random == nullptr || theirs == nullptr || !calls_.random->guards_forward || !theirs->guards_backward;
+}
+
+bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& other, std::int32_t pair_microbatch,
+                      const Payload* gradient) {
+  auto& pair = static_cast<TorchStage&>(other);
+  Record& theirs = pair.records_[pair_microbatch];
+  const auto& partners = calls_.partners;
+  const bool fits = std::find(partners.begin(), partners.end(), pair.index_) != partners.end();
+  if (!fits || theirs.kept.empty()) return false;
+  const bool by_forward = calls_.random != nullptr && calls_.random->guards_forward;
+  const RandomRegion region(by_forward ? calls_.random : pair.calls_.random,
+                            by_forward ? RandomRegion::Kind::kForward : RandomRegion::Kind::kWeight,
+                            by_forward ? microbatch : pair_microbatch);
+  const bool from_loss = pair.is_last_ && !pair.calls_.output_grads;
+  const Tensors gradients = from_loss ? Tensors() : pair.gradients_for(pair_microbatch, theirs, gradient);
+  run(records_[microbatch], Arming::Phase::kFused, microbatch, input, [&](const Tensors& inputs) {
+    const py::object grads = from_loss ? py::object(py::none()) : to_tuple(gradients);
+    return calls_.fuse(microbatch, to_tuple(inputs), pair.index_, pair_microbatch, to_tuple(theirs.kept), grads);
+  });
+  // by itself the backward was not seen
+  if (pair.calls_.random != nullptr && pair.calls_.random->watches) pair.calls_.random->recomputed = true;
+  end(theirs);
+  return true;
 }
 
 void TorchStage::backward_input(std::int32_t microbatch, const Payload* gradient) {
@@ -204,6 +250,7 @@ void TorchStage::release() noexcept {
     record.entry = NodePtr();
     record.outputs.clear();
     record.roots.clear();
+    record.kept.clear();
     record.gradients.clear();
     if (record.weights) record.weights->clear();
     record.held_bytes = 0;

@@ -6,10 +6,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "arming.h"
 #include "core/program.h"
 #include "core/stage.h"
 #include "entry.h"
@@ -26,6 +29,10 @@ struct StageCalls {
   StageRandom* random;      // null where there is nothing to do about random numbers
   py::handle meet;          // (op, failed); null where the stage has no replicas
   py::handle fold;          // () after every W; null where it is not wanted
+  // (microbatch, its inputs, stage and microbatch of the backward, its roots, their gradients or None for a loss)
+  // -> tuple of tensors; null where the module has no method for pairs.
+  py::handle fuse;
+  std::vector<std::int32_t> partners;  // the stages whose backwards it takes
 };
 
 class TorchStage final : public Stage {
@@ -34,7 +41,7 @@ class TorchStage final : public Stage {
   // outlives the forward.
   TorchStage(std::int32_t index, bool is_first, bool is_last, const RankProgram& program);
 
-  void bind(StageCalls calls) { calls_ = calls; }
+  void bind(StageCalls calls) { calls_ = std::move(calls); }
 
   bool is_first() const override { return is_first_; }
   bool is_last() const override { return is_last_; }
@@ -44,6 +51,10 @@ class TorchStage final : public Stage {
   void backward_input(std::int32_t microbatch, const Payload* gradient) override;
   void backward_weight(std::int32_t microbatch) override;
   void meet(Op op, bool failed) override;
+  bool may_run_beside(const Stage& pair) const override;
+  // By the modules' own method.
+  bool fuse(std::int32_t microbatch, const Payload* input, Stage& pair, std::int32_t pair_microbatch,
+            const Payload* gradient) override;
   void take(ChannelKind kind, std::int32_t microbatch, Payload& into) override;
   void release() noexcept override;
 
@@ -62,6 +73,7 @@ class TorchStage final : public Stage {
     Tensors outputs;  // until they are handed on; on the last stage until the backward
     // Of the outputs that require a gradient. The edge keeps the graph; the output's own memory may go once it is sent.
     torch::autograd::edge_list roots;
+    Tensors kept;  // the outputs that require a gradient, where the modules' own method may want them
     Tensors gradients;
     std::shared_ptr<WeightGradients> weights;  // where the backward is split
     std::size_t held_bytes = 0;                // between I and W
@@ -69,7 +81,12 @@ class TorchStage final : public Stage {
 
   Tensors enter_graph(Record& record, const Tensors& inputs) const;
   static void split(const Record& record);
-  Tensors call(std::int32_t microbatch, const Tensors& inputs) const;
+  using Call = std::function<py::object(const Tensors&)>;
+
+  void run(Record& record, Arming::Phase phase, std::int32_t microbatch, const Payload* input, const Call& call);
+  Tensors outputs_of(std::int32_t microbatch, const py::object& result) const;
+  Tensors gradients_for(std::int32_t microbatch, const Record& record, const Payload* gradient) const;
+  static void end(Record& record);
   Tensors root_gradients(std::int32_t microbatch, const Record& record) const;
   Tensors given_gradients(std::int32_t microbatch, const Record& record) const;
   std::string place(std::int32_t microbatch) const;

@@ -7,13 +7,14 @@ from typing import Any
 from fastpipe.machine import Lanes
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import check_reduction
+from fastpipe.runtime.pairs import check_overlap
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
 
-def check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any) -> None:
+def check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any, overlap: Any) -> None:
     """Refuse what cannot be right whatever the model.
 
     Raises:
@@ -27,6 +28,7 @@ def check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any) -
             f"rng = {rng!r}: use None (torch's generators, in the order of the actions) or {PER_MICROBATCH!r} (a state "
             "of its own for every stage and microbatch)"
         )
+    check_overlap(overlap)
     if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
 

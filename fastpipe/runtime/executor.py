@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fastpipe.program import Program
 from fastpipe.runtime import native
+from fastpipe.runtime.pairs import IN_ORDER, PairCounts
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.transport import Transport
 
@@ -33,6 +34,7 @@ class Executor(ABC):
         on_failure: called when something fails here.
         timeout: seconds to wait for a peer.
         num_threads: intra-op threads, the same on every rank.
+        pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.pairs`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Executor(ABC):
         on_failure: OnFailure,
         timeout: float,
         num_threads: int,
+        pairs: str = IN_ORDER,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -53,6 +56,7 @@ class Executor(ABC):
         self.on_failure = on_failure
         self.timeout = timeout
         self.num_threads = num_threads
+        self.pairs = pairs
         self._prepare()
 
     @abstractmethod
@@ -78,6 +82,10 @@ class Executor(ABC):
     @abstractmethod
     def fail(self) -> None:
         """The step has failed elsewhere: drain. May be called from any thread."""
+
+    @abstractmethod
+    def pair_counts(self) -> PairCounts:
+        """How many pairs went which way so far."""
 
 
 def executor_class(choice: str) -> type[Executor]:

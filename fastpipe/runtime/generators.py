@@ -189,6 +189,27 @@ class StageRandom:
             stack.extend(next_node for next_node, _ in node.next_functions)
 
 
+def may_run_together(forward: StageRandom | None, backward: StageRandom | None) -> bool:
+    """Whether an F and a B of two stages need not exclude each other."""
+    return forward is None or backward is None or not (forward.guards_forward and backward.guards_backward)
+
+
+@contextlib.contextmanager
+def pair_region(
+    forward: StageRandom | None, backward: StageRandom | None, microbatch: int, pair_microbatch: int
+) -> Iterator[None]:
+    """Around an F and a B that the modules' own method runs as it likes."""
+    with contextlib.ExitStack() as stack:
+        if forward is not None and forward.guards_forward:
+            stack.enter_context(forward.forward(microbatch))
+        elif backward is not None and backward.guards_backward:
+            stack.enter_context(backward.backward(pair_microbatch, whole=False))
+        yield
+    if backward is not None and backward.watches:
+        # by itself it was not seen
+        backward.recomputed = True
+
+
 def _is_ours(node: Any) -> bool:
     function: Any = node._forward_cls
     return str(function.__module__).startswith("fastpipe.")

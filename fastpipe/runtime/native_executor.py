@@ -4,6 +4,7 @@ has replicas also meets them in Python, a few times a step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import numpy as np
 from fastpipe.program import Op
 from fastpipe.runtime import native
 from fastpipe.runtime.executor import Drained, Executor, Seconds
+from fastpipe.runtime.pairs import WAYS, PairCounts
 from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.tensors import Tensors
 
 
 class NativeExecutor(Executor):
@@ -29,12 +32,14 @@ class NativeExecutor(Executor):
         places = [(index, stage.is_first, stage.is_last) for index, stage in self.stages.items()]
         self._splits = bool((columns[0] == Op.I).any())
         endpoint = self.transport.native(runtime, self.program, self.rank, self.timeout)
-        self._native = runtime.Executor(self.rank, columns, channels, places, endpoint, self.timeout)
+        self._native = runtime.Executor(
+            self.rank, columns, channels, places, endpoint, self.timeout, pairs=WAYS.index(self.pairs)
+        )
 
     def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
         # C++ keeps none of these between steps: a cycle through it could never be collected
-        calls = [_calls(stage) for stage in self.stages.values()]
+        calls = [(*_calls(stage), *self._fusing(stage)) for stage in self.stages.values()]
         spans = self._native.run(signature, announce, calls, self.on_failure, num_threads=self.num_threads)
         if spans is None:
             raise Drained
@@ -42,6 +47,22 @@ class NativeExecutor(Executor):
             self._note_deferred()
         start, end = spans
         return start, end
+
+    def _fusing(self, stage: Stage) -> tuple[Any, Sequence[int]]:
+        """What runs a pair by the modules' own method, and with which stages' backwards."""
+        if not stage.fuses:
+            return None, ()
+
+        def fuse(
+            microbatch: int, inputs: Tensors, pair: int, pair_microbatch: int, roots: Tensors, grads: Any
+        ) -> Tensors:
+            return stage.run_fused(microbatch, inputs, self.stages[pair], roots, grads)
+
+        return fuse, [index for index, pair in self.stages.items() if stage.fuses_with(pair)]
+
+    def pair_counts(self) -> PairCounts:
+        """How many pairs went which way so far."""
+        return PairCounts(*self._native.pair_counts())
 
     def _note_deferred(self) -> None:
         for index, leaves, held in self._native.deferred():

@@ -14,6 +14,7 @@ from torch import nn
 
 from fastpipe.cost import CostModel
 from fastpipe.errors import StepError
+from fastpipe.program import Op
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import check_arguments, check_transport, find_num_microbatches, find_num_ranks
 from fastpipe.runtime.clip import clip_grad_norm
@@ -34,6 +35,7 @@ from fastpipe.runtime.modules import (
     find_device,
     find_ties,
 )
+from fastpipe.runtime.pairs import IN_ORDER, describe_pairs, pair_policy
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.processes import Processes
@@ -98,6 +100,9 @@ class Pipeline(HeldModel):
         recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`.
         tied: weights that are one under several names, as in ``[("0.weight", "11.weight")]``: layers that share a
             Parameter are found where ``stages`` is a list; otherwise say so, with names as `named_parameters` has them.
+        overlap: how a pair of a forward and a backward (``OVERLAP_F_B``) runs where the modules have no method of their
+            own for it: ``"always"`` together, the backward in a helper thread; ``"never"``; or ``"auto"``: whichever
+            is measured to be faster, in order where no core is free. The bits are the same.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what to set instead.
@@ -127,8 +132,9 @@ class Pipeline(HeldModel):
         stage_to_rank: Sequence[int] | None = None,
         recv_lookahead: int | str = 1,
         tied: Sequence[Sequence[str]] | None = None,
+        overlap: str = "auto",
     ) -> None:
-        check_arguments(loss_fn, loss_reduction, rng, timeout)
+        check_arguments(loss_fn, loss_reduction, rng, timeout, overlap)
         self.device = find_device(stages, device)
         self._member = membership(group, self.device)
         self.loss_fn = loss_fn
@@ -148,6 +154,7 @@ class Pipeline(HeldModel):
             self._plans.program(self.num_microbatches, forward_only=False)
             modules = self._build_stages(stages, partition, tied, data_parallel)
             self._executor = executor_class(executor)
+        self._pair_policy = pair_policy(overlap, self._num_ranks_here, len(os.sched_getaffinity(0)), self.device)
         random = self._make_random()
         self.transport = self._make_transport(transport, timeout)
         exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory) else None
@@ -159,7 +166,9 @@ class Pipeline(HeldModel):
         if exchange is not None and between_ranks(self._ties, placement):
             self.transport.prepare_exchange()
         replicas = make_tied(self._ties, self.stage_modules, placement, self._member.rank, exchange, copies)
-        ranks = LocalRanks(self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish)
+        ranks = LocalRanks(
+            self._stages_by_rank, self._executor, self.transport, timeout, self._control.publish, self._pair_policy.way
+        )
         self._reduces = True
         has_backward = self._plans.has_backward(self.num_microbatches)
         self._steps = Steps(
@@ -184,6 +193,7 @@ class Pipeline(HeldModel):
                 raise error
             _check_plans(replies)
             self._plans.parallel = any(reply["parallel"] for reply in replies)
+            self._num_ranks_here = self._count_ranks_here(replies)
         except LostError as lost:
             self._control.close()
             raise (error or lost.failure.error()) from lost
@@ -242,8 +252,19 @@ class Pipeline(HeldModel):
         self._stages = [stage for held in self._stages_by_rank.values() for stage in held.values()]
         return modules
 
+    def _count_ranks_here(self, replies: Sequence[Reply]) -> int:
+        """How many ranks share this host."""
+        if len(replies) == 1:
+            return self.num_ranks
+        return sum(reply["host"] == replies[self.rank]["host"] for reply in replies)
+
+    def _has_pairs(self) -> bool:
+        program = self._plans.program(self.num_microbatches, forward_only=False)
+        return any(bool((columns[0] == Op.OVERLAP_F_B).any()) for columns in program.columns)
+
     def _make_random(self) -> RandomNumbers:
-        concurrent = len(self._stages_by_rank) > 1
+        beside = self._has_pairs() and self._pair_policy.way != IN_ORDER
+        concurrent = len(self._stages_by_rank) > 1 or beside
         runtime = native.load() if self._executor.__name__ == "NativeExecutor" else None
         return RandomNumbers(self._stages, self.device, seed=self._seed, concurrent=concurrent, runtime=runtime)
 
@@ -400,9 +421,13 @@ class Pipeline(HeldModel):
         ranks = {rank: list(stages) for rank, stages in self._stages_by_rank.items()}
         name = self._executor.__name__
         with self._steps.replicas.in_place():
-            return describe(
+            text = describe(
                 self.schedule, program, ranks, name, self.transport, self._stages, self._seed, self._ties, self._cut
             )
+        if not self._has_pairs():
+            return text
+        fused = sorted({stage.index for stage in self._stages if stage.fuses})
+        return f"{text}\npairs       {describe_pairs(self._pair_policy, fused, self._steps.ranks.pair_counts())}"
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

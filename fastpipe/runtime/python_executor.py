@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastpipe.action import NONE, ActionKind
+from fastpipe.action import NONE, Action, ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
 from fastpipe.runtime.executor import Drained, Executor, Seconds
+from fastpipe.runtime.generators import may_run_together
+from fastpipe.runtime.pairs import PairCounts, Pairs
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.tensors import Tensors, handed_over
 from fastpipe.runtime.transport import Message
@@ -55,6 +57,7 @@ class PythonExecutor(Executor):
         self.made: dict[int, Tensors] = {}
         self.failed = False
         self.error: BaseException | None = None
+        self._pairs = Pairs(self.pairs, self.num_threads)
         instructions = list(self.program[self.rank])
         resolver = _Resolver(self, instructions)
         self.steps = [resolver.step(instruction) for instruction in instructions]
@@ -130,10 +133,41 @@ class PythonExecutor(Executor):
         if message != NONE:
             self.made[message] = grads
 
-    def overlapped(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """OVERLAP_F_B, in order."""
-        forward()
-        backward()
+    def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
+        """OVERLAP_F_B: by the modules' own method, together or in order."""
+        stage, pair = forward.args[0], backward.args[0]
+        if stage.fuses and stage.fuses_with(pair) and self._fused(*forward.args, *backward.args):
+            self._pairs.counts.fused += 1
+            return
+        labelled = partial(_labelled, label, backward)
+        # replicas meet in the order of the actions
+        may = stage.parallel is None and pair.parallel is None and may_run_together(stage.random, pair.random)
+        self._pairs.run(forward, labelled, (stage.index, pair.index), may)
+
+    def _fused(
+        self,
+        stage: Stage,
+        microbatch: int,
+        slot: int,
+        message: int,
+        splits: bool,
+        pair: Stage,
+        pair_microbatch: int,
+        pair_slot: int,
+        pair_message: int,
+    ) -> bool:
+        inputs, grads = self.slots.get(slot, ()), self.slots.get(pair_slot, ())
+        found = stage.forward_backward(microbatch, inputs, pair, pair_microbatch, grads, splits=splits)
+        if found is None:
+            return False
+        for number, tensors in zip((message, pair_message), found, strict=True):
+            if number != NONE:
+                self.made[number] = tensors
+        return True
+
+    def pair_counts(self) -> PairCounts:
+        """How many pairs went which way so far."""
+        return self._pairs.counts
 
     def wait_recv(self, channel: int, slot: int) -> None:
         """WAIT_RECV."""
@@ -183,7 +217,8 @@ class _Resolver:
             return partial(executor.stages[it.stage].backward_weight, it.microbatch)
         if it.op is Op.OVERLAP_F_B:
             backward = self._backward(executor.backward, it.pair_stage, it.pair_microbatch)
-            return partial(executor.overlapped, self._forward(it.stage, it.microbatch), backward)
+            label = f"{_LABEL_PREFIX}{Action(ActionKind.B, it.pair_stage, it.pair_microbatch)}"
+            return partial(executor.overlapped, self._forward(it.stage, it.microbatch), backward, label)
         if it.op is Op.F:
             return self._forward(it.stage, it.microbatch)
         if it.op in (Op.B, Op.I):
@@ -191,13 +226,13 @@ class _Resolver:
             return self._backward(method, it.stage, it.microbatch)
         return partial(executor.meet, executor.stages[it.stage], it.op)
 
-    def _forward(self, stage: int, microbatch: int) -> Callable[[], None]:
+    def _forward(self, stage: int, microbatch: int) -> partial[None]:
         slot = self.slots.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)
         made = self._made(ActionKind.F, stage, microbatch)
         splits = (stage, microbatch) in self.split
         return partial(self.executor.forward, self.executor.stages[stage], microbatch, slot, made, splits)
 
-    def _backward(self, method: Callable[..., None], stage: int, microbatch: int) -> Callable[[], None]:
+    def _backward(self, method: Callable[..., None], stage: int, microbatch: int) -> partial[None]:
         slot = self.slots.get(Message(ChannelKind.GRADIENT, stage, microbatch), NONE)
         made = self._made(ActionKind.B, stage, microbatch)
         return partial(method, self.executor.stages[stage], microbatch, slot, made)
@@ -232,6 +267,14 @@ class _Resolver:
             case Op.HAND_OVER:
                 return partial(executor.hand_over, self._number(message), it.slot)
         return partial(executor.free, it.slot)
+
+
+def _labelled(label: str, call: Callable[[], None]) -> None:
+    """A backward that shows by itself in a profile, which matters where it has a thread of its own."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return call()
+    with torch.profiler.record_function(label):
+        call()
 
 
 def _waits_of_sends(instructions: list[Instruction]) -> list[tuple[int, int]]:

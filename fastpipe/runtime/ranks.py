@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -16,8 +15,10 @@ from fastpipe.program import Op, Program
 from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
 from fastpipe.runtime.executor import Drained, Executor, Seconds
 from fastpipe.runtime.failure import Failure, cause_text
+from fastpipe.runtime.pairs import PairCounts
 from fastpipe.runtime.result import Spans
 from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.thread_state import ThreadState
 from fastpipe.runtime.transport import Transport, TransportError
 
 
@@ -44,25 +45,6 @@ class Outcome:
             self.error = error
 
 
-class ThreadState:
-    """What is thread-local in torch and must be the same on every rank: grad mode and autocast."""
-
-    def __init__(self) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.autocast = torch.is_autocast_enabled("cpu")
-        self.dtype = torch.get_autocast_dtype("cpu")
-        self.cache = torch.is_autocast_cache_enabled()
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """The state, in another thread."""
-        with (
-            torch.set_grad_enabled(self.grad),
-            torch.autocast("cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache),
-        ):
-            yield
-
-
 class LocalRanks:
     """Runs the program on the ranks of this process.
 
@@ -72,6 +54,7 @@ class LocalRanks:
         transport: how ranks exchange tensors.
         timeout: seconds to wait for a peer.
         publish: called at once with a failure of a local rank; returns the first there was.
+        pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.pairs`.
     """
 
     def __init__(
@@ -81,12 +64,14 @@ class LocalRanks:
         transport: Transport,
         timeout: float,
         publish: Callable[[Failure], Failure],
+        pairs: str,
     ) -> None:
         self.stages = stages
         self.executor = executor
         self.transport = transport
         self.timeout = timeout
         self.publish = publish
+        self.pairs = pairs
         self.num_threads = torch.get_num_threads()
         self._executors: dict[int, list[Executor]] = {}
         self._programs: list[Program] = []
@@ -115,6 +100,7 @@ class LocalRanks:
             on_failure=on_failure,
             timeout=self.timeout,
             num_threads=self.num_threads,
+            pairs=self.pairs,
         )
 
     def run(self, program: Program, signature: int, announce: bool) -> Outcome:
@@ -131,6 +117,16 @@ class LocalRanks:
             with self._lock:
                 self._current = ()
         return self._outcome
+
+    def pair_counts(self) -> PairCounts:
+        """How many pairs went which way so far, on all local ranks."""
+        total = PairCounts()
+        for executors in self._executors.values():
+            for counts in (executor.pair_counts() for executor in executors):
+                total.together += counts.together
+                total.in_order += counts.in_order
+                total.fused += counts.fused
+        return total
 
     def fail(self) -> None:
         """The step failed elsewhere; may be called from any thread."""

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from fastpipe.program import Op
-from fastpipe.runtime.generators import StageRandom
+from fastpipe.runtime.fused import fuse, method_of
+from fastpipe.runtime.generators import StageRandom, pair_region
 from fastpipe.runtime.tensors import Tensors, boundary_tensors
 from fastpipe.runtime.weight_grad import Survey, WeightGradients, make_weight_gradients
 from fastpipe.runtime.wrappers import find_data_parallel, unwrapped
@@ -130,6 +131,11 @@ class _Record:
     caught: dict[int, torch.Tensor]
     weights: WeightGradients | None
 
+    def input_grads(self) -> Tensors:
+        """After the backward: the gradients of the inputs that require one."""
+        needing = [(i, t) for i, t in enumerate(self.inputs) if t.requires_grad]
+        return tuple(self.caught[i] if i in self.caught else torch.zeros_like(t) for i, t in needing)
+
 
 class Stage:
     """One slice of the model.
@@ -147,6 +153,8 @@ class Stage:
         peak_held_bytes: the most memory that waited for W at any time.
         random: what is done about random numbers in this step; None where there is nothing to do.
         parallel: what the stage does with its replicas; None where its module is not wrapped.
+        modules: the layers of a chain, or the one module.
+        fuses: whether it brings a method for fused pairs; see `fastpipe.runtime.fused`.
     """
 
     def __init__(self, index: int, module: nn.Module, num_stages: int, loss_fn: LossFunction | None = None) -> None:
@@ -160,9 +168,12 @@ class Stage:
         self.work = StageWork()
         self.running: int | None = None
         self.random: StageRandom | None = None
+        self.modules = list(module.children()) if isinstance(module, Chain) else [module]
+        self.fuses = method_of(self.modules) is not None and self.parallel is None
         self.deferred: frozenset[int] = frozenset()
         self.has_split = False
         self.peak_held_bytes = 0
+        self._looks: tuple[bool, ...] | None = None
         self._records: dict[int, _Record] = {}
         self._survey = Survey()
         self._waiting: dict[int, tuple[WeightGradients, int]] = {}
@@ -202,7 +213,7 @@ class Stage:
 
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         work = self.work
-        args = inputs if work.args is None else work.args[microbatch]
+        args = self.args_of(microbatch, inputs)
         try:
             output = self.module(*args) if work.kwargs is None else self.module(*args, **work.kwargs[microbatch])
         except RuntimeError as error:
@@ -210,9 +221,53 @@ class Stage:
             if reason is None:
                 raise
             raise ValueError(reason) from error
+        if self.is_last:
+            return self._finish(microbatch, output)
+        outputs = boundary_tensors(output, f"stage {self.index}")
+        if self.fuses:
+            self._looks = tuple(tensor.requires_grad for tensor in outputs)
+        return outputs
+
+    def args_of(self, microbatch: int, inputs: Tensors) -> Sequence[Any]:
+        """The positional arguments of the module."""
+        return inputs if self.work.args is None else self.work.args[microbatch]
+
+    @property
+    def wants_loss(self) -> bool:
+        """Whether the loss function is called here in this step."""
+        work = self.work
+        return self.is_last and self.loss_fn is not None and work.targets is not None and work.output_grads is None
+
+    def fuses_with(self, pair: Stage) -> bool:
+        """Whether F of this stage and B of another one are left to the modules' own method in this step."""
+        return self.fuses and type(self.modules[0]) is type(pair.modules[0]) and pair.fuses and self.work.kwargs is None
+
+    def run_fused(
+        self, microbatch: int, inputs: Tensors, pair: Stage, roots: Tensors, grads: Sequence[torch.Tensor] | None
+    ) -> Tensors:
+        """As `run`, with the backward of another microbatch; see `fastpipe.runtime.fused.fuse`."""
+        self.running = microbatch
+        output, loss = fuse(self, microbatch, inputs, pair, roots, grads)
         if not self.is_last:
-            return boundary_tensors(output, f"stage {self.index}")
-        return self._finish(microbatch, output)
+            outputs = boundary_tensors(output, f"stage {self.index}")
+        elif loss is None:
+            outputs = self._finish(microbatch, output)
+        else:
+            self._keep(microbatch, output)
+            outputs = (loss,)
+        self.running = None
+        return outputs
+
+    def check_outputs(self, outputs: Sequence[torch.Tensor], who: str) -> None:
+        """Refuse outputs of the modules' own method that are not like those of the forward."""
+        found = tuple(tensor.requires_grad for tensor in outputs)
+        if not self.is_last and self._looks is not None and len(found) != len(self._looks):
+            raise ValueError(
+                f"{who} {len(found)} outputs, and the forward of the stage {len(self._looks)}: return as many"
+            )
+        expected = self._looks or (any(p.requires_grad for p in self.module.parameters()),)
+        if any(expected) and not any(found):
+            raise ValueError(f"{who} outputs without a graph: leave out detach() and no_grad()")
 
     def _dtype_reason(self, args: Sequence[Any]) -> str | None:
         """What is wrong when a dtype does not fit the stage; None when it does."""
@@ -231,8 +286,7 @@ class Stage:
 
     def _finish(self, microbatch: int, output: Any) -> Tensors:
         work = self.work
-        if work.keep_outputs:
-            work.outputs[microbatch] = detached(output)
+        self._keep(microbatch, output)
         if work.output_grads is not None:
             return _fitting(boundary_tensors(output, "the last stage"), work.output_grads[microbatch])
         if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
@@ -241,16 +295,16 @@ class Stage:
             return ()
         if self.loss_fn is not None and work.targets is None:
             return ()
-        return (self._loss(microbatch, output),)
+        return (self.loss(microbatch, output, None if work.targets is None else work.targets[microbatch]),)
 
-    def _loss(self, microbatch: int, output: Any) -> torch.Tensor:
+    def _keep(self, microbatch: int, output: Any) -> None:
+        if self.work.keep_outputs:
+            self.work.outputs[microbatch] = detached(output)
+
+    def loss(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
+        """The loss of one microbatch, scaled: its share in that of the batch, which is noted."""
         work = self.work
-        if self.loss_fn is None:
-            loss = returned_loss(output)
-        else:
-            assert work.targets is not None
-            loss = self.loss_fn(output, work.targets[microbatch])
-        loss = checked_loss(loss)
+        loss = checked_loss(returned_loss(output) if self.loss_fn is None else self.loss_fn(output, target))
         scaled = scale_loss(loss, None if work.divisors is None else work.divisors[microbatch])
         if torch.is_grad_enabled() and not scaled.requires_grad:
             whose = "the last stage" if self.loss_fn is None else "loss_fn"
@@ -278,14 +332,47 @@ class Stage:
                 self.random.note_graph(outputs)
             return outputs
 
-    def _forward(self, microbatch: int, inputs: Tensors, splits: bool) -> Tensors:
+    def forward_backward(
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        pair: Stage,
+        pair_microbatch: int,
+        grads: Tensors,
+        *,
+        splits: bool = False,
+    ) -> tuple[Tensors, Tensors] | None:
+        """F of one microbatch and B of another stage's by the modules' own method.
+
+        Returns:
+            What `forward` and what `backward` return; None where there is nothing for the method to go backward from.
+        """
+        record = pair._records[pair_microbatch]
+        roots = tuple(output for output in record.outputs if output.requires_grad)
+        if not roots:
+            return None
+        root_grads = pair._root_grads(pair_microbatch, record.outputs, grads)
+
+        def run(microbatch: int, entered: Tensors) -> Tensors:
+            return self.run_fused(microbatch, entered, pair, roots, root_grads)
+
+        with pair_region(self.random, pair.random, microbatch, pair_microbatch):
+            outputs = self._forward(microbatch, inputs, splits, run)
+        if self.random is not None and self.random.watches:
+            self.random.note_graph(outputs)
+        del pair._records[pair_microbatch]
+        return outputs, record.input_grads()
+
+    def _forward(
+        self, microbatch: int, inputs: Tensors, splits: bool, run: Callable[[int, Tensors], Tensors] | None = None
+    ) -> Tensors:
         if not torch.is_grad_enabled():
-            return self.run(microbatch, inputs)
+            return (run or self.run)(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
         entered = tuple(_enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
         weights = make_weight_gradients(self._survey) if splits else None
-        with weights.armed(backward=False) if weights is not None else contextlib.nullcontext():
-            outputs = self.run(microbatch, entered)
+        with weights.armed(backward=False, fused=run is not None) if weights is not None else contextlib.nullcontext():
+            outputs = (run or self.run)(microbatch, entered)
         if weights is not None:
             weights.split([t for t in outputs if t.requires_grad], [t for t in entered if t.requires_grad])
         self._records[microbatch] = _Record(inputs, outputs, caught, weights)
@@ -311,8 +398,7 @@ class Stage:
         roots = [output for output in record.outputs if output.requires_grad]
         if roots:
             torch.autograd.backward(roots, self._root_grads(microbatch, record.outputs, grads))
-        needing = [(i, t) for i, t in enumerate(record.inputs) if t.requires_grad]
-        return tuple(record.caught[i] if i in record.caught else torch.zeros_like(t) for i, t in needing)
+        return record.input_grads()
 
     def _root_grads(self, microbatch: int, outputs: Tensors, grads: Tensors) -> Sequence[torch.Tensor] | None:
         if not self.is_last:

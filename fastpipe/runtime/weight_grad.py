@@ -25,8 +25,14 @@ from fastpipe.runtime import native
 class WeightGradients(Protocol):
     """The weight gradients of one microbatch of one stage, between its F, its I and its W."""
 
-    def armed(self, backward: bool) -> AbstractContextManager[Any]:
-        """While F, or I, runs in this thread: linears may leave their weights for W."""
+    def armed(self, backward: bool, fused: bool = False) -> AbstractContextManager[Any]:
+        """While F, or I, runs in this thread: linears may leave their weights for W.
+
+        Args:
+            backward: I.
+            fused: F, in which another microbatch's backward runs. What that recomputes was not armed in its forward,
+                and must not be now: a checkpoint takes what is saved by its order.
+        """
 
     def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """At the end of F: decide by the graph between inputs and outputs which weights wait."""
@@ -82,14 +88,14 @@ class PythonWeightGradients:
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        self.backward = False
+        self.backward = self.fused = False
         self._weights: list[torch.Tensor] = []
         self._pending: list[_Pending] = []
 
     @contextmanager
-    def armed(self, backward: bool) -> Iterator[None]:
+    def armed(self, backward: bool, fused: bool = False) -> Iterator[None]:
         """While F, or I, runs in this thread."""
-        self.backward = backward
+        self.backward, self.fused = backward, fused
         before = _thread.armed
         _thread.armed = self
         try:
@@ -303,6 +309,8 @@ def _multiply(
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """aten::linear at the autograd key, by the very operators that torch's own uses: bits depend on them."""
     weights = _thread.armed
+    if weights is not None and weights.fused and torch._C._current_graph_task_id() != -1:
+        weights = None
     if weights is None or not torch.is_grad_enabled() or _tracing() or not _fits(inputs, weight, bias):
         plain: torch.Tensor = torch.ops.aten.linear.default.decompose(inputs, weight, bias)
         return plain

@@ -1,0 +1,48 @@
+#include "pairs.h"
+
+#include <exception>
+
+#include "clock.h"
+
+namespace fastpipe {
+
+void Pairs::run(const PairPart& forward, const PairPart& backward, std::size_t position, Observer& observer) {
+  if (forward.stage.fuse(forward.microbatch, forward.given, backward.stage, backward.microbatch, backward.given)) {
+    ++counts_.fused;
+    return;
+  }
+  if (way_ == PairWay::kInOrder || !forward.stage.may_run_beside(backward.stage)) return in_order(forward, backward);
+  PairClock& clock = clocks_[{&forward.stage, &backward.stage}];
+  const bool beside = way_ == PairWay::kTogether || clock.next();
+  const double begin = now_seconds();
+  if (beside) {
+    together(forward, backward, position, observer);
+  } else {
+    in_order(forward, backward);
+  }
+  clock.note(beside, now_seconds() - begin);
+}
+
+void Pairs::in_order(const PairPart& forward, const PairPart& backward) {
+  ++counts_.in_order;
+  forward.stage.forward(forward.microbatch, forward.given);
+  backward.stage.backward(backward.microbatch, backward.given);
+}
+
+void Pairs::together(const PairPart& forward, const PairPart& backward, std::size_t position, Observer& observer) {
+  ++counts_.together;
+  if (!helper_) helper_ = std::make_unique<Helper>();
+  const std::function<void()> job = [&backward] { backward.stage.backward(backward.microbatch, backward.given); };
+  helper_->start([&observer, &job, position] { observer.beside(position, job); });
+  std::exception_ptr error;
+  try {
+    forward.stage.forward(forward.microbatch, forward.given);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::exception_ptr other = helper_->finish();
+  if (error) std::rethrow_exception(error);
+  if (other) std::rethrow_exception(other);
+}
+
+}  // namespace fastpipe
