@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from fastpipe.action import ActionKind
+from fastpipe.runtime.chain import Chain, accepted_names, chosen
 from fastpipe.runtime.generators import Generators
 from fastpipe.runtime.loopback import Loopback
+from fastpipe.runtime.losses import checked_loss, detached, returned_loss, scale_loss
 from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
 from fastpipe.runtime.modules import layer_ranges
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.result import total_loss
-from fastpipe.runtime.stage import Chain, accepted_names, checked_loss, chosen, detached, returned_loss, scale_loss
 from fastpipe.runtime.tensors import boundary_tensors
 from fastpipe.runtime.tied import Tie
 from fastpipe.runtime.uses_apart import uses_apart

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fastpipe.runtime.chain import Chain
 from fastpipe.runtime.clip import Norm, gradients_of, merged_norms, norms_message, total_norm
 from fastpipe.runtime.control import Reply
 from fastpipe.runtime.modules import Named
 from fastpipe.runtime.parity import Difference, Parity, bytes_of, compared, parity_of
 from fastpipe.runtime.pipeline import Pipeline, StepResult
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
-from fastpipe.runtime.stage import Chain
 from fastpipe.testing import Reference, reference_step
 
 Key = tuple[int, str]

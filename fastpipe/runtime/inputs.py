@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fastpipe.runtime.chain import chosen
 from fastpipe.runtime.microbatch import Rule, Rules, loss_divisors, rows_of, rule_for, split
-from fastpipe.runtime.stage import Stage, StageWork, chosen
+from fastpipe.runtime.stage import Stage, StageWork
 from fastpipe.runtime.tensors import boundary_tensors
 
 

@@ -7,7 +7,6 @@ autograd, which the native executor does in C++ and the Python executor through 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +15,10 @@ import torch
 from torch import nn
 
 from fastpipe.program import Op
+from fastpipe.runtime.chain import Chain, accepted_names
 from fastpipe.runtime.fused import fuse, method_of
 from fastpipe.runtime.generators import StageRandom, pair_region
+from fastpipe.runtime.losses import checked_loss, detached, fitting, returned_loss, scale_loss
 from fastpipe.runtime.tensors import Tensors, boundary_tensors
 from fastpipe.runtime.weight_grad import Survey, WeightGradients, make_weight_gradients
 from fastpipe.runtime.wrappers import find_data_parallel, unwrapped
@@ -56,47 +57,6 @@ class StageWork:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     scaled: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
-
-
-class Chain(nn.Module):
-    """Layers one after the other, under their indices in the whole model, so that the keys of the state are its own.
-
-    A layer that returns a tuple feeds the next one several arguments; a keyword argument goes to every layer whose
-    ``forward`` names it.
-    """
-
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
-        super().__init__()
-        for index, layer in layers.items():
-            self.add_module(str(index), layer)
-        self._names = [accepted_names(layer) for layer in layers.values()]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layers."""
-        value: Any = args
-        layers: Any = self._modules.values()
-        # not children(), which leaves out a layer that stands there twice
-        for layer, names in zip(layers, self._names, strict=True):
-            inputs = value if isinstance(value, tuple) else (value,)
-            value = layer(*inputs, **chosen(kwargs, names)) if kwargs else layer(*inputs)
-        return value
-
-
-def accepted_names(module: nn.Module) -> frozenset[str] | None:
-    """The keyword arguments that a module's forward takes; None for any."""
-    if isinstance(module, Chain):
-        names = [accepted_names(layer) for layer in module.children()]
-        return None if None in names else frozenset().union(*(n for n in names if n is not None))
-    parameters = inspect.signature(module.forward).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return None
-    keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(p.name for p in parameters if p.kind in keywords)
-
-
-def chosen(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
-    """Those of ``kwargs`` that are among ``names``; all when ``names`` is None."""
-    return {name: value for name, value in kwargs.items() if names is None or name in names}
 
 
 class _Entry(torch.autograd.Function):
@@ -288,7 +248,7 @@ class Stage:
         work = self.work
         self._keep(microbatch, output)
         if work.output_grads is not None:
-            return _fitting(boundary_tensors(output, "the last stage"), work.output_grads[microbatch])
+            return fitting(boundary_tensors(output, "the last stage"), work.output_grads[microbatch])
         if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
             if torch.is_grad_enabled():
                 raise NoLoss
@@ -455,48 +415,3 @@ class Stage:
         self.work = StageWork()
         self._records.clear()
         self._waiting.clear()
-
-
-def _fitting(outputs: Tensors, grads: Tensors) -> Tensors:
-    """The outputs, if the gradients that the caller gave are theirs."""
-    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (grads, outputs)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"output_grad has the shapes {shapes[0]} for a microbatch whose outputs have {shapes[1]}: give one "
-            "gradient of the same shape for each output"
-        )
-    return outputs
-
-
-def returned_loss(output: Any) -> Any:
-    """The loss that a last stage returned, alone or in a dict; None if there is none."""
-    value = output.get("loss") if isinstance(output, Mapping) else output
-    is_loss = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-    return value if is_loss else None
-
-
-def checked_loss(loss: Any) -> torch.Tensor:
-    """The loss, if it is one.
-
-    Raises:
-        ValueError: when it is no tensor of one element.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise ValueError(
-            f"loss_fn returned a {type(loss).__name__}: return one tensor with one element, the loss of the microbatch"
-        )
-    if loss.numel() != 1:
-        raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: reduce it to one element")
-    return loss.reshape(()) if loss.dim() else loss
-
-
-def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
-    """A microbatch's share in the loss of the batch: the only copy of that rule."""
-    return loss if divisor is None else loss / divisor
-
-
-def detached(value: Any) -> Any:
-    """A tree of tensors without their graphs."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
+from fastpipe.runtime.chain import Chain
 from fastpipe.runtime.replicas import Exchange, Replicas, holders_of
-from fastpipe.runtime.stage import Chain
 
 Places = list[tuple[nn.Module, str]]
 """Where a parameter stands: modules and the attributes' names."""
