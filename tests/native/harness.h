@@ -64,8 +64,9 @@ class Rank final {
     const RankProgram program = programs.program(rank);
     start_.resize(program.size());
     end_.resize(program.size());
-    executor_ = std::make_unique<Executor>(program, std::move(stages), connect(program),
-                                           [] { return std::make_unique<StubPayload>(); });
+    executor_ = std::make_unique<Executor>(
+        program, std::move(stages), connect(program), [] { return std::make_unique<StubPayload>(); },
+        rank % 2 == 0 ? PairWay::kTogether : PairWay::kMeasured);
   }
 
   void run(bool announce, Tell tell) {

@@ -102,7 +102,7 @@ def compare(pipe: Pipeline, unsplit: Sequence[nn.Module], steps: int = 3, **opti
         reference = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss, **numbers)
         assert result.loss is not None and same_bits(result.loss, reference.loss)
         assert all(map(same_bits, result.losses or [], reference.losses))
-        assert torch.equal(result.outputs, torch.cat(reference.outputs))
+        assert not pipe.is_last or torch.equal(result.outputs, torch.cat(reference.outputs))
         assert not (wrong := unequal(pipe, Chain(dict(enumerate(unsplit))))), wrong
 
 
