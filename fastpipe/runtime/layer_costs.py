@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpipe.runtime.stage import accepted_names, chosen
+from fastpipe.runtime.chain import accepted_names, chosen
 
 _REPEATS = 5
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.layer_costs import layer_costs
 from fastpipe.runtime.chain import Chain
+from fastpipe.runtime.layer_costs import layer_costs
 from fastpipe.runtime.tied import Tie, make_ties, split_name, tied_names
 from fastpipe.runtime.wrappers import unwrapped
 
