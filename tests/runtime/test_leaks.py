@@ -47,7 +47,8 @@ def test_five_hundred_steps(executor: str) -> None:
     before = tensors_alive(), threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kilobytes()
     steps(500)
     after = tensors_alive(), threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kilobytes()
-    assert after[:3] == before[:3]
+    # fewer is no leak: what an earlier test left may end meanwhile
+    assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True)), (before, after)
     # one microbatch's activations kept at every step would be over 25 MB
     assert after[3] - before[3] < 8_000
 
