@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -343,7 +344,7 @@ class Pipeline(HeldModel):
         if self._steps.forward_only and output_grad is not None:
             if not self._plans.has_backward(self.num_microbatches):
                 raise ValueError(f"output_grad: {self.schedule.name} has no backward; leave it out")
-            request = Request(args, kwargs, target, output_grad, count, training=True)
+            request = replace(request, training=True)
         return self._steps.run(request, trace)
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ import traceback
 import pytest
 
 from fastpipe.testing import Loopback
+from tests.promptly import promptly
 from tests.runtime.faults import Boom, FaultyTraining, Scenario
 
 # All combinations for one schedule; of the others, which differ by the order that is drained, each choice once.
@@ -30,7 +31,7 @@ def test_own_exception_then_a_good_step(schedule: str, stage: int, backward: boo
     ((rank, action),) = training.places()
     place = f"rank {rank}, stage {training.stage}, action {action}, microbatch 3"
     assert [note for note in error.__notes__ if place in note], error.__notes__
-    assert seconds < 2
+    assert promptly(seconds)
     assert all(not queue for _, hub in transport._hubs.values() for queue in hub.queues.values())
     for _ in range(3):
         training.good_step()
