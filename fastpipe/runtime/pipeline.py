@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
-from fastpipe.errors import StepError
 from fastpipe.program import Op
 from fastpipe.runtime import native
+from fastpipe.runtime.agreement import agreeing, closing_on_error
 from fastpipe.runtime.arguments import check_arguments, check_transport, find_num_microbatches, find_num_ranks
 from fastpipe.runtime.clip import clip_grad_norm
 from fastpipe.runtime.control import Alone, Control, Reply
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.executor import executor_class
-from fastpipe.runtime.failure import LostError, cause_text
 from fastpipe.runtime.group import membership
 from fastpipe.runtime.held_model import HeldModel
 from fastpipe.runtime.inputs import Request
@@ -40,7 +39,7 @@ from fastpipe.runtime.pairs import IN_ORDER, describe_pairs, pair_policy
 from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.processes import Processes
-from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers, check_seeds
+from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks
 from fastpipe.runtime.replicas import Replicas, make_replicas, modules_by_rank
 from fastpipe.runtime.result import StepResult
@@ -145,7 +144,7 @@ class Pipeline(HeldModel):
         settings = Settings(loss_fn, loss_reduction, split, merge_rules, keep_outputs=merge is not False)
         store = self._member.store() if self._member.size > 1 else None
         self._control = self._make_control(store, timeout)
-        with self._agreeing():
+        with agreeing(self._control, self._setup_message, self._adopt):
             self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
             lanes = check_transport(transport, self.num_ranks, self._member.size)
             options = options_with_stages(schedule, schedule_options, stages_per_rank)
@@ -178,30 +177,6 @@ class Pipeline(HeldModel):
         self._finalizer = weakref.finalize(self, _close, self._control, ranks)
         logger.info("%s", self.describe())
 
-    @contextlib.contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """All processes build the same pipeline, or all raise: nobody waits for one that gave up."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as found:
-            error = found
-        try:
-            replies = self._control.setup(
-                {"refused": cause_text(error)} if error is not None else self._setup_message()
-            )
-            if error is not None:
-                raise error
-            _check_plans(replies)
-            self._plans.parallel = any(reply["parallel"] for reply in replies)
-            self._num_ranks_here = self._count_ranks_here(replies)
-        except LostError as lost:
-            self._control.close()
-            raise (error or lost.failure.error()) from lost
-        except BaseException:
-            self._control.close()
-            raise
-
     def _setup_message(self) -> Reply:
         """What must be the same on every rank, and what all need to know."""
         apart = [list(tie.names) for tie in self._ties if not {*tie.stages} <= self.stage_modules.keys()]
@@ -211,20 +186,19 @@ class Pipeline(HeldModel):
         parallel = any(stage.parallel is not None for stage in self._stages)
         return {"plan": plan, "seed": self._seed, "parallel": parallel}
 
+    def _adopt(self, replies: Sequence[Reply]) -> None:
+        """Take in what all said."""
+        self._plans.parallel = any(reply["parallel"] for reply in replies)
+        self._num_ranks_here = self._count_ranks_here(replies)
+
     def _make_transport(self, transport: str | Transport, timeout: float) -> Transport:
         if isinstance(transport, Transport):
             return transport
         if self._member.size == 1:
             return Loopback()
         choice = os.environ.get("FASTPIPE_TRANSPORT", "auto") if transport == "auto" else transport
-        try:
+        with closing_on_error(self._control):
             return between_processes(choice, self._control.exchange, self._member, self.device, timeout)
-        except LostError as lost:
-            self._control.close()
-            raise lost.failure.error() from lost
-        except BaseException:
-            self._control.close()
-            raise
 
     def _build_stages(
         self, stages: Stages, partition: Any, tied: Any, data_parallel: Any
@@ -432,17 +406,6 @@ class Pipeline(HeldModel):
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"
-
-
-def _check_plans(replies: Sequence[Reply]) -> None:
-    for rank, reply in enumerate(replies):
-        if "refused" in reply:
-            raise StepError(f"rank {rank} could not build the pipeline: {reply['refused']}", rank=rank)
-    plans = [reply["plan"] for reply in replies if "plan" in reply]
-    if len(set(plans)) > 1:
-        listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
-        raise ValueError(f"schedule: the ranks do not build the same pipeline: {listed}")
-    check_seeds([reply["seed"] for reply in replies])
 
 
 def _close(control: Control, ranks: LocalRanks) -> None:

@@ -1,0 +1,66 @@
+"""What the processes of a pipeline have to agree on when they build it: all build the same, or all raise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from fastpipe.errors import StepError
+from fastpipe.runtime.control import Control, Reply
+from fastpipe.runtime.failure import LostError, cause_text
+from fastpipe.runtime.random_numbers import check_seeds
+
+
+@contextlib.contextmanager
+def agreeing(
+    control: Control, message: Callable[[], Reply], adopt: Callable[[Sequence[Reply]], None]
+) -> Iterator[None]:
+    """Within this context a pipeline is built; at its end all have built the same, or all raise.
+
+    Nobody waits for one that gave up.
+
+    Args:
+        control: the way to the other processes; closed when the pipeline is not built.
+        message: what the others need to know of this process: ``plan``, the same on all, ``seed`` and more.
+        adopt: takes the messages of all.
+    """
+    error: Exception | None = None
+    with closing_on_error(control, lambda: error):
+        try:
+            yield
+        except Exception as found:
+            error = found
+        replies = control.setup({"refused": cause_text(error)} if error is not None else message())
+        if error is not None:
+            raise error
+        _check_replies(replies)
+        adopt(replies)
+
+
+@contextlib.contextmanager
+def closing_on_error(control: Control, own: Callable[[], Exception | None] = lambda: None) -> Iterator[None]:
+    """Within this context whatever is raised ends the control.
+
+    Args:
+        control: the way to the other processes.
+        own: this process's error, if it has one; otherwise that a process is lost is raised as `StepError`.
+    """
+    try:
+        yield
+    except LostError as lost:
+        control.close()
+        raise (own() or lost.failure.error()) from lost
+    except BaseException:
+        control.close()
+        raise
+
+
+def _check_replies(replies: Sequence[Reply]) -> None:
+    for rank, reply in enumerate(replies):
+        if "refused" in reply:
+            raise StepError(f"rank {rank} could not build the pipeline: {reply['refused']}", rank=rank)
+    plans = [reply["plan"] for reply in replies]
+    if len(set(plans)) > 1:
+        listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
+        raise ValueError(f"schedule: the ranks do not build the same pipeline: {listed}")
+    check_seeds([reply["seed"] for reply in replies])
