@@ -77,9 +77,11 @@ class RandomNumbers:
         known = self._kinds.get(self._kind)
         habits = known or [_EVERYTHING] * len(self.stages)
         any_draws = any(habit.draws for habit in habits)
+        # A recompute puts the generator back, and with it whatever was drawn beside it: that could not be noticed.
+        all_guarded = self.concurrent and any_draws and any(habit.recomputes for habit in habits)
         for stage, random, habit in zip(self.stages, self._randoms, habits, strict=True):
             random.watches = known is None
-            random.guards_forward = habit.draws
+            random.guards_forward = habit.draws or all_guarded
             random.guards_backward = habit.recomputes and any_draws
             random.listens = any_draws and not random.guards_backward
             random.drew = random.recomputed = False

@@ -211,14 +211,23 @@ def test_only_what_needs_it_is_a_region(executor: str) -> None:
     pipe.step(x, target=y)
     assert regions(pipe) == [(True, True)] * 4, "in the first step anything may happen"
     pipe.step(x, target=y)
-    assert regions(pipe) == [(False, False), (True, False), (True, True), (False, False)]
+    assert regions(pipe) == [(True, False), (True, False), (True, True), (True, False)], "no F runs beside a recompute"
     pipe.eval()
     for expected in ([(True, True)] * 4, [(False, False)] * 4):
         pipe.eval_step(x, target=y)
         assert regions(pipe) == expected
     pipe.train()
     pipe.step(x, target=y)
-    assert regions(pipe)[2] == (True, True) and regions(pipe)[0] == (False, False), "training is still known"
+    assert regions(pipe)[2] == (True, True) and regions(pipe)[0] == (True, False), "training is still known"
+
+
+def test_where_nothing_recomputes_only_what_draws_is_a_region(executor: str) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Dropping(None), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    pipe = pipeline(layers, "1f1b", executor, rng=None)
+    x, y = batch()
+    for _ in range(2):
+        pipe.step(x, target=y)
+    assert regions(pipe) == [(False, False), (True, False), (False, False), (False, False)]
 
 
 def test_where_nothing_draws_there_is_nothing_to_do(executor: str) -> None:
@@ -251,7 +260,6 @@ class Changing(nn.Module):
     ("what", "rng", "others", "refused"),
     [
         ("draws", "per_microbatch", None, "random numbers were drawn"),
-        ("draws", None, "saved", "random numbers were drawn"),
         ("draws", None, None, None),
         ("recomputes", "per_microbatch", None, "the backward of stage 1 recomputed"),
         ("recomputes", None, "saved", "the backward of stage 1 recomputed"),
@@ -278,6 +286,19 @@ def test_what_was_known_no_longer_holds(
     assert regions(pipe) == [(True, True)] * 4
 
 
+def test_beside_stages_that_recompute_every_forward_may_begin_to_draw(executor: str) -> None:
+    """What is drawn beside a recompute is undone by it, and could not be noticed: so nothing runs beside one."""
+    changing = Changing()
+    layers = [*dropping("saved", 1), changing, *dropping("saved", 1), nn.Linear(WIDTH, WIDTH)]
+    pipe = pipeline(layers, "1f1b", executor)
+    x, y = batch()
+    pipe.step(x, target=y)
+    changing.draws = True
+    for _ in range(3):
+        pipe.step(x, target=y)
+    assert regions(pipe) == [(True, True), (True, False), (True, True), (True, False)]
+
+
 def test_a_function_of_ones_own_may_set_the_generator(executor: str) -> None:
     """Its backward makes no graph and leaves the generator as it was, so only the graph shows it."""
 
@@ -302,7 +323,7 @@ def test_a_function_of_ones_own_may_set_the_generator(executor: str) -> None:
     twin = copy.deepcopy(layers)
     pipe = pipeline(layers, "1f1b", executor)
     compare(pipe, twin)
-    assert regions(pipe) == [(True, True)] + [(False, False)] * 3
+    assert regions(pipe) == [(True, True)] + [(True, False)] * 3
 
 
 def test_copies_follow_into_evaluation(executor: str) -> None:
