@@ -12,8 +12,9 @@ void Pairs::run(const PairPart& forward, const PairPart& backward, std::size_t p
     return;
   }
   if (way_ == PairWay::kInOrder || !forward.stage.may_run_beside(backward.stage)) return in_order(forward, backward);
+  if (way_ == PairWay::kTogether) return together(forward, backward, position, observer);
   PairClock& clock = clocks_[{&forward.stage, &backward.stage}];
-  const bool beside = way_ == PairWay::kTogether || clock.next();
+  const bool beside = clock.next();
   const double begin = now_seconds();
   if (beside) {
     together(forward, backward, position, observer);

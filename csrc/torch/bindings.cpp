@@ -188,6 +188,7 @@ void bind_random_numbers(py::module_& m) {
       .def_readwrite("guards_backward", &StageRandom::guards_backward)
       .def_readwrite("watches", &StageRandom::watches)
       .def_readwrite("listens", &StageRandom::listens)
+      .def_readwrite("recomputes", &StageRandom::recomputes)
       .def_readwrite("drew", &StageRandom::drew)
       .def_readwrite("recomputed", &StageRandom::recomputed);
   m.def("microbatch_seed", &microbatch_seed, py::arg("seed"), py::arg("step"), py::arg("stage"), py::arg("microbatch"));

@@ -58,6 +58,7 @@ struct StageRandom {
   bool guards_backward = false;
   bool watches = false;
   bool listens = false;
+  bool recomputes = false;  // as far as is known
   bool drew = false;
   bool recomputed = false;
 };

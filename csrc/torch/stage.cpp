@@ -148,6 +148,8 @@ bool TorchStage::may_run_beside(const Stage& pair) const {
   const StageCalls& others = static_cast<const TorchStage&>(pair).calls_;
   if (calls_.meet || others.meet) return false;  // replicas meet in the order of the actions
   const StageRandom* const theirs = others.random;
+  // What is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too.
+  if (this == &pair && theirs != nullptr && theirs->recomputes) return false;
   return calls_.random == nullptr || theirs == nullptr || !calls_.random->guards_forward || !theirs->guards_backward;
 }
 

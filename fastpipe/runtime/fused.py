@@ -115,16 +115,20 @@ def fuse(
     watch = RootWatch(roots if loss is None else [loss])
     method = method_of(stage.modules)
     assert method is not None
-    found = method(
-        stage.modules[0],
-        list(stage.args_of(microbatch, inputs)),
-        criterion,
-        [] if criterion is None else criterion.labels,
-        pair.modules[0],
-        loss,
-        [] if grads is None else list(roots),
-        [] if grads is None else list(grads),
-    )
+    try:
+        found = method(
+            stage.modules[0],
+            list(stage.args_of(microbatch, inputs)),
+            criterion,
+            [] if criterion is None else criterion.labels,
+            pair.modules[0],
+            loss,
+            [] if grads is None else list(roots),
+            [] if grads is None else list(grads),
+        )
+    except BaseException:
+        watch.end()
+        raise
     if not watch.end():
         what = "loss1" if grads is None else "outputs1"
         raise ValueError(f"{METHOD} of stage {stage.index} did not run the backward of {what}: call it in the method")

@@ -127,6 +127,7 @@ class StageRandom:
         guards_backward: whether B, I and W are.
         watches: whether `drew` and `recomputed` are to be found out; every action is then a region.
         listens: whether a backward that is no region is watched for the forward of a recompute.
+        recomputes: whether a backward that may be half of a pair is known to run forwards again.
         drew: whether numbers were drawn.
         recomputed: whether a backward may have set the generators.
     """
@@ -134,7 +135,7 @@ class StageRandom:
     def __init__(self, generators: Generators, stage: int) -> None:
         self.generators = generators
         self.stage = stage
-        self.guards_forward = self.guards_backward = self.watches = self.listens = False
+        self.guards_forward = self.guards_backward = self.watches = self.listens = self.recomputes = False
         self.drew = self.recomputed = False
 
     def forward(self, microbatch: int) -> AbstractContextManager[None]:
@@ -190,7 +191,12 @@ class StageRandom:
 
 
 def may_run_together(forward: StageRandom | None, backward: StageRandom | None) -> bool:
-    """Whether an F and a B of two stages need not exclude each other."""
+    """Whether an F and a B of two stages need not exclude each other.
+
+    What is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too.
+    """
+    if forward is backward and forward is not None and forward.recomputes:
+        return False
     return forward is None or backward is None or not (forward.guards_forward and backward.guards_backward)
 
 

@@ -107,6 +107,11 @@ class PairCounts:
     in_order: int = 0
     fused: int = 0
 
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.together + self.in_order + self.fused
+
 
 @dataclass
 class Pairs:
@@ -137,8 +142,10 @@ class Pairs:
         """
         if not may or self.way == IN_ORDER:
             return self._in_order(forward, backward)
+        if self.way == TOGETHER:
+            return self._together(forward, backward)
         clock = self._clocks.setdefault(stages, PairClock())
-        together = self.way == TOGETHER or clock.next()
+        together = clock.next()
         begin = time.perf_counter()
         (self._together if together else self._in_order)(forward, backward)
         clock.note(together, time.perf_counter() - begin)
@@ -186,9 +193,10 @@ def _waited(running: Future[None]) -> BaseException | None:
 def describe_pairs(policy: PairPolicy, fused: list[int], counts: PairCounts) -> str:
     """How pairs are run, in one line."""
     text = f"{policy.way} ({policy.reason})"
+    if policy.way != IN_ORDER:
+        text += ", in order where random numbers or buffers meet a recompute, or stages have replicas"
     if fused:
         text += f"; stages {', '.join(map(str, fused))} by their own overlapped_forward_backward, with each other"
-    ran = counts.together + counts.in_order + counts.fused
-    if ran:
+    if counts.total:
         text += f"; so far {counts.together} together, {counts.in_order} in order, {counts.fused} by the modules"
     return text

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
-from fastpipe.program import Op
 from fastpipe.runtime import native
 from fastpipe.runtime.agreement import agreeing, closing_on_error
 from fastpipe.runtime.arguments import check_arguments, check_transport, find_num_microbatches, find_num_ranks
@@ -233,15 +232,11 @@ class Pipeline(HeldModel):
             return self.num_ranks
         return sum(reply["host"] == replies[self.rank]["host"] for reply in replies)
 
-    def _has_pairs(self) -> bool:
-        program = self._plans.program(self.num_microbatches, forward_only=False)
-        return any(bool((columns[0] == Op.OVERLAP_F_B).any()) for columns in program.columns)
-
     def _make_random(self) -> RandomNumbers:
-        beside = self._has_pairs() and self._pair_policy.way != IN_ORDER
-        concurrent = len(self._stages_by_rank) > 1 or beside
+        threads = len(self._stages_by_rank) > 1
+        pairs = self._pair_policy.way != IN_ORDER
         runtime = native.load() if self._executor.__name__ == "NativeExecutor" else None
-        return RandomNumbers(self._stages, self.device, seed=self._seed, concurrent=concurrent, runtime=runtime)
+        return RandomNumbers(self._stages, self.device, seed=self._seed, threads=threads, pairs=pairs, runtime=runtime)
 
     def _make_control(self, store: Any, timeout: float) -> Control:
         return Alone() if store is None else Processes(store, self._member.rank, self._member.size, timeout)
@@ -258,7 +253,7 @@ class Pipeline(HeldModel):
 
     @step_count.setter
     def step_count(self, count: int) -> None:
-        if not isinstance(count, int) or count < 0:
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 2**63:
             raise ValueError(f"step_count = {count!r}: give a whole number of steps, 0 or more, the same on every rank")
         self._steps.random.step_count = count
 
@@ -399,10 +394,11 @@ class Pipeline(HeldModel):
             text = describe(
                 self.schedule, program, ranks, name, self.transport, self._stages, self._seed, self._ties, self._cut
             )
-        if not self._has_pairs():
+        counts = self._steps.ranks.pair_counts()
+        if not self._plans.has_pairs(self.num_microbatches) and not counts.total:
             return text
         fused = sorted({stage.index for stage in self._stages if stage.fuses})
-        return f"{text}\npairs       {describe_pairs(self._pair_policy, fused, self._steps.ranks.pair_counts())}"
+        return f"{text}\npairs       {describe_pairs(self._pair_policy, fused, counts)}"
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

@@ -49,6 +49,7 @@ class Plans:
         self.parallel = False
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool, bool], Program] = {}
+        self._have_pairs: dict[int, bool] = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The schedule for a number of microbatches."""
@@ -74,6 +75,13 @@ class Plans:
         """Whether there is anything but forwards."""
         kinds = {part.kind for rank in self.schedule(num_microbatches) for action in rank for part in action.parts}
         return kinds != {ActionKind.F}
+
+    def has_pairs(self, num_microbatches: int) -> bool:
+        """Whether a forward and a backward are fused anywhere; a schedule may begin to with more microbatches."""
+        if num_microbatches not in self._have_pairs:
+            kinds = {action.kind for rank in self.schedule(num_microbatches) for action in rank}
+            self._have_pairs[num_microbatches] = ActionKind.OVERLAP_F_B in kinds
+        return self._have_pairs[num_microbatches]
 
     def program(self, num_microbatches: int, forward_only: bool) -> Program:
         """The program, validated for the transport's lanes."""

@@ -45,7 +45,8 @@ class RandomNumbers:
         stages: the local ones.
         device: what they compute on.
         seed: with ``rng="per_microbatch"``: what the states are derived from; else None.
-        concurrent: whether two actions may run at the same time in this process.
+        threads: whether there are several ranks in this process, as threads.
+        pairs: whether the two halves of a pair may run at the same time.
         runtime: the extension, where the native executor runs.
 
     Attributes:
@@ -53,39 +54,60 @@ class RandomNumbers:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], device: torch.device, *, seed: int | None, concurrent: bool, runtime: Any = None
+        self,
+        stages: Sequence[Stage],
+        device: torch.device,
+        *,
+        seed: int | None,
+        threads: bool,
+        pairs: bool,
+        runtime: Any = None,
     ) -> None:
         self.stages = stages
         self.seed = seed
-        self.concurrent = concurrent
+        self.threads = threads
+        self.pairs = pairs
         self.step_count = 0
         self._kinds: dict[tuple[Any, ...], list[Habits]] = {}
         self._kind: tuple[Any, ...] = ()
+        self._active = False
         self._checked = False
         self._randoms: list[StageRandom] = []
-        if seed is None and not concurrent:
+        if seed is None and not threads and not pairs:
             return
         made = runtime if runtime is not None else _PYTHON
         self._generators = made.Generators(device, seed)
         self._randoms = [made.StageRandom(self._generators, stage.index) for stage in stages]
 
-    def begin(self, training: bool) -> None:
-        """A step begins: decide which actions are regions."""
-        if not self._randoms:
+    def begin(self, training: bool, has_pairs: bool) -> None:
+        """A step begins: decide which actions are regions.
+
+        Args:
+            training: whether there are backwards.
+            has_pairs: whether there are pairs among its actions.
+        """
+        pairs = self.pairs and has_pairs
+        concurrent = self.threads or pairs
+        self._active = bool(self._randoms) and (concurrent or self.seed is not None)
+        if not self._active:
+            for stage in self.stages:
+                stage.random = None
             return
         self._kind = (training, *(m.training for stage in self.stages for m in stage.module.modules()))
         known = self._kinds.get(self._kind)
         habits = known or [_EVERYTHING] * len(self.stages)
         any_draws = any(habit.draws for habit in habits)
         # A recompute puts the generator back, and with it whatever was drawn beside it: that could not be noticed.
-        all_guarded = self.concurrent and any_draws and any(habit.recomputes for habit in habits)
+        all_guarded = concurrent and any_draws and any(habit.recomputes for habit in habits)
         for stage, random, habit in zip(self.stages, self._randoms, habits, strict=True):
             random.watches = known is None
             random.guards_forward = habit.draws or all_guarded
             random.guards_backward = habit.recomputes and any_draws
             random.listens = any_draws and not random.guards_backward
+            random.recomputes = habit.recomputes and pairs
             random.drew = random.recomputed = False
-            stage.random = random if random.guards_forward or random.guards_backward or random.listens else None
+            matters = random.guards_forward or random.guards_backward or random.listens or random.recomputes
+            stage.random = random if matters else None
         self._checked = not all(random.guards_forward and random.guards_backward for random in self._randoms)
         if any_draws or self._checked:
             self._generators.begin(self.step_count)
@@ -96,7 +118,7 @@ class RandomNumbers:
         Returns:
             What is wrong with the step, if what was known of the stages did not hold.
         """
-        if not self._randoms:
+        if not self._active:
             return None
         if self._kind not in self._kinds:
             if len(self._kinds) == _MAX_KINDS:
@@ -107,7 +129,7 @@ class RandomNumbers:
 
     def _refusal(self) -> RuntimeError | None:
         drew = self._generators.end()
-        recomputed = [r.stage for r in self._randoms if r.recomputed and not r.guards_backward]
+        recomputed = [r.stage for r in self._randoms if r.recomputed and r.listens]
         if not drew and not recomputed:
             return None
         habits = self._kinds[self._kind]

@@ -410,6 +410,10 @@ class Stage:
         leaf = parameter if self.parallel is None else self.parallel.leaf(parameter)
         return leaf._cdata in self.deferred
 
+    def learn_anew(self) -> None:
+        """Something may have changed, which weights are frozen say: what was found out of the graph is forgotten."""
+        self._survey = Survey()
+
     def end(self) -> None:
         """Let go of all that a step left behind, the batch too."""
         self.work = StageWork()

@@ -238,12 +238,15 @@ class Steps:
         works = stage_works(inputs, stages, request, self.settings.reduction, rows, self.settings.keep_outputs)
         for stage, work in zip(stages, works, strict=True):
             stage.begin(work)
+        announce = signature not in self.known
+        if announce:
+            for stage in stages:
+                stage.learn_anew()
         self.ranks.prepare(program)
         self.replicas.follow()
         if request.training:
             self.replicas.before_step()
-        announce = signature not in self.known
-        self.random.begin(request.training)
+        self.random.begin(request.training, self.plans.has_pairs(request.num_microbatches))
         outcome = self.ranks.run(program, self._number(signature), announce)
         if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
             outcome.refuse(self.random.check())

@@ -158,6 +158,52 @@ def test_what_draws_and_recomputes_nothing_goes_together(executor: str) -> None:
     assert pipe._steps.ranks.pair_counts().together > 0
 
 
+def test_more_microbatches_than_the_pipeline_was_made_for_may_have_pairs(executor: str) -> None:
+    """With one microbatch 1f1b_overlap fuses nothing, with eight it does."""
+    layers = layers_of(lambda: Layer(0.3, recomputes=True), 1)
+    pipe = make(layers, "1f1b_overlap", executor, overlap="always", num_ranks=1, num_microbatches=1)
+    assert "\npairs" not in pipe.describe()
+    for _ in range(2):
+        pipe.step(batch()[0], target=batch()[1], num_microbatches=8)
+    counts = pipe._steps.ranks.pair_counts()
+    assert counts.together == 0 and counts.in_order > 0, "a pair that draws and recomputes goes in order"
+    assert f"so far 0 together, {counts.in_order} in order" in pipe.describe()
+
+
+class Normed(nn.Module):
+    """Its recompute writes the buffers once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
+        return out
+
+
+def test_a_stage_recomputes_beside_no_forward_of_its_own(executor: str) -> None:
+    pipes = [
+        make(layers_of(Normed, 1), "1f1b_overlap", executor, overlap=overlap, num_ranks=1)
+        for overlap in ("always", "never")
+    ]
+    for pipe in pipes:
+        for step in range(3):
+            x, y = batch(step)
+            pipe.step(x, target=y)
+    states = [pipe.state_dict() for pipe in pipes]
+    assert all(same_bits(found, states[1][name]) for name, found in states[0].items())
+    assert pipes[0]._steps.ranks.pair_counts().together == 0
+
+
+def test_what_is_settled_is_not_measured() -> None:
+    pipe = make(layers_of(Layer, 1), "1f1b_overlap", "python", overlap="always", num_ranks=1)
+    for _ in range(3):
+        pipe.step(batch()[0], target=batch()[1])
+    (held,) = pipe._steps.ranks._executors.values()
+    assert pipe._steps.ranks.pair_counts().together > 0 and not held[0]._pairs._clocks  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("schedule", PAIRED)
 def test_the_modules_own_method(schedule: str, executor: str) -> None:
     count = num_stages(schedule, 2)

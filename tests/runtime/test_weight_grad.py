@@ -161,6 +161,30 @@ def test_one_recompute(reentrant: bool, kernel: str) -> None:
     assert blocks and {block.calls for block in blocks} == {2 * 2 * 5}
 
 
+class Elsewhere(nn.Module):
+    """A weight with a use that is no linear's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + x * self.linear.weight.mean()
+
+
+def test_what_is_frozen_at_first_may_thaw(kernel: str) -> None:
+    """What else a frozen weight is used for does not show in the graph: that must be looked at again."""
+    layers, unsplit = (layers_of(Elsewhere, 2) for _ in "ab")
+    pipe = Pipeline(layers, "zb_h1", 4, squared, num_ranks=2, executor=kernel)
+    x, y = batch_of(8)
+    for trains in (False, True):
+        for model in (layers, unsplit):
+            model[1].linear.weight.requires_grad_(trains)  # type: ignore[union-attr, operator]
+        pipe.step(x, target=y)
+        reference_step(unsplit, (x, y), pipe.schedule, loss_fn=squared)
+        assert not (wrong := unequal(pipe, Chain(dict(enumerate(unsplit))))), f"the gradients of {wrong} differ"
+
+
 # --- one stage by itself ----------------------------------------------------------------------------------------------
 
 
