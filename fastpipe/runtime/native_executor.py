@@ -1,6 +1,6 @@
 """The native executor: hands one rank's program, stages and transport to C++, which runs it without asking Python
-anything but ``stage.run`` and, where the caller gave the gradients of the outputs, ``stage.output_grads``; a stage that
-has replicas also meets them in Python, a few times a step."""
+anything but ``stage.run``. Where there are such, Python also has the caller's gradients of the outputs
+(``stage.output_grads``), the modules' own method for pairs, and, a few times a step, the replicas of a stage."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ from tests.unit.planning import random_schedules
 
 # Found once, an example is found always: this is a gate, and no search.
 CI = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-HOW = st.fixed_dictionaries({"recv_lookahead": st.sampled_from([0, 1, 3, "all"])})
+HOW = st.fixed_dictionaries(
+    {"recv_lookahead": st.sampled_from([0, 1, 3, "all"]), "overlap": st.sampled_from(["always", "never"])}
+)
 DELAYS = st.sampled_from([0.0, 0.0, 0.0005])
 
 
