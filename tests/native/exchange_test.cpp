@@ -1,7 +1,6 @@
 // The exchange of a host's ranks: as threads, under the sanitizers, and as processes, one of which dies or is silent.
 // Usage: exchange_test [number of exchanges] [first seed]
 #include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -19,6 +18,7 @@
 #include "core/clock.h"
 #include "core/errors.h"
 #include "core/shared_memory_exchange.h"
+#include "processes.h"
 
 namespace fastpipe::testing {
 
@@ -118,41 +118,13 @@ void test_foreign_board_is_refused() {
 
 // --- processes
 
-struct Meeting {
-  std::atomic<std::int32_t> present;
-  BoardAddress addresses[8];
-};
-
 std::unique_ptr<SharedMemoryExchange> meet(Meeting& meeting, std::int32_t own, std::int32_t num_ranks) {
   auto exchange = std::make_unique<SharedMemoryExchange>(own, num_ranks);
-  meeting.addresses[own] = exchange->address();
-  meeting.present.fetch_add(1);
-  while (meeting.present.load() < num_ranks) std::this_thread::yield();
-  for (std::int32_t other = 0; other < num_ranks; ++other) {
-    if (other != own) exchange->connect(other, meeting.addresses[other]);
-  }
+  meet(meeting, *exchange, own, num_ranks);
   // nobody dies before all have found its board
   meeting.present.fetch_add(1);
   while (meeting.present.load() < 2 * num_ranks) std::this_thread::yield();
   return exchange;
-}
-
-std::vector<int> run_processes(std::int32_t num_ranks, const std::function<int(Meeting&, std::int32_t)>& body) {
-  const auto memory = SharedMemorySegment::make(sizeof(Meeting));
-  Meeting& meeting = *memory->at<Meeting>(0);
-  std::vector<pid_t> processes;
-  for (std::int32_t rank = 0; rank < num_ranks; ++rank) {
-    const pid_t process = ::fork();
-    if (process == 0) std::_Exit(body(meeting, rank));
-    processes.push_back(process);
-  }
-  std::vector<int> codes;
-  for (const pid_t process : processes) {
-    int status = 0;
-    ::waitpid(process, &status, 0);
-    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
-  }
-  return codes;
 }
 
 void test_processes(std::uint32_t seed, int count) {

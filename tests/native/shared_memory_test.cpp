@@ -2,7 +2,6 @@
 // processes, some of which die.
 // tests/native/build.py builds it. Run: shared_memory_test [number of programs] [first seed]
 #include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +22,7 @@
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
 #include "harness.h"
+#include "processes.h"
 
 namespace fastpipe::testing {
 
@@ -105,26 +105,11 @@ void test_changed_size_is_refused() {
 
 // --- processes ---------------------------------------------------------------------------------------------------
 
-// Where the forked ranks find each other's boards: a pipe would do, but this is what is tested anyway.
-struct Meeting {
-  std::atomic<std::int32_t> present;
-  BoardAddress addresses[8];
-};
-
-void meet(Meeting& meeting, SharedMemoryLink& link, std::int32_t num_ranks) {
-  meeting.addresses[link.rank()] = link.address();
-  meeting.present.fetch_add(1);
-  while (meeting.present.load() < num_ranks) std::this_thread::yield();
-  for (std::int32_t other = 0; other < num_ranks; ++other) {
-    if (other != link.rank()) link.connect(other, meeting.addresses[other]);
-  }
-}
-
 // Steps one after the other, with nothing between them to keep the ranks together. The victim dies in the midst of one.
 int run_process(Meeting& meeting, const Shape& shape, std::uint32_t seed, std::int32_t own, std::int32_t victim) {
   const RandomPrograms programs(shape, seed);
   const Link link = make_link(shape, own);
-  meet(meeting, *link, shape.num_ranks);
+  meet(meeting, *link, own, shape.num_ranks);
   const Mishap none;
   Rank rank(programs, own, none,
             [&](const RankProgram& program) { return connect(link, programs, program, seed % 3); });
@@ -141,22 +126,10 @@ int run_process(Meeting& meeting, const Shape& shape, std::uint32_t seed, std::i
   return 0;
 }
 
-std::vector<int> run_processes(const Shape& shape, std::uint32_t seed, std::int32_t victim) {
-  const auto memory = SharedMemorySegment::make(sizeof(Meeting));
-  Meeting& meeting = *memory->at<Meeting>(0);
-  std::vector<pid_t> processes;
-  for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) {
-    const pid_t process = ::fork();
-    if (process == 0) std::_Exit(run_process(meeting, shape, seed, rank, victim));
-    processes.push_back(process);
-  }
-  std::vector<int> codes;
-  for (const pid_t process : processes) {
-    int status = 0;
-    ::waitpid(process, &status, 0);
-    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
-  }
-  return codes;
+std::vector<int> run_all(const Shape& shape, std::uint32_t seed, std::int32_t victim) {
+  return run_processes(shape.num_ranks, [&](Meeting& meeting, std::int32_t rank) {
+    return run_process(meeting, shape, seed, rank, victim);
+  });
 }
 
 void test_processes(std::uint32_t seed) {
@@ -164,12 +137,12 @@ void test_processes(std::uint32_t seed) {
   Shape shape = random_shape(random);
   shape.num_ranks = std::max(shape.num_ranks, 2);
   shape.num_stages = std::max(shape.num_stages, shape.num_ranks);
-  for (const int code : run_processes(shape, seed, kNone)) expect(code == 0, "processes run step after step");
+  for (const int code : run_all(shape, seed, kNone)) expect(code == 0, "processes run step after step");
 }
 
 void test_killed_process() {
   const double start = now_seconds();
-  const std::vector<int> codes = run_processes({4, 8, 6}, 5, 2);
+  const std::vector<int> codes = run_all({4, 8, 6}, 5, 2);
   expect(codes[2] == -SIGKILL || codes[2] == 0, "the victim dies");
   for (const int rank : {0, 1, 3}) {
     expect(codes[rank] == 3 || codes[rank] == 0, "the others name who is gone, not " + std::to_string(codes[rank]));
