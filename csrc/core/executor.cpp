@@ -20,6 +20,27 @@ bool all_empty(const std::vector<std::unique_ptr<Payload>>& payloads) {
   return std::all_of(payloads.begin(), payloads.end(), [](const auto& payload) { return payload->empty(); });
 }
 
+std::size_t count_pairs(const std::vector<Step>& steps) {
+  std::int32_t highest = kNone;
+  for (const Step& step : steps) highest = std::max(highest, step.pair);
+  return static_cast<std::size_t>(highest + 1);
+}
+
+class Turn {
+ public:
+  explicit Turn(Stage* stage) : stage_(stage) {
+    if (stage_ != nullptr) stage_->begin_turn();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ~Turn() {
+    if (stage_ != nullptr) stage_->end_turn();
+  }
+
+ private:
+  Stage* stage_;
+};
+
 }  // namespace
 
 Executor::Executor(RankProgram program, Stages stages, std::unique_ptr<Transport> transport, const PayloadFactory& make,
@@ -30,7 +51,7 @@ Executor::Executor(RankProgram program, Stages stages, std::unique_ptr<Transport
       slots_(make_payloads(program_.num_slots(), make)),
       sends_(make_payloads(program_.num_sends(), make)),
       transport_(std::move(transport)),
-      pairs_(pairs) {}
+      pairs_(pairs, count_pairs(steps_)) {}
 
 Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end) {
   failed_.store(false, std::memory_order_relaxed);
@@ -50,6 +71,7 @@ Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer,
 }
 
 void Executor::execute(const Step& step, std::size_t position) {
+  const Turn turn(is_compute(step.op) ? nullptr : step.stage);
   if (!failed_.load(std::memory_order_relaxed)) {
     observer_->starts(position);
     try {
@@ -100,7 +122,7 @@ void Executor::compute(const Step& step, std::size_t position) {
     case Op::kW:
       return stage.backward_weight(step.microbatch);
     case Op::kOverlapFB:
-      return pairs_.run({stage, step.microbatch, slot(step.input_slot)},
+      return pairs_.run(step.pair, {stage, step.microbatch, slot(step.input_slot)},
                         {*step.pair_stage, step.pair_microbatch, slot(step.gradient_slot)}, position, *observer_);
     default:
       throw Error(program_.place(step.transfer.position) + ": no compute; this is a bug in fastpipe");

@@ -1,10 +1,39 @@
 #include "helper.h"
 
+#include <unistd.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <thread>
 #include <utility>
 
 namespace fastpipe {
 
-Helper::~Helper() {
+class Helper::Thread final {
+ public:
+  Thread() : thread_([this] { work(); }) {}
+  Thread(const Thread&) = delete;
+  Thread& operator=(const Thread&) = delete;
+  ~Thread();
+
+  void start(FunctionRef<void()> job);
+  std::exception_ptr finish();
+
+ private:
+  enum class State { kIdle, kGiven, kDone, kEnding };
+
+  void work();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  State state_ = State::kIdle;
+  std::optional<FunctionRef<void()>> job_;
+  std::exception_ptr error_;
+  std::thread thread_;  // last: it uses the others
+};
+
+Helper::Thread::~Thread() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     state_ = State::kEnding;
@@ -13,28 +42,28 @@ Helper::~Helper() {
   thread_.join();
 }
 
-void Helper::start(std::function<void()> job) {
+void Helper::Thread::start(FunctionRef<void()> job) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    job_ = std::move(job);
+    job_ = job;
     state_ = State::kGiven;
   }
   changed_.notify_all();
 }
 
-std::exception_ptr Helper::finish() {
+std::exception_ptr Helper::Thread::finish() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return state_ == State::kDone; });
   state_ = State::kIdle;
   return std::exchange(error_, nullptr);
 }
 
-void Helper::work() {
+void Helper::Thread::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return state_ == State::kGiven || state_ == State::kEnding; });
     if (state_ == State::kEnding) return;
-    const std::function<void()> job = std::exchange(job_, nullptr);
+    const FunctionRef<void()> job = *job_;
     lock.unlock();
     std::exception_ptr error;
     try {
@@ -47,6 +76,20 @@ void Helper::work() {
     state_ = State::kDone;
     changed_.notify_all();
   }
+}
+
+Helper::Helper() : process_(::getpid()), thread_(std::make_unique<Thread>()) {}
+
+Helper::~Helper() {
+  if (::getpid() != process_) static_cast<void>(thread_.release());
+}
+
+void Helper::start(FunctionRef<void()> job) {
+  thread_->start(job);
+}
+
+std::exception_ptr Helper::finish() {
+  return thread_->finish();
 }
 
 }  // namespace fastpipe

@@ -1,37 +1,34 @@
 // A thread that does one job at a time for another thread.
 #pragma once
 
-#include <condition_variable>
+#include <sys/types.h>
+
 #include <exception>
-#include <functional>
-#include <mutex>
-#include <thread>
+#include <memory>
+
+#include "function_ref.h"
 
 namespace fastpipe {
 
 class Helper {
  public:
-  Helper() : thread_([this] { work(); }) {}
+  Helper();
   Helper(const Helper&) = delete;
   Helper& operator=(const Helper&) = delete;
+  // In a forked child there is no thread, and what the two shared stays as the fork found it, locked perhaps: it is
+  // left alone there, and never destroyed.
   ~Helper();
 
   // Until finish() has returned, the job and what it works with must stay.
-  void start(std::function<void()> job);
+  void start(FunctionRef<void()> job);
   // Waits for the job; what it threw.
   std::exception_ptr finish();
 
  private:
-  enum class State { kIdle, kGiven, kDone, kEnding };
+  class Thread;
 
-  void work();
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  State state_ = State::kIdle;
-  std::function<void()> job_;
-  std::exception_ptr error_;
-  std::thread thread_;  // last: it uses the others
+  pid_t process_;
+  std::unique_ptr<Thread> thread_;
 };
 
 }  // namespace fastpipe

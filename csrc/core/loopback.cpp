@@ -135,7 +135,7 @@ void LoopbackTransport::end_step(bool complete) {
   }
 }
 
-bool LoopbackTransport::leave(const std::string& why) {
+bool LoopbackTransport::leave(const char* why) {
   bool idle = true;
   for (std::vector<LoopbackOperation>* operations : {&receives_, &sends_}) {
     for (LoopbackOperation& operation : *operations) {

@@ -38,7 +38,7 @@ class LoopbackTransport final : public Transport {
   void break_off(std::int32_t peer, const std::string& why);
   [[noreturn]] void give_up(LoopbackOperation& operation);
   // Takes back what is still posted, since the lanes must not keep what belongs to this rank. True if nothing was.
-  bool leave(const std::string& why);
+  bool leave(const char* why);
 
   std::shared_ptr<LoopbackHub> hub_;
   RankProgram program_;

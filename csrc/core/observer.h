@@ -3,7 +3,8 @@
 
 #include <cstddef>
 #include <exception>
-#include <functional>
+
+#include "function_ref.h"
 
 namespace fastpipe {
 
@@ -17,7 +18,7 @@ class Observer {
   virtual void starts(std::size_t position) noexcept = 0;
   virtual void ends(std::size_t position) noexcept = 0;
   // Runs the backward of a pair, in the helper thread, as the rank's own thread would.
-  virtual void beside(std::size_t, const std::function<void()>& backward) { backward(); }
+  virtual void beside(std::size_t, FunctionRef<void()> backward) { backward(); }
   // Called once for the compute that failed, and once for every peer that broke.
   virtual void failed(std::size_t position, const std::exception_ptr& error) noexcept = 0;
 };

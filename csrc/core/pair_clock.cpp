@@ -13,7 +13,8 @@ void PairClock::note(bool together, double seconds) {
   if (samples.count < kSamples) samples.seconds[samples.count++] = seconds;
   if (in_order_.count < kSamples || together_.count < kSamples) return;
   best_ = together_.median() < in_order_.median();
-  left_ = kKept;
+  left_ = kept_;
+  kept_ = std::min(2 * kept_, kKept);
   in_order_.count = together_.count = 0;
 }
 

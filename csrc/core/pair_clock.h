@@ -6,12 +6,13 @@
 
 namespace fastpipe {
 
-// The first pairs go either way by turns; the next ones go the way whose median was less; after many it is measured
-// again.
+// The first pairs go either way by turns; the next ones go the way whose median was less; after a while it is
+// measured again, later each time, since the first pairs of all may be slow for reasons of their own.
 class PairClock {
  public:
   static constexpr std::size_t kSamples = 8;
-  static constexpr std::size_t kKept = 4096;
+  static constexpr std::size_t kFirstKept = 64;
+  static constexpr std::size_t kKept = 4096;  // in the long run
 
   // Whether the next pair is to be run together.
   bool next() const { return left_ > 0 ? best_ : together_.count < in_order_.count; }
@@ -30,6 +31,7 @@ class PairClock {
   Samples together_;
   bool best_ = false;
   std::size_t left_ = 0;
+  std::size_t kept_ = kFirstKept;
 };
 
 }  // namespace fastpipe

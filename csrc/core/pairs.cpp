@@ -6,14 +6,15 @@
 
 namespace fastpipe {
 
-void Pairs::run(const PairPart& forward, const PairPart& backward, std::size_t position, Observer& observer) {
+void Pairs::run(std::int32_t pair, const PairPart& forward, const PairPart& backward, std::size_t position,
+                Observer& observer) {
   if (forward.stage.fuse(forward.microbatch, forward.given, backward.stage, backward.microbatch, backward.given)) {
     ++counts_.fused;
     return;
   }
   if (way_ == PairWay::kInOrder || !forward.stage.may_run_beside(backward.stage)) return in_order(forward, backward);
   if (way_ == PairWay::kTogether) return together(forward, backward, position, observer);
-  PairClock& clock = clocks_[{&forward.stage, &backward.stage}];
+  PairClock& clock = clocks_[pair];
   const bool beside = clock.next();
   const double begin = now_seconds();
   if (beside) {
@@ -33,8 +34,9 @@ void Pairs::in_order(const PairPart& forward, const PairPart& backward) {
 void Pairs::together(const PairPart& forward, const PairPart& backward, std::size_t position, Observer& observer) {
   ++counts_.together;
   if (!helper_) helper_ = std::make_unique<Helper>();
-  const std::function<void()> job = [&backward] { backward.stage.backward(backward.microbatch, backward.given); };
-  helper_->start([&observer, &job, position] { observer.beside(position, job); });
+  const auto part = [&backward] { backward.stage.backward(backward.microbatch, backward.given); };
+  const auto job = [&] { observer.beside(position, part); };
+  helper_->start(job);
   std::exception_ptr error;
   try {
     forward.stage.forward(forward.microbatch, forward.given);

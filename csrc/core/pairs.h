@@ -3,9 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <utility>
+#include <vector>
 
 #include "helper.h"
 #include "observer.h"
@@ -32,10 +31,12 @@ struct PairPart {
 
 class Pairs {
  public:
-  explicit Pairs(PairWay way) : way_(way) {}
+  // num_pairs: how many different pairs of stages there are.
+  Pairs(PairWay way, std::size_t num_pairs) : way_(way), clocks_(num_pairs) {}
 
-  // When both parts fail, the forward's error is thrown.
-  void run(const PairPart& forward, const PairPart& backward, std::size_t position, Observer& observer);
+  // pair: the number of its stages. When both parts fail, the forward's error is thrown.
+  void run(std::int32_t pair, const PairPart& forward, const PairPart& backward, std::size_t position,
+           Observer& observer);
   const PairCounts& counts() const { return counts_; }
 
  private:
@@ -44,8 +45,8 @@ class Pairs {
 
   PairWay way_;
   PairCounts counts_;
-  std::map<std::pair<const Stage*, const Stage*>, PairClock> clocks_;  // as many as there are pairs of stages
-  std::unique_ptr<Helper> helper_;                                     // made when it is needed
+  std::vector<PairClock> clocks_;   // by the pair's number
+  std::unique_ptr<Helper> helper_;  // made when it is needed
 };
 
 }  // namespace fastpipe

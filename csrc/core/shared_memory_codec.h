@@ -30,8 +30,7 @@ class SharedMemoryCodec {
   virtual std::unique_ptr<Spec> read_spec(const CellBytes& from) const = 0;
   // Makes the message the contents of `into`, which looks like `spec`. What goes on using the cell keeps the lease.
   // Throws Error when the size is not the spec's.
-  virtual void adopt(Payload& into, const Spec& spec, const CellBytes& from,
-                     const std::shared_ptr<SharedMemoryLease>& lease) const = 0;
+  virtual void adopt(Payload& into, const Spec& spec, const CellBytes& from, SharedMemoryLease lease) const = 0;
 };
 
 }  // namespace fastpipe

@@ -1,7 +1,5 @@
 #include "shared_memory_exchange.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -17,29 +15,10 @@ constexpr int kSliceMilliseconds = 50;
 
 }  // namespace
 
-SharedMemoryExchange::SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
-    : rank_(rank),
-      nonce_(random_nonce()),
-      spin_(spin),
-      memory_(SharedMemorySegment::make(sizeof(ExchangeBoard))),
-      peers_(num_ranks) {
-  board().magic = kExchangeMagic;
-  board().nonce = nonce_;
-}
-
-BoardAddress SharedMemoryExchange::address() const {
-  return {::getpid(), memory_->descriptor(), nonce_};
-}
-
 void SharedMemoryExchange::connect(std::int32_t rank, const BoardAddress& address) {
   SharedMemoryProcess process(rank, address.process);
-  auto memory = process.open(address.descriptor, sizeof(ExchangeBoard));
-  Peer peer{std::move(process), std::move(memory)};
-  if (peer.board().magic != kExchangeMagic || peer.board().nonce != address.nonce) {
-    throw Error("shared memory: what rank " + std::to_string(rank) +
-                " gave is not its board; run the same version of fastpipe on every rank");
-  }
-  peers_.at(rank).emplace(std::move(peer));
+  SharedMemoryBoard<ExchangeBoard> board(process, address);
+  peers_.at(rank).emplace(Peer{std::move(process), std::move(board)});
 }
 
 void SharedMemoryExchange::post(std::string_view message) {
@@ -52,13 +31,13 @@ void SharedMemoryExchange::post(std::string_view message) {
 }
 
 void SharedMemoryExchange::write(std::string_view message, int descriptor) {
-  ExchangeNote& note = board().notes[++number_ % 2];
+  ExchangeNote& note = board_.words().notes[++number_ % 2];
   note.bytes = message.size();
   note.descriptor = descriptor;
   if (descriptor < 0) std::memcpy(note.text, message.data(), message.size());
-  board().posted.store(number_);
+  board_.words().posted.store(number_);
   for (const auto& peer : peers_) {
-    if (peer) SharedMemoryDoorbell(peer->board().doorbell).ring(for_rank(rank_));
+    if (peer) peer->board.doorbell().ring(for_rank(rank_));
   }
 }
 
@@ -78,7 +57,7 @@ bool SharedMemoryExchange::wait_for_all(Clock::time_point deadline) {
 
 bool SharedMemoryExchange::wait_for(Peer& peer, Clock::time_point deadline) {
   if (peer.dead || arrived(peer) || spin(peer)) return true;
-  const SharedMemoryDoorbell bell(board().doorbell);
+  const SharedMemoryDoorbell bell = board_.doorbell();
   while (true) {
     const std::uint32_t rings = bell.lie_down(for_rank(peer.process.rank()));
     if (arrived(peer)) {
@@ -117,10 +96,10 @@ bool SharedMemoryExchange::collect() {
   bool large = large_ != nullptr;
   for (const auto& peer : peers_) {
     if (!peer || !arrived(*peer)) continue;
-    const ExchangeNote& note = peer->board().notes[number_ % 2];
+    const ExchangeNote& note = peer->board.words().notes[number_ % 2];
     large = large || note.descriptor >= 0;
     messages_[peer->process.rank()] = read(*peer, note);
-    if (peer->board().posted.load() > number_ + 1) {
+    if (peer->board.words().posted.load() > number_ + 1) {
       throw Error("rank " + std::to_string(peer->process.rank()) + " has gone on without rank " +
                   std::to_string(rank_) + "; build the Pipeline again after a step that was broken off");
     }

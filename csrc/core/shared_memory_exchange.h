@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "clock.h"
-#include "shared_memory_doorbell.h"
+#include "shared_memory_board.h"
 #include "shared_memory_host.h"
 #include "shared_memory_layout.h"
 #include "shared_memory_process.h"
@@ -30,11 +30,14 @@ namespace fastpipe {
 class SharedMemoryExchange final {
  public:
   // spin: how long to look before sleeping.
-  SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin);
+  SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
+      : rank_(rank), spin_(spin), peers_(num_ranks) {}
   SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks)
       : SharedMemoryExchange(rank, num_ranks, usual_spin(num_ranks)) {}
 
-  BoardAddress address() const;
+  // How many ranks compute on this host, this exchange's or not: only where a core is free it pays to look.
+  void share_host(std::int32_t num_ranks) { spin_ = usual_spin(num_ranks); }
+  BoardAddress address() const { return board_.address(); }
   // Throws Error when its memory cannot be had, or is not what it should be.
   void connect(std::int32_t rank, const BoardAddress& address);
 
@@ -52,14 +55,11 @@ class SharedMemoryExchange final {
  private:
   struct Peer {
     SharedMemoryProcess process;
-    std::shared_ptr<SharedMemorySegment> memory;
+    SharedMemoryBoard<ExchangeBoard> board;
     bool dead = false;
-
-    ExchangeBoard& board() const { return *memory->at<ExchangeBoard>(0); }
   };
 
-  ExchangeBoard& board() const { return *memory_->at<ExchangeBoard>(0); }
-  bool arrived(const Peer& peer) const { return peer.board().posted.load() >= number_; }
+  bool arrived(const Peer& peer) const { return peer.board.words().posted.load() >= number_; }
   // descriptor: of the memory that it lies in; -1: it goes on the board.
   void write(std::string_view message, int descriptor);
   bool wait_for_all(Clock::time_point deadline);
@@ -70,9 +70,8 @@ class SharedMemoryExchange final {
   static std::optional<std::string> read(const Peer& peer, const ExchangeNote& note);
 
   std::int32_t rank_;
-  std::uint64_t nonce_;
   Clock::duration spin_;
-  std::shared_ptr<SharedMemorySegment> memory_;
+  SharedMemoryBoard<ExchangeBoard> board_;
   std::shared_ptr<SharedMemorySegment> large_;  // the last message, if it has no place on the board
   std::vector<std::optional<Peer>> peers_;      // by rank; nothing for this one
   std::uint64_t number_ = 0;                    // of what this rank wrote last

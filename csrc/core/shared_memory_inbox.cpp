@@ -54,7 +54,7 @@ void SharedMemoryInbox::open_mail(const RingEntry& entry, SharedMemoryMail& mail
   require(begin <= segment->size() && entry.bytes <= segment->size() - begin);
   CellWords& cell = *segment->at<CellWords>(entry.offset);
   mail.bytes = {segment->data() + begin, entry.bytes, entry.announced != 0};
-  mail.lease = std::make_shared<SharedMemoryLease>(sender_, segment, cell);
+  mail.lease = SharedMemoryLease(sender_, segment, cell);
   mail.watch = SharedMemoryWatch(sender_, segment, cell);
 }
 

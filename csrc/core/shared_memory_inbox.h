@@ -20,7 +20,7 @@ struct SharedMemoryMail {
   std::int32_t microbatch = 0;
   bool stand_in = false;
   CellBytes bytes{};
-  std::shared_ptr<SharedMemoryLease> lease;
+  SharedMemoryLease lease;
   SharedMemoryWatch watch;
 };
 

@@ -12,7 +12,6 @@
 namespace fastpipe {
 
 constexpr std::size_t kSharedLine = 64;  // what one writer has for itself; torch's alignment, too
-constexpr std::uint64_t kSharedMagic = 0x3165706970747366;
 constexpr std::size_t kSharedNotices = 64;
 
 using SharedWord = std::atomic<std::uint32_t>;
@@ -40,7 +39,9 @@ constexpr std::uint64_t ready_notice(std::size_t program, int descriptor) {
   return (static_cast<std::uint64_t>(program) + 1) << 32 | static_cast<std::uint32_t>(descriptor);
 }
 
-struct Board {
+struct LinkBoard {
+  static constexpr std::uint64_t kMagic = 0x3165706970747366;
+
   std::uint64_t magic;
   std::uint64_t nonce;
   DoorbellWords doorbell;
@@ -96,9 +97,9 @@ struct ExchangeNote {
   alignas(kSharedLine) std::byte text[kExchangeText];
 };
 
-constexpr std::uint64_t kExchangeMagic = 0x3178657069707466;
-
 struct ExchangeBoard {
+  static constexpr std::uint64_t kMagic = 0x3178657069707466;
+
   std::uint64_t magic;
   std::uint64_t nonce;
   DoorbellWords doorbell;

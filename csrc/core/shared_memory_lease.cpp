@@ -8,12 +8,19 @@ namespace fastpipe {
 
 SharedMemoryLease::SharedMemoryLease(std::shared_ptr<const CellSender> sender,
                                      std::shared_ptr<SharedMemorySegment> segment, CellWords& cell)
-    : sender_(std::move(sender)), segment_(std::move(segment)), cell_(cell), process_(::getpid()) {}
+    : sender_(std::move(sender)), segment_(std::move(segment)), cell_(&cell), process_(::getpid()) {}
+
+void SharedMemoryLease::swap(SharedMemoryLease& other) noexcept {
+  sender_.swap(other.sender_);
+  segment_.swap(other.segment_);
+  std::swap(cell_, other.cell_);
+  std::swap(process_, other.process_);
+}
 
 SharedMemoryLease::~SharedMemoryLease() {
   // A forked process (a data loader's, say) has copies of the tensors and shares their memory: it must not free it.
-  if (::getpid() != process_) return;
-  cell_.state.store(kCellFree);
+  if (cell_ == nullptr || ::getpid() != process_) return;
+  cell_->state.store(kCellFree);
   sender_->make_known();
 }
 

@@ -1,4 +1,4 @@
-// A message where it arrived. While any copy of the lease lives, the sender leaves the cell alone.
+// A message where it arrived. While its lease lives, the sender leaves the cell alone.
 #pragma once
 
 #include <sys/types.h>
@@ -28,16 +28,22 @@ class SharedMemoryLease final {
  public:
   SharedMemoryLease(std::shared_ptr<const CellSender> sender, std::shared_ptr<SharedMemorySegment> segment,
                     CellWords& cell);
-  SharedMemoryLease(const SharedMemoryLease&) = delete;
-  SharedMemoryLease& operator=(const SharedMemoryLease&) = delete;
+  SharedMemoryLease() = default;
+  SharedMemoryLease(SharedMemoryLease&& other) noexcept { swap(other); }
+  SharedMemoryLease& operator=(SharedMemoryLease&& other) noexcept {
+    SharedMemoryLease(std::move(other)).swap(*this);
+    return *this;
+  }
   // In any thread: the last tensor may die where the user drops it.
   ~SharedMemoryLease();
 
  private:
+  void swap(SharedMemoryLease& other) noexcept;
+
   std::shared_ptr<const CellSender> sender_;
   std::shared_ptr<SharedMemorySegment> segment_;
-  CellWords& cell_;
-  pid_t process_;
+  CellWords* cell_ = nullptr;
+  pid_t process_ = 0;
 };
 
 // Sees whether a cell that the program has freed is really free.

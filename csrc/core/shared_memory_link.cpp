@@ -1,28 +1,10 @@
 #include "shared_memory_link.h"
 
-#include <unistd.h>
-
 #include <string>
 
 #include "errors.h"
-#include "shared_memory_host.h"
 
 namespace fastpipe {
-
-SharedMemoryLink::SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
-    : rank_(rank),
-      nonce_(random_nonce()),
-      spin_(spin),
-      board_(SharedMemorySegment::make(sizeof(Board))),
-      peers_(num_ranks) {
-  Board& board = *board_->at<Board>(0);
-  board.magic = kSharedMagic;
-  board.nonce = nonce_;
-}
-
-BoardAddress SharedMemoryLink::address() const {
-  return {::getpid(), board_->descriptor(), nonce_};
-}
 
 void SharedMemoryLink::connect(std::int32_t rank, const BoardAddress& address) {
   peers_.at(rank) = std::make_shared<SharedMemoryPeer>(rank, address);
@@ -35,7 +17,7 @@ const std::shared_ptr<SharedMemoryPeer>& SharedMemoryLink::peer(std::int32_t ran
 }
 
 void SharedMemoryLink::publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint) {
-  ProgramNotice& notice = board_->at<Board>(0)->programs[program % kSharedNotices];
+  ProgramNotice& notice = board_.words().programs[program % kSharedNotices];
   notice.bytes = rings.size();
   notice.fingerprint = fingerprint;
   notice.ready.store(ready_notice(program, rings.descriptor()));

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "clock.h"
+#include "shared_memory_board.h"
 #include "shared_memory_doorbell.h"
-#include "shared_memory_host.h"
 #include "shared_memory_layout.h"
 #include "shared_memory_peer.h"
 #include "shared_memory_segment.h"
@@ -18,17 +18,16 @@ namespace fastpipe {
 class SharedMemoryLink final {
  public:
   // spin: how long to look before sleeping.
-  SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin);
-  SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks)
-      : SharedMemoryLink(rank, num_ranks, usual_spin(num_ranks)) {}
+  SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
+      : rank_(rank), spin_(spin), peers_(num_ranks) {}
 
   std::int32_t rank() const { return rank_; }
-  BoardAddress address() const;
+  BoardAddress address() const { return board_.address(); }
   // Throws Error when its memory cannot be had, or is not what it should be.
   void connect(std::int32_t rank, const BoardAddress& address);
 
   const std::shared_ptr<SharedMemoryPeer>& peer(std::int32_t rank) const;
-  SharedMemoryDoorbell doorbell() const { return SharedMemoryDoorbell(board_->at<Board>(0)->doorbell); }
+  SharedMemoryDoorbell doorbell() const { return board_.doorbell(); }
   Clock::duration spin() const { return spin_; }
 
   // The next program's number. Every rank makes its programs in the same order.
@@ -38,9 +37,8 @@ class SharedMemoryLink final {
 
  private:
   std::int32_t rank_;
-  std::uint64_t nonce_;
   Clock::duration spin_;
-  std::shared_ptr<SharedMemorySegment> board_;
+  SharedMemoryBoard<LinkBoard> board_;
   std::vector<std::shared_ptr<SharedMemoryPeer>> peers_;  // by rank; null for this one
   std::size_t num_programs_ = 0;
 };

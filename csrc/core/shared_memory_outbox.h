@@ -3,9 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 
+#include "fifo.h"
 #include "payload.h"
 #include "shared_memory_cells.h"
 #include "shared_memory_codec.h"
@@ -58,7 +58,7 @@ class SharedMemoryOutbox final {
   SharedMemoryCells cells_;
   std::shared_ptr<SharedMemoryPeer> peer_;
   std::uint64_t sent_ = 0;
-  std::deque<SharedMemorySend*> queue_;
+  Fifo<SharedMemorySend*> queue_;
 };
 
 }  // namespace fastpipe

@@ -7,14 +7,10 @@
 namespace fastpipe {
 
 SharedMemoryPeer::SharedMemoryPeer(std::int32_t rank, const BoardAddress& address)
-    : process_(rank, address.process), board_(open(address.descriptor, sizeof(Board))) {
-  if (board().magic == kSharedMagic && board().nonce == address.nonce) return;
-  throw Error("shared memory: what rank " + std::to_string(rank) +
-              " gave is not its board; run the same version of fastpipe on every rank");
-}
+    : process_(rank, address.process), board_(process_, address) {}
 
 std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::rings(std::size_t program, std::uint64_t fingerprint) const {
-  ProgramNotice& notice = board().programs[program % kSharedNotices];
+  const ProgramNotice& notice = board_.words().programs[program % kSharedNotices];
   const std::uint64_t ready = notice.ready.load();
   const auto descriptor = static_cast<int>(ready & 0xffffffff);
   if (ready != ready_notice(program, descriptor)) return nullptr;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "shared_memory_board.h"
 #include "shared_memory_doorbell.h"
 #include "shared_memory_layout.h"
 #include "shared_memory_process.h"
@@ -18,7 +19,7 @@ class SharedMemoryPeer final {
 
   std::int32_t rank() const { return process_.rank(); }
   bool alive() const { return process_.alive(); }
-  SharedMemoryDoorbell doorbell() const { return SharedMemoryDoorbell(board().doorbell); }
+  SharedMemoryDoorbell doorbell() const { return board_.doorbell(); }
   // The process's own memory; throws Error when it is not what it should be.
   std::shared_ptr<SharedMemorySegment> open(int descriptor, std::size_t bytes) const {
     return process_.open(descriptor, bytes);
@@ -27,10 +28,8 @@ class SharedMemoryPeer final {
   std::shared_ptr<SharedMemorySegment> rings(std::size_t program, std::uint64_t fingerprint) const;
 
  private:
-  Board& board() const { return *board_->at<Board>(0); }
-
   SharedMemoryProcess process_;
-  std::shared_ptr<SharedMemorySegment> board_;
+  SharedMemoryBoard<LinkBoard> board_;
 };
 
 }  // namespace fastpipe

@@ -9,6 +9,12 @@
 
 namespace fastpipe {
 
+std::vector<bool> channels_between_ranks(const std::vector<Channel>& channels) {
+  std::vector<bool> found;
+  for (const Channel& channel : channels) found.push_back(!channel.local());
+  return found;
+}
+
 void count_needs(const RankProgram& program, std::vector<ChannelNeeds>& needs) {
   std::vector<std::int32_t> in_use(needs.size());
   for (std::size_t position = 0; position < program.size(); ++position) {
@@ -25,13 +31,21 @@ void count_needs(const RankProgram& program, std::vector<ChannelNeeds>& needs) {
 }
 
 SharedMemorySource::SharedMemorySource(std::shared_ptr<SharedMemoryLink> link,
-                                       std::shared_ptr<const SharedMemoryCodec> codec, std::vector<ChannelNeeds> needs)
-    : link_(std::move(link)), codec_(std::move(codec)), needs_(std::move(needs)), number_(link_->number_program()) {}
+                                       std::shared_ptr<const SharedMemoryCodec> codec, std::vector<ChannelNeeds> needs,
+                                       std::vector<bool> carried)
+    : link_(std::move(link)),
+      codec_(std::move(codec)),
+      needs_(std::move(needs)),
+      carried_(std::move(carried)),
+      number_(link_->number_program()) {}
 
 std::unique_ptr<Transport> SharedMemorySource::connect(const RankProgram& program, double timeout_seconds) {
-  if (program.rank() == link_->rank() && program.channels().size() == needs_.size()) {
-    return std::make_unique<SharedMemoryTransport>(*this, program, timeout_seconds);
-  }
+  check(program);
+  return std::make_unique<SharedMemoryTransport>(*this, program, timeout_seconds);
+}
+
+void SharedMemorySource::check(const RankProgram& program) const {
+  if (program.rank() == link_->rank() && program.channels().size() == needs_.size()) return;
   throw ArgumentError("this shared memory was made for " + std::to_string(needs_.size()) + " channels and rank " +
                       std::to_string(link_->rank()) + ", the program has " + std::to_string(program.channels().size()) +
                       " and is rank " + std::to_string(program.rank()) + "'s; make a source for each program");

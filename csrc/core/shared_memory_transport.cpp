@@ -48,7 +48,7 @@ SharedMemoryTransport::SharedMemoryTransport(const SharedMemorySource& source, c
   make_rings(source);
   const std::vector<Channel>& channels = program_.channels();
   for (std::size_t i = 0; i < channels.size(); ++i) {
-    if (channels[i].local() || channels[i].destination != program_.rank()) continue;
+    if (!source.carries(i) || channels[i].destination != program_.rank()) continue;
     inboxes_[i] = std::make_unique<SharedMemoryInbox>(static_cast<std::int32_t>(i), link_->peer(channels[i].source),
                                                       source.number(), source.fingerprint());
   }
@@ -57,7 +57,7 @@ SharedMemoryTransport::SharedMemoryTransport(const SharedMemorySource& source, c
 // A table of where each channel's ring is, and the rings of those that this rank sends on.
 void SharedMemoryTransport::make_rings(const SharedMemorySource& source) {
   const std::vector<Channel>& channels = program_.channels();
-  const auto sends_on = [&](std::size_t i) { return !channels[i].local() && channels[i].source == program_.rank(); };
+  const auto sends_on = [&](std::size_t i) { return source.carries(i) && channels[i].source == program_.rank(); };
   std::vector<std::uint64_t> offsets(channels.size());
   std::size_t size = std::max(kSharedLine, whole_lines(channels.size() * sizeof(std::uint64_t)));
   for (std::size_t i = 0; i < channels.size(); ++i) {
@@ -134,7 +134,7 @@ void SharedMemoryTransport::deliver(Receive& receive, SharedMemoryMail mail) {
   if (mail.bytes.announced != specs_.announcing()) throw Error("one rank announces this step and one does not");
   if (mail.bytes.announced) specs_.learn(transfer.position, codec_->read_spec(mail.bytes));
   receive.watch = std::move(mail.watch);
-  codec_->adopt(*receive.into, specs_.at(transfer.position), mail.bytes, mail.lease);
+  codec_->adopt(*receive.into, specs_.at(transfer.position), mail.bytes, std::move(mail.lease));
 }
 
 void SharedMemoryTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
@@ -195,7 +195,7 @@ void SharedMemoryTransport::hold_back() {
 }
 
 void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position,
-                                 const std::function<bool()>& ready) {
+                                 FunctionRef<bool()> ready) {
   if (look(ready) || spin(ready)) return;
   hold_back();
   const SharedMemoryDoorbell bell = link_->doorbell();
@@ -221,12 +221,28 @@ void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t rea
   }
 }
 
-bool SharedMemoryTransport::look(const std::function<bool()>& ready) {
+void SharedMemoryTransport::serve(const std::atomic<bool>& over) {
+  const SharedMemoryDoorbell bell = link_->doorbell();
+  while (!over.load()) {
+    const std::uint32_t rings = bell.lie_down(kForSpace);
+    bool idle = false;
+    try {
+      idle = advance();
+    } catch (...) {
+      bell.get_up();
+      throw;
+    }
+    if (idle || over.load()) return bell.get_up();
+    bell.sleep(rings, kSliceMilliseconds);
+  }
+}
+
+bool SharedMemoryTransport::look(FunctionRef<bool()> ready) {
   advance();
   return ready();
 }
 
-bool SharedMemoryTransport::spin(const std::function<bool()>& ready) {
+bool SharedMemoryTransport::spin(FunctionRef<bool()> ready) {
   if (link_->spin() == Clock::duration::zero()) return false;
   const Clock::time_point until = Clock::now() + link_->spin();
   while (Clock::now() < until) {
@@ -241,7 +257,7 @@ void SharedMemoryTransport::give_up(std::int32_t peer, std::size_t position, con
   why_broken_ = "no transfer with rank " + std::to_string(peer) + ": " + why;
   for (std::size_t channel = 0; channel < outboxes_.size(); ++channel) {
     const Channel& it = program_.channels()[channel];
-    if (!it.local() && outboxes_[channel] && it.destination == peer) outboxes_[channel]->drop();
+    if (outboxes_[channel] && it.destination == peer) outboxes_[channel]->drop();
   }
   throw TransportError(peer, program_.place(position) + ": no transfer with rank " + std::to_string(peer) +
                                  " any more (" + why + "); see what that rank was doing, or set a longer timeout");

@@ -1,15 +1,16 @@
 // Transport between processes of one host: messages lie in memory that both map, and the consumer computes on it there.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "clock.h"
+#include "fifo.h"
+#include "function_ref.h"
 #include "payload.h"
 #include "program.h"
 #include "shared_memory_codec.h"
@@ -48,6 +49,17 @@ class SharedMemoryTransport final : public Transport {
   double wait_send(std::int32_t send) override;
   void end_step(bool complete) override;
 
+  // For a rank that is going to block for something else. First it says what it holds on to, ...
+  void hold_back();
+  // ... and copies what has room. True: nothing waits any more; else it has to be served while the rank blocks, until
+  // it is over, of which ring_own() is the sign, by another thread. What is thrown is about one message, for which a
+  // stand-in was sent.
+  bool advance();
+  void serve(const std::atomic<bool>& over);
+  // The program has freed a slot, and the next message in it may be another transport's.
+  void leave(std::int32_t slot) { receives_[slot].watch.end(); }
+  void ring_own() const { link_->doorbell().ring_always(); }
+
  private:
   struct Receive {
     enum class State { kIdle, kPosted, kArrived };
@@ -64,13 +76,10 @@ class SharedMemoryTransport final : public Transport {
   void post(std::int32_t send);
   void receive_next(std::int32_t channel);
   void deliver(Receive& receive, SharedMemoryMail mail);
-  bool advance();
-  void hold_back();
   // Sleeps until `ready` or the peer is given up.
-  void wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position,
-            const std::function<bool()>& ready);
-  bool look(const std::function<bool()>& ready);
-  bool spin(const std::function<bool()>& ready);
+  void wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position, FunctionRef<bool()> ready);
+  bool look(FunctionRef<bool()> ready);
+  bool spin(FunctionRef<bool()> ready);
   [[noreturn]] void give_up(std::int32_t peer, std::size_t position, const std::string& why);
   std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
 
@@ -82,7 +91,7 @@ class SharedMemoryTransport final : public Transport {
   std::shared_ptr<SharedMemorySegment> rings_;
   std::vector<std::unique_ptr<SharedMemoryOutbox>> outboxes_;  // by channel; null for those of others
   std::vector<std::unique_ptr<SharedMemoryInbox>> inboxes_;
-  std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of its posted receives, in order
+  std::vector<Fifo<std::int32_t>> queues_;  // by channel: the slots of its posted receives, in order
   std::vector<Receive> receives_;
   std::vector<SharedMemorySend> sends_;
   std::vector<std::size_t> send_positions_;  // for messages

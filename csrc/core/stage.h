@@ -33,6 +33,10 @@ class Stage {
   virtual bool fuse(std::int32_t, const Payload*, Stage&, std::int32_t, const Payload*) { return false; }
   // Moves what the microbatch's last forward (activation) or backward (gradient) produced into `into`.
   virtual void take(ChannelKind kind, std::int32_t microbatch, Payload& into) = 0;
+  // Around what the loop and the transport do for this stage between its own methods: a device with queues queues it
+  // behind the stage's work. By the rank's own thread, never one in another.
+  virtual void begin_turn() {}
+  virtual void end_turn() noexcept {}
   // Lets go of all that is kept, of every microbatch.
   virtual void release() noexcept = 0;
 };

@@ -1,6 +1,8 @@
 #include "steps.h"
 
+#include <map>
 #include <string>
+#include <utility>
 
 #include "errors.h"
 
@@ -31,6 +33,7 @@ class Resolver {
               it.slot,
               kNone,
               kNone,
+              kNone,
               ChannelKind::kActivation,
               nullptr,
               nullptr,
@@ -57,6 +60,7 @@ class Resolver {
     if (it.op == Op::kOverlapFB) {
       step.pair_stage = &stage(it.pair_stage);
       step.gradient_slot = gradient_slot(*step.pair_stage, it.pair_stage, it.pair_microbatch);
+      step.pair = pairs_.try_emplace({it.stage, it.pair_stage}, static_cast<std::int32_t>(pairs_.size())).first->second;
     }
   }
 
@@ -67,11 +71,9 @@ class Resolver {
   void move(const Instruction& it, Step& step) {
     const Channel& channel = program_.channels()[it.channel];
     step.kind = channel.kind;
-    if (it.op == Op::kSend) {
-      step.stage = &stage(it.stage);
-    } else if (it.op == Op::kHandOver) {
-      step.stage = &stage(it.stage + (channel.kind == ChannelKind::kActivation ? -1 : 1));
-    } else if (it.op == Op::kWaitSend) {
+    const std::int32_t before = channel.kind == ChannelKind::kActivation ? -1 : 1;
+    step.stage = &stage(it.stage + (it.op == Op::kHandOver ? before : 0));
+    if (it.op == Op::kWaitSend) {
       if (sends_[it.slot] == nullptr) fail("it waits for a send that was not posted");
       step.transfer = *sends_[it.slot];
     }
@@ -107,6 +109,7 @@ class Resolver {
   std::vector<std::int32_t> inputs_;  // by stage and microbatch: the slot
   std::vector<std::int32_t> gradients_;
   std::vector<const Transfer*> sends_;
+  std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> pairs_;
   std::vector<Step> steps_;
   std::size_t position_ = 0;
 };

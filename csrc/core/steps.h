@@ -22,8 +22,9 @@ struct Step {
   // Where a compute action finds its input and its gradient; kNone on the first and the last stage.
   std::int32_t input_slot;
   std::int32_t gradient_slot;
+  std::int32_t pair;  // of an OVERLAP_F_B: the number of its two stages, from 0; else kNone
   ChannelKind kind;
-  Stage* stage;       // who computes, or produces what is sent or handed over
+  Stage* stage;       // who computes, produces what is sent or handed over, or consumes what is received
   Stage* pair_stage;  // whose backward an OVERLAP_F_B runs
   Transfer transfer;  // for WAIT_SEND: that of its SEND
 };

@@ -2,27 +2,16 @@
 // tests/native/build.py builds it. Run: core_stub_test [number of programs] [first seed]
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
-#include <numeric>
 #include <random>
 #include <string>
-#include <vector>
 
 #include "core/clock.h"
-#include "core/loopback_hub.h"
 #include "harness.h"
+#include "loopback_ranks.h"
 
 namespace fastpipe::testing {
 
 namespace {
-
-Ranks ranks_over_loopback(const Shape& shape, std::uint32_t seed, double delay, double timeout) {
-  const RandomPrograms programs(shape, seed);
-  std::vector<std::int32_t> lanes(programs.channels().size());
-  std::iota(lanes.begin(), lanes.end(), 0);
-  const auto hub = std::make_shared<LoopbackHub>(programs.channels(), lanes, delay);
-  return {programs, [&](const RankProgram& program) { return hub->connect(program, timeout); }};
-}
 
 void test_random_program(std::uint32_t seed) {
   std::mt19937 random(seed);

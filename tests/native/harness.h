@@ -19,6 +19,9 @@
 
 namespace fastpipe::testing {
 
+// Of this thread, where a test counts them; see allocation_test.cpp.
+inline thread_local std::int64_t num_allocations = 0;
+
 inline void expect(bool holds, const std::string& what) {
   if (holds) return;
   std::fprintf(stderr, "failed: %s\n", what.c_str());
@@ -72,6 +75,7 @@ class Rank final {
   void run(bool announce, Tell tell) {
     Alarm alarm(std::move(tell));
     error_ = nullptr;
+    const std::int64_t before = num_allocations;
     try {
       outcome_ = executor_->run(7, announce, alarm, start_.data(), end_.data());
       error_ = executor_->take_error();
@@ -79,9 +83,12 @@ class Rank final {
       outcome_ = Outcome::kFailed;
       error_ = std::current_exception();
     }
+    allocations_ = num_allocations - before + alarm.beside_allocated;
   }
   void fail() { executor_->fail(); }
 
+  // In the last step, by the executor and its helper.
+  std::int64_t allocations() const { return allocations_; }
   Outcome outcome() const { return outcome_; }
   std::string error() const { return text(error_); }
 
@@ -104,6 +111,13 @@ class Rank final {
     void starts(std::size_t) noexcept override {}
     void ends(std::size_t) noexcept override {}
     void failed(std::size_t, const std::exception_ptr&) noexcept override { tell_(); }
+    void beside(std::size_t, FunctionRef<void()> backward) override {
+      const std::int64_t before = num_allocations;
+      backward();
+      beside_allocated += num_allocations - before;
+    }
+
+    std::int64_t beside_allocated = 0;  // the executor waits for its helper before it goes on
 
    private:
     Tell tell_;
@@ -113,6 +127,7 @@ class Rank final {
   std::unique_ptr<Executor> executor_;
   std::vector<double> start_;
   std::vector<double> end_;
+  std::int64_t allocations_ = 0;
   Outcome outcome_ = Outcome::kDone;
   std::exception_ptr error_;
 };

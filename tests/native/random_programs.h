@@ -20,6 +20,19 @@ struct Shape {
   std::int32_t num_microbatches;
 };
 
+// An instruction as the columns of a program have it, at a position of so many.
+inline void write_column(const Instruction& it, std::size_t position, std::size_t length,
+                         std::vector<std::int32_t>& columns) {
+  const std::int32_t fields[] = {static_cast<std::int32_t>(it.op),
+                                 it.stage,
+                                 it.microbatch,
+                                 it.pair_stage,
+                                 it.pair_microbatch,
+                                 it.channel,
+                                 it.slot};
+  for (std::size_t row = 0; row < kNumColumns; ++row) columns[row * length + position] = fields[row];
+}
+
 class RandomPrograms {
  public:
   RandomPrograms(Shape shape, std::uint32_t seed) : shape_(shape), random_(seed), programs_(shape.num_ranks) {
@@ -40,15 +53,7 @@ class RandomPrograms {
     const std::vector<Instruction>& instructions = programs_[rank];
     std::vector<std::int32_t> columns(kNumColumns * instructions.size());
     for (std::size_t i = 0; i < instructions.size(); ++i) {
-      const Instruction& it = instructions[i];
-      const std::int32_t fields[] = {static_cast<std::int32_t>(it.op),
-                                     it.stage,
-                                     it.microbatch,
-                                     it.pair_stage,
-                                     it.pair_microbatch,
-                                     it.channel,
-                                     it.slot};
-      for (std::size_t row = 0; row < kNumColumns; ++row) columns[row * instructions.size() + i] = fields[row];
+      write_column(instructions[i], i, instructions.size(), columns);
     }
     return {rank, columns.data(), instructions.size(), channels_};
   }

@@ -6,10 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <string>
@@ -18,78 +16,13 @@
 
 #include "core/clock.h"
 #include "core/errors.h"
-#include "core/shared_memory_codec.h"
-#include "core/shared_memory_link.h"
-#include "core/shared_memory_source.h"
 #include "harness.h"
 #include "processes.h"
+#include "shared_memory_ranks.h"
 
 namespace fastpipe::testing {
 
 namespace {
-
-// Numbers, copied out. Some leases are kept for a while, as a stage keeps a tensor.
-class StubCodec final : public SharedMemoryCodec {
- public:
-  explicit StubCodec(std::size_t keep) : kept_(keep) {}
-
-  std::size_t size(const Payload& payload, bool) const override {
-    return 8 * (1 + static_cast<const StubPayload&>(payload).numbers.size());
-  }
-  void write(const Payload& payload, const CellBytes& to) const override {
-    const auto& numbers = static_cast<const StubPayload&>(payload).numbers;
-    const auto count = static_cast<std::int64_t>(numbers.size());
-    std::memcpy(to.data, &count, 8);
-    std::memcpy(to.data + 8, numbers.data(), 8 * numbers.size());
-  }
-  std::unique_ptr<Spec> read_spec(const CellBytes& from) const override {
-    std::int64_t count = 0;
-    std::memcpy(&count, from.data, 8);
-    return std::make_unique<StubSpec>(static_cast<std::size_t>(count));
-  }
-  void adopt(Payload& into, const Spec& spec, const CellBytes& from,
-             const std::shared_ptr<SharedMemoryLease>& lease) const override {
-    const std::size_t count = static_cast<const StubSpec&>(spec).size;
-    if (from.size != 8 * (1 + count)) throw Error("a message of the wrong size");
-    auto& numbers = static_cast<StubPayload&>(into).numbers;
-    numbers.resize(count);
-    std::memcpy(numbers.data(), from.data + 8, 8 * count);
-    std::memset(from.data, 0xff, from.size);  // who reads it again, or did not own it, is found out
-    if (!kept_.empty()) kept_[next_++ % kept_.size()] = lease;
-  }
-
- private:
-  mutable std::vector<std::shared_ptr<SharedMemoryLease>> kept_;
-  mutable std::size_t next_ = 0;
-};
-
-using Link = std::shared_ptr<SharedMemoryLink>;
-
-Link make_link(const Shape& shape, std::int32_t rank) {
-  const auto spin = std::chrono::microseconds(shape.num_microbatches % 2 == 0 ? 20 : 0);
-  return std::make_shared<SharedMemoryLink>(rank, shape.num_ranks, spin);
-}
-
-// keep: how many messages' memory a rank holds on to.
-std::unique_ptr<Transport> connect(const Link& link, const RandomPrograms& programs, const RankProgram& program,
-                                   std::size_t keep) {
-  std::vector<ChannelNeeds> needs(programs.channels().size());
-  for (std::int32_t rank = 0; rank < programs.shape().num_ranks; ++rank) count_needs(programs.program(rank), needs);
-  return SharedMemorySource(link, std::make_shared<StubCodec>(keep), needs).connect(program, 20);
-}
-
-Ranks ranks_over_shared_memory(const Shape& shape, std::uint32_t seed, std::size_t keep) {
-  const RandomPrograms programs(shape, seed);
-  std::vector<Link> links;
-  for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) links.push_back(make_link(shape, rank));
-  for (const Link& link : links) {
-    for (const Link& other : links) {
-      if (other != link) link->connect(other->rank(), other->address());
-    }
-  }
-  return {programs,
-          [&](const RankProgram& program) { return connect(links[program.rank()], programs, program, keep); }};
-}
 
 void test_random_program(std::uint32_t seed) {
   std::mt19937 random(seed);

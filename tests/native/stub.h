@@ -4,9 +4,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/errors.h"
@@ -46,7 +46,8 @@ struct Mishap {
   bool changes_size = false;  // instead of throwing
 };
 
-// Every number grows by one in a stage's forward, and by 1000 in its backward.
+// Keeps its memory from step to step, as the executor does. Every number grows by one in a stage's forward, and by 1000
+// in its backward.
 class StubStage final : public Stage {
  public:
   StubStage(std::int32_t index, std::int32_t num_stages, std::int32_t num_microbatches, const Mishap& mishap)
@@ -57,7 +58,11 @@ class StubStage final : public Stage {
 
   void forward(std::int32_t microbatch, const Payload* input) override {
     Numbers& activation = records_[microbatch].activation;
-    activation = is_first() ? Numbers(16 + microbatch, microbatch) : numbers_of(input);
+    if (is_first()) {
+      activation.assign(16 + microbatch, microbatch);
+    } else {
+      activation = numbers_of(input);
+    }
     require(activation, microbatch + index_);
     go_wrong(microbatch, false, activation);
     for (std::int64_t& number : activation) ++number;
@@ -65,7 +70,8 @@ class StubStage final : public Stage {
 
   void backward(std::int32_t microbatch, const Payload* gradient) override {
     Numbers& made = records_[microbatch].gradient;
-    made = is_last() ? records_[microbatch].activation : numbers_of(gradient);
+    const Numbers& given = is_last() ? std::as_const(records_[microbatch].activation) : numbers_of(gradient);
+    made = given;
     require(made, microbatch + num_stages_ + 1000 * (num_stages_ - 1 - index_));
     go_wrong(microbatch, true, made);
     for (std::int64_t& number : made) number += 1000;
@@ -75,10 +81,11 @@ class StubStage final : public Stage {
 
   void backward_input(std::int32_t microbatch, const Payload* gradient) override {
     backward(microbatch, gradient);
-    waiting_.insert(microbatch);
+    records_[microbatch].waits = true;
   }
   void backward_weight(std::int32_t microbatch) override {
-    if (waiting_.erase(microbatch) == 0) throw std::logic_error("stage " + std::to_string(index_) + ": W without I");
+    if (!records_[microbatch].waits) throw std::logic_error("stage " + std::to_string(index_) + ": W without I");
+    records_[microbatch].waits = false;
   }
 
   void take(ChannelKind kind, std::int32_t microbatch, Payload& into) override {
@@ -88,9 +95,13 @@ class StubStage final : public Stage {
   }
 
   void release() noexcept override {
-    for (Record& record : records_) record = {};
-    num_never_run_ = waiting_.size();
-    waiting_.clear();
+    num_never_run_ = 0;
+    for (Record& record : records_) {
+      num_never_run_ += record.waits ? 1 : 0;
+      record.activation.clear();
+      record.gradient.clear();
+      record.waits = false;
+    }
   }
 
   std::int64_t num_backwards() const { return num_backwards_; }
@@ -102,6 +113,7 @@ class StubStage final : public Stage {
   struct Record {
     Numbers activation;
     Numbers gradient;
+    bool waits = false;  // for its W
   };
 
   static const Numbers& numbers_of(const Payload* payload) { return static_cast<const StubPayload*>(payload)->numbers; }
@@ -123,7 +135,6 @@ class StubStage final : public Stage {
   std::int32_t num_stages_;
   const Mishap& mishap_;  // shared; changes between steps only
   std::vector<Record> records_;
-  std::set<std::int32_t> waiting_;  // for their W
   std::size_t num_never_run_ = 0;
   std::int64_t num_backwards_ = 0;
 };

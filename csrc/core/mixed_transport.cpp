@@ -1,0 +1,115 @@
+#include "mixed_transport.h"
+
+#include <atomic>
+#include <exception>
+#include <utility>
+
+namespace fastpipe {
+
+MixedTransport::MixedTransport(const SharedMemorySource& near, TransportSource& far, const RankProgram& program,
+                               double timeout_seconds)
+    : near_(near, program, timeout_seconds),
+      far_(far.connect(program, timeout_seconds)),
+      receives_(program.num_slots()),
+      sends_(program.num_sends()) {
+  for (std::size_t channel = 0; channel < program.channels().size(); ++channel) {
+    is_near_.push_back(near.carries(channel));
+  }
+}
+
+Transport& MixedTransport::side_of(std::int32_t channel) {
+  if (is_near_[channel]) return near_;
+  return *far_;
+}
+
+void MixedTransport::begin_step(std::int64_t signature, bool announce) {
+  near_.begin_step(signature, announce);
+  far_->begin_step(signature, announce);
+}
+
+void MixedTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
+  if (receives_[slot] == &near_) near_.leave(slot);
+  receives_[slot] = &side_of(transfer.channel);
+  receives_[slot]->post_receive(transfer, slot, into);
+}
+
+bool MixedTransport::wait_receive(std::int32_t slot) {
+  if (receives_[slot] == &near_) return near_.wait_receive(slot);
+  bool arrived = false;
+  block([&] { arrived = far_->wait_receive(slot); });
+  return arrived;
+}
+
+void MixedTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
+  sends_[send] = &side_of(transfer.channel);
+  sends_[send]->post_send(transfer, send, from);
+}
+
+void MixedTransport::post_stand_in(const Transfer& transfer, std::int32_t send) {
+  sends_[send] = &side_of(transfer.channel);
+  sends_[send]->post_stand_in(transfer, send);
+}
+
+double MixedTransport::wait_send(std::int32_t send) {
+  if (sends_[send] == &near_) return near_.wait_send(send);
+  double completed = 0;
+  block([&] { completed = far_->wait_send(send); });
+  return completed;
+}
+
+void MixedTransport::block(FunctionRef<void()> far) {
+  near_.hold_back();
+  if (near_.advance()) return far();
+  block_beside(far);
+}
+
+void MixedTransport::block_beside(FunctionRef<void()> far) {
+  if (!helper_) helper_ = std::make_unique<Helper>();
+  std::atomic<bool> over{false};
+  const auto job = [&] {
+    std::exception_ptr error;
+    try {
+      far();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    over.store(true);
+    near_.ring_own();
+    if (error) std::rethrow_exception(error);
+  };
+  helper_->start(job);
+  std::exception_ptr error;
+  for (bool served = false; !served;) {
+    try {
+      near_.serve(over);
+      served = true;
+    } catch (...) {
+      error = std::current_exception();  // of one message; the others still want to be copied
+    }
+  }
+  const std::exception_ptr far_error = helper_->finish();
+  if (far_error) std::rethrow_exception(far_error);
+  if (error) std::rethrow_exception(error);
+}
+
+void MixedTransport::end_step(bool complete) {
+  std::exception_ptr error;
+  for (Transport* side : {static_cast<Transport*>(&near_), far_.get()}) {
+    try {
+      side->end_step(complete);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+MixedSource::MixedSource(std::shared_ptr<SharedMemorySource> near, std::shared_ptr<TransportSource> far)
+    : near_(std::move(near)), far_(std::move(far)) {}
+
+std::unique_ptr<Transport> MixedSource::connect(const RankProgram& program, double timeout_seconds) {
+  near_->check(program);
+  return std::make_unique<MixedTransport>(*near_, *far_, program, timeout_seconds);
+}
+
+}  // namespace fastpipe

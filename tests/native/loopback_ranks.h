@@ -1,0 +1,23 @@
+// Ranks that are connected by loopback, each channel a lane of its own.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "core/loopback_hub.h"
+#include "harness.h"
+
+namespace fastpipe::testing {
+
+// delay, timeout: in seconds.
+inline Ranks ranks_over_loopback(const Shape& shape, std::uint32_t seed, double delay, double timeout) {
+  const RandomPrograms programs(shape, seed);
+  std::vector<std::int32_t> lanes(programs.channels().size());
+  std::iota(lanes.begin(), lanes.end(), 0);
+  const auto hub = std::make_shared<LoopbackHub>(programs.channels(), lanes, delay);
+  return {programs, [&](const RankProgram& program) { return hub->connect(program, timeout); }};
+}
+
+}  // namespace fastpipe::testing
