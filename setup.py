@@ -191,6 +191,20 @@ def bundled(sources: list[str], folder: str) -> list[str]:
     return [source for source in sources if source not in heavy] + bundles
 
 
+def find_toolkit(torch: ModuleType) -> str | None:
+    """The CUDA toolkit that csrc/cuda is compiled with; None where this torch has no CUDA, or there is none."""
+    tools = torch.utils.cpp_extension
+    if not torch.version.cuda or not tools.CUDA_HOME:
+        return None
+    home = str(tools.CUDA_HOME)
+    if not Path(home, "include", "cuda_runtime_api.h").exists():  # an nvcc that only calls another one
+        asked = subprocess.run([f"{home}/bin/nvcc", "--dryrun", "none.cu"], capture_output=True, text=True).stderr
+        found = re.search(r"^#\$ _HERE_=(.*)/bin$", asked, flags=re.MULTILINE)
+        home = found.group(1) if found else home
+    tools.CUDA_HOME = home
+    return home if Path(home, "include", "cuda_runtime_api.h").exists() else None
+
+
 def runtime_extension(declared: Extension, torch: ModuleType, folder: str) -> Extension:
     """csrc/core and csrc/torch, with csrc/cuda if this torch has CUDA and there is a toolkit (a GPU is not needed).
 
@@ -198,9 +212,10 @@ def runtime_extension(declared: Extension, torch: ModuleType, folder: str) -> Ex
     """
     tools = torch.utils.cpp_extension
     cuda_sources = files_in("cuda", "*.cpp", "*.cu")
-    with_cuda = bool(cuda_sources and torch.version.cuda and tools.CUDA_HOME)
+    with_cuda = bool(cuda_sources and find_toolkit(torch))
     # Named as system folders, torch's headers keep their warnings to themselves.
-    system = [part for path in tools.include_paths() for part in ("-isystem", path)]
+    paths = tools.include_paths(*(["cuda"] if with_cuda else []))
+    system = [part for path in paths for part in ("-isystem", path)]
     flags: Any = [*RUNTIME_FLAGS, *system]
     if with_cuda:
         flags = {"cxx": flags, "nvcc": ["-O3", *system]}
@@ -208,7 +223,7 @@ def runtime_extension(declared: Extension, torch: ModuleType, folder: str) -> Ex
     return make(
         declared.name,
         bundled(declared.sources, folder) + (cuda_sources if with_cuda else []),
-        depends=declared.depends,
+        depends=[*declared.depends, *declared.sources],  # a bundle does not change when what it includes does
         include_dirs=[os.path.abspath("csrc")],
         define_macros=[*RUNTIME_MACROS, *([("FASTPIPE_WITH_CUDA", None)] if with_cuda else [])],
         extra_compile_args=flags,
@@ -359,6 +374,7 @@ class BuildNative(build_ext):
             "backend": torch and torch_backend(torch),
             "sources": declared.sources,
             "flags": extension.extra_compile_args,
+            "cuda": torch is not None and ("FASTPIPE_WITH_CUDA", None) in extension.define_macros,
         }
         return extension, builder, inputs
 

@@ -12,17 +12,21 @@
 
 #include "core/errors.h"
 #include "core/loopback_hub.h"
+#include "core/mixed_transport.h"
 #include "core/program.h"
 #include "core/shared_memory_exchange.h"
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
+#ifdef FASTPIPE_WITH_CUDA
+#include "cuda/driver.h"
+#endif
+#include "endpoint.h"
 #include "process_group.h"
 #include "python_arming.h"
 #include "python_errors.h"
 #include "random_numbers.h"
 #include "runner.h"
 #include "shared_memory_codec.h"
-#include "shared_memory_endpoint.h"
 
 namespace fastpipe {
 
@@ -49,27 +53,31 @@ RankProgram to_program(std::int32_t rank, const Columns& columns, const std::vec
 
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
-                                    TransportSource& transport, double timeout, const at::Device& device, int pairs) {
+                                    TransportSource& transport, double timeout, const at::Device& device, int pairs,
+                                    bool several_streams) {
   std::vector<StagePlace> places;
   for (const auto& [index, is_first, is_last] : stages) places.push_back({index, is_first, is_last});
   return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device,
-                                  static_cast<PairWay>(pairs));
+                                  static_cast<PairWay>(pairs), several_streams);
 }
 
 std::shared_ptr<SharedMemorySource> make_shared_memory(std::shared_ptr<SharedMemoryLink> link,
                                                        const std::vector<ChannelTuple>& channels,
-                                                       const std::vector<Columns>& columns) {
+                                                       const std::vector<Columns>& columns,
+                                                       std::optional<std::vector<bool>> carried) {
   std::vector<ChannelNeeds> needs(channels.size());
   for (std::size_t rank = 0; rank < columns.size(); ++rank) {
     count_needs(to_program(static_cast<std::int32_t>(rank), columns[rank], channels), needs);
   }
-  return std::make_shared<SharedMemorySource>(std::move(link), std::make_shared<TensorCodec>(), std::move(needs));
+  return std::make_shared<SharedMemorySource>(
+      std::move(link), std::make_shared<TensorCodec>(), std::move(needs),
+      carried ? std::move(*carried) : channels_between_ranks(to_channels(channels)));
 }
 
-std::unique_ptr<SharedMemoryEndpoint> make_endpoint(std::int32_t rank, const Columns& columns,
-                                                    const std::vector<ChannelTuple>& channels,
-                                                    TransportSource& transport, double timeout) {
-  return std::make_unique<SharedMemoryEndpoint>(transport, to_program(rank, columns, channels), timeout);
+std::unique_ptr<Endpoint> make_endpoint(std::int32_t rank, const Columns& columns,
+                                        const std::vector<ChannelTuple>& channels, TransportSource& transport,
+                                        double timeout) {
+  return std::make_unique<Endpoint>(transport, to_program(rank, columns, channels), timeout);
 }
 
 py::tuple to_tuple(const BoardAddress& address) {
@@ -96,6 +104,7 @@ void bind_exchange(py::module_& m) {
             exchange.connect(rank, {process, descriptor, nonce});
           },
           py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"))
+      .def("share_host", &SharedMemoryExchange::share_host, py::arg("num_ranks"))
       .def("post", [](SharedMemoryExchange& exchange, const py::bytes& message) { exchange.post(message); })
       .def("wait", &SharedMemoryExchange::wait, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
       .def("missing", &SharedMemoryExchange::missing)
@@ -105,7 +114,12 @@ void bind_exchange(py::module_& m) {
 void bind_shared_memory(py::module_& m) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<SharedMemoryLink, std::shared_ptr<SharedMemoryLink>>(m, "SharedMemoryLink")
-      .def(py::init<std::int32_t, std::int32_t>(), py::arg("rank"), py::arg("num_ranks"))
+      .def(py::init([](std::int32_t rank, std::int32_t num_ranks, std::int32_t num_here) {
+             return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_here));
+           }),
+           py::arg("rank"), py::arg("num_ranks"), py::arg("num_here"))
+      .def_property_readonly("spins",
+                             [](const SharedMemoryLink& link) { return link.spin() > Clock::duration::zero(); })
       .def("address", [](const SharedMemoryLink& link) { return to_tuple(link.address()); })
       .def(
           "connect",
@@ -114,16 +128,20 @@ void bind_shared_memory(py::module_& m) {
           },
           py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"));
   py::class_<SharedMemorySource, TransportSource, std::shared_ptr<SharedMemorySource>>(m, "SharedMemorySource")
-      .def(py::init(&make_shared_memory), py::arg("link"), py::arg("channels"), py::arg("columns"));
-  py::class_<SharedMemoryEndpoint>(m, "SharedMemoryEndpoint")
+      .def(py::init(&make_shared_memory), py::arg("link"), py::arg("channels"), py::arg("columns"),
+           py::arg("carried") = py::none());
+  py::class_<MixedSource, TransportSource, std::shared_ptr<MixedSource>>(m, "MixedSource")
+      .def(py::init<std::shared_ptr<SharedMemorySource>, std::shared_ptr<TransportSource>>(), py::arg("near"),
+           py::arg("far"));
+  py::class_<Endpoint>(m, "Endpoint")
       .def(py::init(&make_endpoint), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("transport"),
            py::arg("timeout"))
-      .def("begin", &SharedMemoryEndpoint::begin, WithoutGil())
-      .def("post_receive", &SharedMemoryEndpoint::post_receive)
-      .def("wait_receive", &SharedMemoryEndpoint::wait_receive, WithoutGil())
-      .def("send", &SharedMemoryEndpoint::send, WithoutGil())
-      .def("wait_send", &SharedMemoryEndpoint::wait_send, WithoutGil())
-      .def("end", &SharedMemoryEndpoint::end, WithoutGil());
+      .def("begin", &Endpoint::begin, WithoutGil())
+      .def("post_receive", &Endpoint::post_receive, WithoutGil())
+      .def("wait_receive", &Endpoint::wait_receive, WithoutGil())
+      .def("send", &Endpoint::send, WithoutGil())
+      .def("wait_send", &Endpoint::wait_send, WithoutGil())
+      .def("end", &Endpoint::end, WithoutGil());
 }
 
 // (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage.
@@ -168,6 +186,14 @@ struct GeneratorsLock {
   static void exit() { generators_mutex().unlock(); }
 };
 
+// Step, stage, microbatch, kind, whether it is the stage's last of its kind, whether a backward follows; or None.
+py::object current_moment() {
+  const Moment* const moment = Moment::current();
+  if (moment == nullptr) return py::none();
+  return py::make_tuple(moment->step(), moment->stage(), moment->microbatch(), static_cast<int>(moment->op()),
+                        moment->is_last_microbatch(), moment->training());
+}
+
 void bind_random_numbers(py::module_& m) {
   py::class_<GeneratorsLock>(m, "GeneratorsLock")
       .def(py::init<>())
@@ -192,6 +218,16 @@ void bind_random_numbers(py::module_& m) {
       .def_readwrite("drew", &StageRandom::drew)
       .def_readwrite("recomputed", &StageRandom::recomputed);
   m.def("microbatch_seed", &microbatch_seed, py::arg("seed"), py::arg("step"), py::arg("stage"), py::arg("microbatch"));
+}
+
+// What needs the CUDA runtime; nothing where the library was built without it.
+void bind_cuda([[maybe_unused]] py::module_& m) {
+#ifdef FASTPIPE_WITH_CUDA
+  m.attr("has_cuda") = true;
+  m.def("copy_engine_obstacle", &copy_engine_obstacle, py::arg("device"));
+#else
+  m.attr("has_cuda") = false;
+#endif
 }
 
 void translate(std::exception_ptr error) {
@@ -234,10 +270,13 @@ PYBIND11_MODULE(_runtime, m) {
   bind_exchange(m);
   bind_weight_gradients(m);
   bind_random_numbers(m);
+  m.def("current", &current_moment);
+  bind_cuda(m);
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   py::class_<Runner>(m, "Executor")
       .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),
-           py::arg("transport"), py::arg("timeout"), py::arg("device") = at::Device(at::kCPU), py::arg("pairs") = 0)
+           py::arg("transport"), py::arg("timeout"), py::arg("device") = at::Device(at::kCPU), py::arg("pairs") = 0,
+           py::arg("several_streams") = false)
       .def("pair_counts",
            [](const Runner& runner) {
              const PairCounts& counts = runner.pair_counts();

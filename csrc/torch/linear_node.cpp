@@ -24,13 +24,15 @@ at::Tensor weight_gradient(const at::Tensor& input, const at::Tensor& gradient, 
 LinearNode::LinearNode(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                        std::shared_ptr<WeightGradients> later)
     : Node(torch::autograd::collect_next_edges(input, weight, bias)),
-      input_(input, false),
       rows_(input.size(0)),
       columns_(input.size(1)),
       input_by_columns_(by_columns(rows_, input.stride(0), input.stride(1))),
       weight_by_rows_(by_columns(weight.size(1), weight.stride(1), weight.stride(0))),
       later_(std::move(later)) {
+  // Not in the order of autograd's own node: a checkpoint finds tensors by it, and where one run had this node and the
+  // other autograd's, shapes tell it so.
   if (should_compute_output(kInput)) weight_ = torch::autograd::SavedVariable(weight, false);
+  input_ = torch::autograd::SavedVariable(input, false);
 }
 
 void LinearNode::defer() {

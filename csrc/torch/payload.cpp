@@ -82,6 +82,35 @@ std::string TensorListSpec::text() const {
   return out + "]";
 }
 
+const std::vector<at::Tensor>& TensorPayload::taken_in() const {
+  if (made_.recorded()) {
+    made_.wait();
+    for (const at::Tensor& tensor : tensors_) keep_for_current_stream(tensor.storage().data_ptr());
+  }
+  return tensors_;
+}
+
+void TensorPayload::clear() noexcept {
+  tensors_.clear();
+  try {
+    read_.wait();  // what is made in their memory next comes after who reads it
+    note_idle();
+  } catch (...) {
+    // The device is broken, and says so to whoever uses it next.
+  }
+  read_.forget();
+  made_.forget();
+}
+
+void TensorPayload::note_idle() {
+  if (device_.is_cpu() || fenced_ || idle_ || buffers_.empty()) return;
+  for (const at::Tensor& buffer : buffers_) {
+    if (!buffer.defined() || buffer.storage().use_count() != 1) return;
+  }
+  free_.record(device_);
+  idle_ = true;
+}
+
 void TensorPayload::pack() {
   for (at::Tensor& tensor : tensors_) tensor = packed(tensor);
 }
@@ -90,11 +119,15 @@ void TensorPayload::copy_from(const Payload& source) {
   clear();
   // Below autograd: neither the caller's grad nor its inference mode concerns the bytes.
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const std::vector<at::Tensor>& tensors = static_cast<const TensorPayload&>(source).tensors_;
+  const auto& from = static_cast<const TensorPayload&>(source);
+  const std::vector<at::Tensor>& tensors = from.tensors_;
+  from.made_.wait();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     buffer(i, TensorSpec(tensors[i])).copy_(tensors[i]);
     expose_one(i, tensors[i].requires_grad());
   }
+  filled();
+  if (fenced_) from.read_.record(device_);
 }
 
 std::unique_ptr<Spec> TensorPayload::spec() const {
@@ -116,6 +149,9 @@ const std::vector<at::Tensor>& TensorPayload::prepare(const std::vector<TensorSp
   clear();
   for (std::size_t i = 0; i < specs.size(); ++i) buffer(i, specs[i]);
   buffers_.resize(specs.size());
+  // Memory that a graph held, or that is new, may be in use by all that this stream has.
+  if (!device_.is_cpu() && !idle_) free_.record(device_);
+  idle_ = false;
   return buffers_;
 }
 
@@ -134,12 +170,14 @@ const at::Tensor& TensorPayload::buffer(std::size_t index, const TensorSpec& spe
   if (index >= buffers_.size()) buffers_.resize(index + 1);
   at::Tensor& buffer = buffers_[index];
   // The last microbatch's tensor, a view of it or a graph may still be held somewhere: then the memory is theirs.
-  const bool ours = buffer.defined() && buffer.storage().use_count() == 1;
+  // Of several streams the allocator knows which one may use it next.
+  const bool ours = !fenced_ && buffer.defined() && buffer.storage().use_count() == 1;
   if (ours && buffer.scalar_type() == spec.dtype && buffer.sizes() == spec.sizes && buffer.strides() == spec.strides) {
     return buffer;
   }
   // In a step under inference mode it would become an inference tensor, which a training step cannot use.
   const c10::InferenceMode normal(false);
+  idle_ = false;
   buffer = at::empty_strided(spec.sizes, spec.strides, at::TensorOptions().dtype(spec.dtype).device(device_));
   return buffer;
 }

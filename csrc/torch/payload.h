@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/payload.h"
+#include "streams.h"
 
 namespace fastpipe {
 
@@ -39,12 +40,20 @@ class TensorListSpec final : public Spec {
 // A list of detached tensors; whether the receiver's copy is to require a gradient is each one's own flag.
 class TensorPayload final : public Payload {
  public:
-  explicit TensorPayload(at::Device device) : device_(device) {}
+  // fenced: it is filled, read and cleared on several streams of the device.
+  explicit TensorPayload(at::Device device, bool fenced = false) : device_(device), fenced_(fenced) {}
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
   void add(at::Tensor tensor) { tensors_.push_back(std::move(tensor)); }
+  // The current stream has made the contents.
+  void filled() {
+    if (fenced_) made_.record(device_);
+  }
+  // The contents for the current stream, which may keep them.
+  const std::vector<at::Tensor>& taken_in() const;
 
-  void clear() noexcept override { tensors_.clear(); }
+  // On the stream that made the contents.
+  void clear() noexcept override;
   bool empty() const override { return tensors_.empty(); }
   void pack() override;
   void copy_from(const Payload& source) override;
@@ -53,14 +62,22 @@ class TensorPayload final : public Payload {
 
   // To be received into: memory of that look, which nobody else can see, ...
   const std::vector<at::Tensor>& prepare(const std::vector<TensorSpec>& specs);
+  // ... on another stream than that which has called prepare() only after what used it before, ...
+  void wait_until_free() const { free_.wait(); }
   // ... and, once it is filled, what the stage sees.
   void expose(const std::vector<TensorSpec>& specs);
 
  private:
   const at::Tensor& buffer(std::size_t index, const TensorSpec& spec);
+  void note_idle();
   void expose_one(std::size_t index, bool requires_grad);
 
   at::Device device_;
+  bool fenced_;
+  bool idle_ = false;  // no buffer was in use any more when the contents were cleared
+  Fence free_;         // of the buffers
+  Fence made_;
+  mutable Fence read_;  // by another stream
   std::vector<at::Tensor> tensors_;
   std::vector<at::Tensor> buffers_;  // kept from step to step
 };

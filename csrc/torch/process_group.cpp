@@ -63,7 +63,12 @@ ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups
       receives_(program.num_slots()),
       sends_(program.num_sends()),
       queues_(program.channels().size()),
-      broken_(groups_.front()->getSize()) {}
+      broken_(groups_.front()->getSize()) {
+  const StageStreams streams(device, kNumGroups);
+  for (std::size_t group = 0; group < kNumGroups; ++group) {
+    side_streams_.push_back(streams.any() ? streams.of(group) : std::nullopt);
+  }
+}
 
 void ProcessGroupTransport::begin_step(std::int64_t signature, bool announce) {
   const auto broken = std::find(broken_.begin(), broken_.end(), true);
@@ -95,7 +100,14 @@ void ProcessGroupTransport::post_receive(const Transfer& transfer, std::int32_t 
     queues_[transfer.channel].push_back(slot);
     return;
   }
-  post(pending, pending.into->prepare(specs_at(transfer.position)), false);
+  post_early(pending);
+}
+
+void ProcessGroupTransport::post_early(Pending& pending) {
+  const std::vector<at::Tensor>& buffers = pending.into->prepare(specs_at(pending.transfer.position));
+  const InStream stream(side_streams_[group_of(channel_of(pending))]);
+  pending.into->wait_until_free();
+  post(pending, buffers, false);
 }
 
 bool ProcessGroupTransport::wait_receive(std::int32_t slot) {
@@ -185,7 +197,8 @@ void ProcessGroupTransport::wait(Pending& pending) {
   for (WorkPtr& work : pending.works) {
     try {
       const WorkPtr once = std::move(work);
-      once->wait(timeout_);
+      // Given a time limit, NCCL would block the host; without, the current stream waits.
+      device_.is_cpu() ? once->wait(timeout_) : once->wait();
     } catch (const std::exception& error) {
       give_up(pending, error.what());
     }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "core/transport.h"
 #include "header.h"
 #include "payload.h"
+#include "streams.h"
 
 namespace fastpipe {
 
@@ -64,6 +66,9 @@ class ProcessGroupTransport final : public Transport {
 
   // False: the peer is broken, there is nothing to do.
   bool begin(Pending& pending, const Transfer& transfer);
+  // A device starts a transfer behind what the stream has on which it is posted. On a stream beside the stage's, which
+  // waits for the memory alone, that is as soon as the message is there.
+  void post_early(Pending& pending);
   void post(Pending& pending, const std::vector<at::Tensor>& tensors, bool is_send);
   void wait(Pending& pending);
   void receive_next(std::int32_t channel);
@@ -79,6 +84,7 @@ class ProcessGroupTransport final : public Transport {
   RankProgram program_;
   std::chrono::milliseconds timeout_;
   SpecBook specs_;
+  std::vector<std::optional<c10::Stream>> side_streams_;  // by group; none on a CPU
   std::vector<Pending> receives_;
   std::vector<Pending> sends_;
   std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of announced receives, in order

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <pybind11/numpy.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -34,10 +35,12 @@ void begin_label(std::optional<at::RecordFunction>& label, const std::string& te
 }  // namespace
 
 Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-               double timeout_seconds, at::Device device, PairWay pairs) {
+               double timeout_seconds, at::Device device, PairWay pairs, bool several_streams)
+    : process_(::getpid()), streams_(device, several_streams ? stages.size() : 0) {
   Stages owned(count(stages));
   for (const auto& [index, is_first, is_last] : stages) {
     auto stage = std::make_unique<TorchStage>(index, is_first, is_last, program);
+    stage->set_stream(streams_.of(stages_.size()));
     stages_.push_back(stage.get());
     owned.at(index) = std::move(stage);
   }
@@ -51,13 +54,13 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
   }
   executor_ = std::make_unique<Executor>(
       program, std::move(owned), transport.connect(program, timeout_seconds),
-      [device] { return std::make_unique<TensorPayload>(device); }, pairs);
+      [device, fenced = streams_.any()] { return std::make_unique<TensorPayload>(device, fenced); }, pairs);
 }
 
 Runner::~Runner() {
   executor_.reset();  // the helper has ended
-  // An interpreter that ends has deleted the states of all other threads.
-  if (python_state_ == nullptr || Py_IsInitialized() == 0) return;
+  // An interpreter that ends, or begins as a fork, has deleted the states of all other threads.
+  if (python_state_ == nullptr || Py_IsInitialized() == 0 || ::getpid() != process_) return;
   PyThreadState_Clear(python_state_);
   PyThreadState_Delete(python_state_);
 }
@@ -88,14 +91,32 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
                         " stages; give one a stage");
   }
   for (std::size_t i = 0; i < calls.size(); ++i) {
-    if (calls[i].size() != 7)
-      throw ArgumentError("calls: give (run, output_grads, random, meet, fold, fuse, partners) for every stage");
+    if (calls[i].size() != 10) {
+      throw ArgumentError(
+          "calls: give (run, output_grads, random, meet, fold, fuse, partners, last_backward, around, moment) for "
+          "every "
+          "stage");
+    }
     const auto call = [&](py::ssize_t index) {
       const py::handle found = PyTuple_GET_ITEM(calls[i].ptr(), index);
       return found.is_none() ? py::handle() : found;
     };
+    const auto [step, last] = calls[i][9].cast<std::pair<std::int64_t, std::array<std::int32_t, 3>>>();
     stages_[i]->bind({call(0), call(1), calls[i][2].cast<StageRandom*>(), call(3), call(4), call(5),
-                      calls[i][6].cast<std::vector<std::int32_t>>()});
+                      calls[i][6].cast<std::vector<std::int32_t>>(), calls[i][7].cast<std::int32_t>(), call(8),
+                      Moment::Step{step, last}});
+  }
+}
+
+Outcome Runner::run_in_streams(std::int64_t signature, bool announce, double* start, double* end) {
+  streams_.fork();
+  try {
+    const Outcome outcome = executor_->run(signature, announce, *this, start, end);
+    streams_.join();
+    return outcome;
+  } catch (...) {
+    streams_.join();
+    throw;
   }
 }
 
@@ -105,7 +126,7 @@ Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* s
   {
     const py::gil_scoped_release no_gil;
     try {
-      outcome = executor_->run(signature, announce, *this, start, end);
+      outcome = run_in_streams(signature, announce, start, end);
     } catch (...) {
       error = std::current_exception();
     }
@@ -124,10 +145,11 @@ void Runner::ends(std::size_t) noexcept {
   label_.reset();
 }
 
-void Runner::beside(std::size_t position, const std::function<void()>& backward) {
+void Runner::beside(std::size_t position, FunctionRef<void()> backward) {
   if (python_state_ == nullptr) python_state_ = PyThreadState_New(PyInterpreterState_Main());
   if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
   const at::ThreadLocalStateGuard guard(*state_);
+  const InStream stream(streams_.caller());
   std::optional<at::RecordFunction> label;
   begin_label(label, labels_of_backwards_.at(position));
   backward();

@@ -3,10 +3,10 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
+#include <sys/types.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +16,7 @@
 #include "core/executor.h"
 #include "core/observer.h"
 #include "stage.h"
+#include "streams.h"
 
 namespace fastpipe {
 
@@ -38,13 +39,14 @@ struct StagePlace {
 class Runner final : public Observer {
  public:
   Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-         double timeout_seconds, at::Device device, PairWay pairs);
+         double timeout_seconds, at::Device device, PairWay pairs, bool several_streams);
   // With the GIL held.
   ~Runner() override;
 
-  // calls: (run, output_grads, a StageRandom, meet, fold, fuse, its partners) of each stage, in the constructor's
-  // order; None for what is not wanted. Returns (start, end), or None when the step failed on another rank; raises what
-  // failed here. num_threads: of torch's operators; 0 leaves it.
+  // calls: (run, output_grads, a StageRandom, meet, fold, fuse, its partners, last_backward, around, (number of the
+  // step, the stage's last microbatches)) of each stage, in the constructor's order; None for what is not wanted.
+  // Returns (start, end), or None when the step failed on another rank; raises what failed here. num_threads: of
+  // torch's operators; 0 leaves it.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                  const py::object& on_failure, const ThreadState* state, int num_threads);
   void fail() { executor_->fail(); }
@@ -55,17 +57,20 @@ class Runner final : public Observer {
 
   void starts(std::size_t position) noexcept override;
   void ends(std::size_t position) noexcept override;
-  void beside(std::size_t position, const std::function<void()>& backward) override;
+  void beside(std::size_t position, FunctionRef<void()> backward) override;
   void failed(std::size_t position, const std::exception_ptr& error) noexcept override;
 
  private:
   void bind(const std::vector<py::tuple>& calls);
+  Outcome run_in_streams(std::int64_t signature, bool announce, double* start, double* end);
   Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end);
   void note_broken(const std::exception_ptr& error);
 
+  pid_t process_;
   std::vector<TorchStage*> stages_;                                   // owned by the executor
   std::vector<std::string> labels_;                                   // by position; empty where no label is wanted
   std::unordered_map<std::size_t, std::string> labels_of_backwards_;  // of pairs
+  StageStreams streams_;
   std::unique_ptr<Executor> executor_;
   std::string broken_;
   // Of the step that runs.

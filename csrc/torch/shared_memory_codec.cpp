@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -64,10 +65,22 @@ std::size_t bytes_of(const TensorSpec& spec) {
   return bytes;
 }
 
-at::Tensor tensor_at(std::byte* data, const TensorSpec& spec, const std::shared_ptr<SharedMemoryLease>& lease) {
-  at::Tensor tensor = at::from_blob(
-      data, spec.sizes, spec.strides, [kept = lease](void*) mutable { kept.reset(); },
-      at::TensorOptions().dtype(spec.dtype));
+// A message's lease, which its tensors share.
+struct SharedLease final : c10::intrusive_ptr_target {
+  explicit SharedLease(SharedMemoryLease lease) : lease(std::move(lease)) {}
+
+  static void let_go(void* one) { c10::intrusive_ptr<SharedLease>::reclaim(static_cast<SharedLease*>(one)); }
+
+  const SharedMemoryLease lease;
+};
+using LeasePtr = c10::intrusive_ptr<SharedLease>;
+
+at::Tensor tensor_at(std::byte* data, const TensorSpec& spec, const LeasePtr& lease) {
+  at::Tensor tensor = at::for_blob(data, spec.sizes)
+                          .strides(spec.strides)
+                          .context(LeasePtr(lease).release(), SharedLease::let_go)
+                          .options(at::TensorOptions().dtype(spec.dtype))
+                          .make_tensor();
   if (spec.requires_grad) tensor.set_requires_grad(true);
   return tensor;
 }
@@ -111,8 +124,7 @@ std::unique_ptr<Spec> TensorCodec::read_spec(const CellBytes& from) const {
   return std::make_unique<TensorListSpec>(std::move(specs));
 }
 
-void TensorCodec::adopt(Payload& into, const Spec& spec, const CellBytes& from,
-                        const std::shared_ptr<SharedMemoryLease>& lease) const {
+void TensorCodec::adopt(Payload& into, const Spec& spec, const CellBytes& from, SharedMemoryLease lease) const {
   auto& payload = static_cast<TensorPayload&>(into);
   const std::vector<TensorSpec>& specs = static_cast<const TensorListSpec&>(spec).tensors();
   std::size_t at = from.announced ? whole_lines(static_cast<std::size_t>(Reader(from).next(1)[0]) * 8) : 0;
@@ -120,10 +132,11 @@ void TensorCodec::adopt(Payload& into, const Spec& spec, const CellBytes& from,
   for (const TensorSpec& tensor : specs) end += whole_lines(bytes_of(tensor));
   if (end != from.size) refuse();
   payload.clear();
+  const auto shared = c10::make_intrusive<SharedLease>(std::move(lease));
   // In a step under inference mode they would become inference tensors, which a training step cannot use.
   const c10::InferenceMode normal(false);
   for (const TensorSpec& tensor : specs) {
-    payload.add(tensor_at(from.data + at, tensor, lease));
+    payload.add(tensor_at(from.data + at, tensor, shared));
     at += whole_lines(bytes_of(tensor));
   }
 }

@@ -17,8 +17,7 @@ class TensorCodec final : public SharedMemoryCodec {
   std::unique_ptr<Spec> read_spec(const CellBytes& from) const override;
   // The tensors lie in the cell itself: it is theirs, to change as well, until the last of them and of what shares
   // their storage is gone.
-  void adopt(Payload& into, const Spec& spec, const CellBytes& from,
-             const std::shared_ptr<SharedMemoryLease>& lease) const override;
+  void adopt(Payload& into, const Spec& spec, const CellBytes& from, SharedMemoryLease lease) const override;
 };
 
 }  // namespace fastpipe

@@ -11,6 +11,7 @@
 #include "arming.h"
 #include "core/errors.h"
 #include "engine.h"
+#include "python_errors.h"
 
 namespace fastpipe {
 
@@ -18,7 +19,7 @@ namespace {
 
 const std::vector<at::Tensor>& tensors_of(const Payload* payload) {
   static const std::vector<at::Tensor> none;
-  return payload == nullptr ? none : static_cast<const TensorPayload*>(payload)->tensors();
+  return payload == nullptr ? none : static_cast<const TensorPayload*>(payload)->taken_in();
 }
 
 py::tuple to_tuple(const std::vector<at::Tensor>& tensors) {
@@ -57,19 +58,23 @@ std::string TorchStage::place(std::int32_t microbatch) const {
 }
 
 void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
+  const InStream stream(stream_);
+  const Moment moment(calls_.moment, Op::kF, index_, microbatch);
   const RandomRegion region(calls_.random, RandomRegion::Kind::kForward, microbatch);
   run(records_[microbatch], Arming::Phase::kForward, microbatch, input,
       [&](const Tensors& inputs) { return calls_.run(microbatch, to_tuple(inputs)); });
 }
 
-void TorchStage::run(Record& record, Arming::Phase phase, std::int32_t microbatch, const Payload* input,
-                     const Call& call) {
+void TorchStage::run(Record& record, Arming::Phase phase, std::int32_t microbatch, const Payload* input, Call call) {
   {
     std::optional<Arming> arming;
     if (record.weights) arming.emplace(record.weights, phase);
-    const Tensors inputs = enter_graph(record, tensors_of(input));
-    const py::gil_scoped_acquire gil;
-    record.outputs = outputs_of(microbatch, call(inputs));
+    enter_graph(record, tensors_of(input));
+    {
+      const py::gil_scoped_acquire gil;
+      take_outputs(microbatch, call(entered_), record.outputs);
+    }
+    entered_.clear();
   }
   if (!keeps_graph_) {
     if (is_last_) record.outputs.clear();
@@ -85,51 +90,70 @@ void TorchStage::run(Record& record, Arming::Phase phase, std::int32_t microbatc
 }
 
 void TorchStage::split(const Record& record) {
-  std::vector<torch::autograd::Node*> inputs;
-  if (record.entry) inputs.push_back(record.entry.get());
-  record.weights->split(record.roots, inputs);
+  torch::autograd::Node* const entry = record.entry.get();
+  record.weights->split(record.roots, {&entry, entry == nullptr ? 0UL : 1UL});
 }
 
-TorchStage::Tensors TorchStage::enter_graph(Record& record, const Tensors& inputs) const {
-  Tensors entered = inputs;
-  if (!keeps_graph_) return entered;
-  for (at::Tensor& tensor : entered) {
+void TorchStage::enter_graph(Record& record, const Tensors& inputs) {
+  entered_ = inputs;
+  if (!keeps_graph_) return;
+  for (at::Tensor& tensor : entered_) {
     if (!tensor.requires_grad()) continue;
     if (record.inputs.empty()) record.entry = Entry::make();
     record.inputs.push_back(tensor);
     tensor = enter(tensor, record.entry);
   }
-  return entered;
 }
 
-TorchStage::Tensors TorchStage::outputs_of(std::int32_t microbatch, const py::object& result) const {
+void TorchStage::take_outputs(std::int32_t microbatch, const py::object& result, Tensors& outputs) const {
   const char* complaint = ": run() must return a tuple of tensors; found ";
   if (!PyTuple_Check(result.ptr())) {
     throw ArgumentError(place(microbatch) + complaint + Py_TYPE(result.ptr())->tp_name);
   }
-  Tensors outputs;
+  outputs.clear();
   for (const py::handle item : py::reinterpret_borrow<py::tuple>(result)) {
     if (!THPVariable_Check(item.ptr())) {
       throw ArgumentError(place(microbatch) + complaint + "a " + Py_TYPE(item.ptr())->tp_name + " in it");
     }
     outputs.push_back(THPVariable_Unpack(item.ptr()));
   }
-  return outputs;
+}
+
+template <typename Body>
+void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) const {
+  const Moment moment(calls_.moment, op, index_, microbatch);
+  if (!calls_.around) return body();
+  const py::gil_scoped_acquire gil;
+  calls_.around(py::cpp_function([&body] {
+    try {
+      const py::gil_scoped_release no_gil;
+      body();
+    } catch (...) {
+      raise(to_python(std::current_exception()));
+    }
+  }));
 }
 
 void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
+  const InStream stream(stream_);
+  if (microbatch == calls_.last_backward) meet(Op::kB, false);
+  backwards(Op::kB, microbatch, [&] { differentiate(microbatch, gradient); });
+}
+
+void TorchStage::differentiate(std::int32_t microbatch, const Payload* gradient) {
   Record& record = records_[microbatch];
-  const Tensors gradients = gradients_for(microbatch, record, gradient);
+  const Tensors& gradients = gradients_for(microbatch, record, gradient);
   if (!record.roots.empty()) {
     const RandomRegion region(calls_.random, RandomRegion::Kind::kBackward, microbatch);
     run_engine(record.roots, gradients);
   }
+  root_gradients_.clear();
   end(record);
 }
 
-TorchStage::Tensors TorchStage::gradients_for(std::int32_t microbatch, const Record& record,
-                                              const Payload* gradient) const {
-  Tensors gradients = is_last_ ? root_gradients(microbatch, record) : tensors_of(gradient);
+const TorchStage::Tensors& TorchStage::gradients_for(std::int32_t microbatch, const Record& record,
+                                                     const Payload* gradient) {
+  const Tensors& gradients = is_last_ ? root_gradients(microbatch, record) : tensors_of(gradient);
   if (gradients.size() == record.roots.size()) return gradients;
   throw ArgumentError(place(microbatch) + ": " + std::to_string(gradients.size()) + " output gradients arrived for " +
                       std::to_string(record.roots.size()) + " outputs that require one");
@@ -155,32 +179,40 @@ bool TorchStage::may_run_beside(const Stage& pair) const {
 
 bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& other, std::int32_t pair_microbatch,
                       const Payload* gradient) {
+  const InStream stream(stream_);
   auto& pair = static_cast<TorchStage&>(other);
   Record& theirs = pair.records_[pair_microbatch];
   const auto& partners = calls_.partners;
   const bool fits = std::find(partners.begin(), partners.end(), pair.index_) != partners.end();
   if (!fits || theirs.kept.empty()) return false;
+  const Moment moment(calls_.moment, Op::kF, index_, microbatch);
   const bool by_forward = calls_.random != nullptr && calls_.random->guards_forward;
   const RandomRegion region(by_forward ? calls_.random : pair.calls_.random,
                             by_forward ? RandomRegion::Kind::kForward : RandomRegion::Kind::kWeight,
                             by_forward ? microbatch : pair_microbatch);
   const bool from_loss = pair.is_last_ && !pair.calls_.output_grads;
-  const Tensors gradients = from_loss ? Tensors() : pair.gradients_for(pair_microbatch, theirs, gradient);
+  const Tensors* const gradients = from_loss ? nullptr : &pair.gradients_for(pair_microbatch, theirs, gradient);
   run(records_[microbatch], Arming::Phase::kFused, microbatch, input, [&](const Tensors& inputs) {
-    const py::object grads = from_loss ? py::object(py::none()) : to_tuple(gradients);
+    const py::object grads = from_loss ? py::object(py::none()) : to_tuple(*gradients);
     return calls_.fuse(microbatch, to_tuple(inputs), pair.index_, pair_microbatch, to_tuple(theirs.kept), grads);
   });
   // by itself the backward was not seen
   if (pair.calls_.random != nullptr && pair.calls_.random->watches) pair.calls_.random->recomputed = true;
+  pair.root_gradients_.clear();
   end(theirs);
   return true;
 }
 
 void TorchStage::backward_input(std::int32_t microbatch, const Payload* gradient) {
-  const WeightGradients& weights = *records_[microbatch].weights;
+  const InStream stream(stream_);
+  backwards(Op::kI, microbatch, [&] { differentiate_inputs(microbatch, gradient); });
+}
+
+void TorchStage::differentiate_inputs(std::int32_t microbatch, const Payload* gradient) {
+  WeightGradients& weights = *records_[microbatch].weights;
   {
     const Arming arming(records_[microbatch].weights, Arming::Phase::kBackward);
-    backward(microbatch, gradient);
+    differentiate(microbatch, gradient);
   }
   if (deferred_.empty()) deferred_ = weights.leaves();
   records_[microbatch].held_bytes = weights.held_bytes();
@@ -189,9 +221,13 @@ void TorchStage::backward_input(std::int32_t microbatch, const Payload* gradient
 }
 
 void TorchStage::backward_weight(std::int32_t microbatch) {
+  const InStream stream(stream_);
+  if (microbatch == calls_.last_backward) meet(Op::kW, false);
   Record& record = records_[microbatch];
-  const RandomRegion region(calls_.random, RandomRegion::Kind::kWeight, microbatch);
-  record.weights->compute();
+  backwards(Op::kW, microbatch, [&] {
+    const RandomRegion region(calls_.random, RandomRegion::Kind::kWeight, microbatch);
+    record.weights->compute();
+  });
   held_bytes_ -= std::exchange(record.held_bytes, 0);
   if (!calls_.fold) return;
   const py::gil_scoped_acquire gil;
@@ -204,19 +240,20 @@ void TorchStage::meet(Op op, bool failed) {
   calls_.meet(static_cast<int>(op), failed);
 }
 
-TorchStage::Tensors TorchStage::root_gradients(std::int32_t microbatch, const Record& record) const {
-  const Tensors given = calls_.output_grads ? given_gradients(microbatch, record) : Tensors(record.outputs.size());
-  Tensors gradients;
+const TorchStage::Tensors& TorchStage::root_gradients(std::int32_t microbatch, const Record& record) {
+  const Tensors given = calls_.output_grads ? given_gradients(microbatch, record) : Tensors();
+  root_gradients_.clear();
   for (std::size_t i = 0; i < record.outputs.size(); ++i) {
     const at::Tensor& output = record.outputs[i];
     if (!output.requires_grad()) continue;
-    if (!given[i].defined() && output.numel() != 1) {
+    const bool is_given = !given.empty() && given[i].defined();
+    if (!is_given && output.numel() != 1) {
       throw ArgumentError(place(microbatch) + ": the root of the backward has " + std::to_string(output.numel()) +
                           " elements and no gradient; give a scalar loss, or output_grad=");
     }
-    gradients.push_back(given[i].defined() ? given[i] : at::ones_like(output.detach()));
+    root_gradients_.push_back(is_given ? given[i] : at::ones_like(output.detach()));
   }
-  return gradients;
+  return root_gradients_;
 }
 
 TorchStage::Tensors TorchStage::given_gradients(std::int32_t microbatch, const Record& record) const {
@@ -243,6 +280,7 @@ void TorchStage::take(ChannelKind kind, std::int32_t microbatch, Payload& into) 
   for (const at::Tensor& tensor : produced) {
     payload.add(tensor.detach().set_requires_grad(kind == ChannelKind::kActivation && tensor.requires_grad()));
   }
+  payload.filled();
   produced.clear();
 }
 
@@ -257,6 +295,8 @@ void TorchStage::release() noexcept {
     if (record.weights) record.weights->clear();
     record.held_bytes = 0;
   }
+  entered_.clear();
+  root_gradients_.clear();
   held_bytes_ = 0;
 }
 

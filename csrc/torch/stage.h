@@ -6,18 +6,21 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "arming.h"
+#include "core/function_ref.h"
 #include "core/program.h"
 #include "core/stage.h"
 #include "entry.h"
+#include "moment.h"
 #include "payload.h"
 #include "random_numbers.h"
+#include "streams.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
@@ -27,12 +30,16 @@ struct StageCalls {
   py::handle run;           // (microbatch, tuple of tensors) -> tuple of tensors
   py::handle output_grads;  // (microbatch) -> tuple of tensors or None, or None; null where the root is a loss
   StageRandom* random;      // null where there is nothing to do about random numbers
-  py::handle meet;          // (op, failed); null where the stage has no replicas
+  py::handle meet;          // (op, failed), also (B or W, false) before the last of them; null without replicas
   py::handle fold;          // () after every W; null where it is not wanted
   // (microbatch, its inputs, stage and microbatch of the backward, its roots, their gradients or None for a loss)
   // -> tuple of tensors; null where the module has no method for pairs.
   py::handle fuse;
   std::vector<std::int32_t> partners;  // the stages whose backwards it takes
+  std::int32_t last_backward;          // the microbatch of the last B or W, where `meet` is to know of it; else kNone
+  // (call) -> nothing: what is around every B, I and W makes the call; null where there is nothing around them
+  py::handle around;
+  Moment::Step moment;
 };
 
 class TorchStage final : public Stage {
@@ -42,6 +49,9 @@ class TorchStage final : public Stage {
   TorchStage(std::int32_t index, bool is_first, bool is_last, const RankProgram& program);
 
   void bind(StageCalls calls) { calls_ = std::move(calls); }
+  // All its work goes there; forward and backward of a microbatch must be on one stream, as torch's engine takes the
+  // forward's.
+  void set_stream(const std::optional<c10::Stream>& stream) { stream_ = stream; }
 
   bool is_first() const override { return is_first_; }
   bool is_last() const override { return is_last_; }
@@ -56,6 +66,10 @@ class TorchStage final : public Stage {
   bool fuse(std::int32_t microbatch, const Payload* input, Stage& pair, std::int32_t pair_microbatch,
             const Payload* gradient) override;
   void take(ChannelKind kind, std::int32_t microbatch, Payload& into) override;
+  void begin_turn() override {
+    if (stream_) turn_.emplace(*stream_);
+  }
+  void end_turn() noexcept override { turn_.reset(); }
   void release() noexcept override;
 
   std::int32_t index() const { return index_; }
@@ -79,15 +93,19 @@ class TorchStage final : public Stage {
     std::size_t held_bytes = 0;                // between I and W
   };
 
-  Tensors enter_graph(Record& record, const Tensors& inputs) const;
+  void enter_graph(Record& record, const Tensors& inputs);
   static void split(const Record& record);
-  using Call = std::function<py::object(const Tensors&)>;
+  using Call = FunctionRef<py::object(const Tensors&)>;
 
-  void run(Record& record, Arming::Phase phase, std::int32_t microbatch, const Payload* input, const Call& call);
-  Tensors outputs_of(std::int32_t microbatch, const py::object& result) const;
-  Tensors gradients_for(std::int32_t microbatch, const Record& record, const Payload* gradient) const;
+  template <typename Body>
+  void backwards(Op op, std::int32_t microbatch, const Body& body) const;
+  void differentiate(std::int32_t microbatch, const Payload* gradient);
+  void differentiate_inputs(std::int32_t microbatch, const Payload* gradient);
+  void run(Record& record, Arming::Phase phase, std::int32_t microbatch, const Payload* input, Call call);
+  void take_outputs(std::int32_t microbatch, const py::object& result, Tensors& outputs) const;
+  const Tensors& gradients_for(std::int32_t microbatch, const Record& record, const Payload* gradient);
   static void end(Record& record);
-  Tensors root_gradients(std::int32_t microbatch, const Record& record) const;
+  const Tensors& root_gradients(std::int32_t microbatch, const Record& record);
   Tensors given_gradients(std::int32_t microbatch, const Record& record) const;
   std::string place(std::int32_t microbatch) const;
 
@@ -96,7 +114,12 @@ class TorchStage final : public Stage {
   bool is_last_;
   bool keeps_graph_;
   StageCalls calls_;
+  std::optional<c10::Stream> stream_;
+  std::optional<c10::StreamGuard> turn_;
   std::vector<Record> records_;  // by microbatch
+  // Of the forward that runs, and of the backward that runs: kept for their memory.
+  Tensors entered_;
+  Tensors root_gradients_;
   std::vector<std::uintptr_t> deferred_;
   std::size_t held_bytes_ = 0;
   std::size_t peak_held_bytes_ = 0;

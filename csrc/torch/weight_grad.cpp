@@ -21,7 +21,7 @@ bool leads_on(const torch::autograd::Node& node, std::size_t edge) {
 
 }  // namespace
 
-void WeightGradients::split(const Edges& outputs, const std::vector<Node*>& inputs) {
+void WeightGradients::split(const Edges& outputs, c10::ArrayRef<Node*> inputs) {
   kept_.insert(inputs.begin(), inputs.end());
   for (const Edge& output : outputs) keep(output.function.get());
   keep_shared();
@@ -59,6 +59,9 @@ void WeightGradients::keep_shared() {
 }
 
 bool WeightGradients::separate(const Edge& weight) const {
+  // A parameter by itself, as most weights are.
+  if (kept_.count(weight.function.get()) != 0) return false;
+  if (dynamic_cast<AccumulateGrad*>(weight.function.get()) != nullptr) return true;
   std::vector<Node*> stack{weight.function.get()};
   ska::flat_hash_set<Node*> seen;
   while (!stack.empty()) {
@@ -81,8 +84,7 @@ void WeightGradients::add(const Edge& weight, std::uint64_t sequence, WeightUse 
     pending.uses.push_back(std::move(use));
     return;
   }
-  pending_.push_back({weight, task, sequence, {}});
-  pending_.back().uses.push_back(std::move(use));
+  pending_.push_back({weight, task, sequence, {std::move(use)}});
 }
 
 void WeightGradients::compute() {
@@ -97,20 +99,20 @@ void WeightGradients::compute() {
 
 // One run of the engine: weights made of the same parameter are summed before they are added to it.
 void WeightGradients::run(std::size_t first, std::size_t last) {
-  Edges roots;
-  std::vector<at::Tensor> starts;
+  roots_.clear();
+  starts_.clear();
   for (std::size_t i = first; i < last; ++i) {
     Pending& pending = pending_[i];
     const at::Tensor& like = pending.uses.front().gradient;
-    if (starts.empty() || starts.back().options().device() != like.device()) {
-      starts.push_back(like.new_empty({0}));
+    if (starts_.empty() || starts_.back().device() != like.device()) {
+      starts_.push_back(like.new_empty({0}));
     } else {
-      starts.push_back(starts.back());
+      starts_.push_back(starts_.back());
     }
     const auto source = make_node<WeightSource>(pending.sequence, std::move(pending.weight), std::move(pending.uses));
-    roots.emplace_back(source, source->add_input_metadata(starts.back()));
+    roots_.emplace_back(source, source->add_input_metadata(starts_.back()));
   }
-  run_engine(roots, starts);
+  run_engine(roots_, starts_);
 }
 
 void WeightGradients::clear() noexcept {
@@ -118,19 +120,23 @@ void WeightGradients::clear() noexcept {
   kept_.clear();
   stack_.clear();
   pending_.clear();
+  roots_.clear();
+  starts_.clear();
 }
 
-std::size_t WeightGradients::held_bytes() const {
-  ska::flat_hash_map<const void*, std::size_t> storages;
+std::size_t WeightGradients::held_bytes() {
+  storages_.clear();
+  std::size_t bytes = 0;
+  const auto add = [&](const at::Tensor& tensor) {
+    const c10::Storage& storage = tensor.storage();
+    if (storages_.insert(storage.unsafeGetStorageImpl()).second) bytes += storage.nbytes();
+  };
   for (const Pending& pending : pending_) {
     for (const WeightUse& use : pending.uses) {
-      for (const at::Tensor& tensor : {use.input, use.gradient}) {
-        storages[tensor.storage().unsafeGetStorageImpl()] = tensor.storage().nbytes();
-      }
+      add(use.input);
+      add(use.gradient);
     }
   }
-  std::size_t bytes = 0;
-  for (const auto& [storage, size] : storages) bytes += size;
   return bytes;
 }
 

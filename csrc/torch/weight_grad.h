@@ -1,6 +1,7 @@
 // The weight gradients of one microbatch of one stage, between its F, its I and its W.
 #pragma once
 
+#include <c10/util/ArrayRef.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/edge.h>
 
@@ -26,7 +27,7 @@ class WeightGradients {
   // In F: a linear has entered the graph.
   void created(LinearPtr linear) { linears_.push_back(std::move(linear)); }
   // At the end of F. `inputs`: where the stage's inputs enter; what depends on them can not wait.
-  void split(const Edges& outputs, const std::vector<torch::autograd::Node*>& inputs);
+  void split(const Edges& outputs, c10::ArrayRef<torch::autograd::Node*> inputs);
   // In I, for a linear that is recomputed: whether its weight may wait.
   bool separate(const Edge& weight) const;
   // In I.
@@ -37,7 +38,7 @@ class WeightGradients {
   void clear() noexcept;
 
   // The memory that waits for W.
-  std::size_t held_bytes() const;
+  std::size_t held_bytes();
   // The leaves whose gradients wait for W, parameters as a rule: names only (Python's `_cdata`), which keep nothing
   // alive.
   std::vector<std::uintptr_t> leaves() const;
@@ -49,7 +50,7 @@ class WeightGradients {
     Edge weight;
     int task;  // the engine's run: what a nested one found is added to `.grad` by itself, and so it is here
     std::uint64_t sequence;
-    std::vector<WeightUse> uses;
+    WeightUses uses;
   };
 
   void keep(Node* node);
@@ -60,6 +61,10 @@ class WeightGradients {
   ska::flat_hash_set<Node*> kept_;  // the nodes that I goes through
   std::vector<Node*> stack_;
   std::vector<Pending> pending_;
+  // Kept for their memory.
+  Edges roots_;
+  std::vector<at::Tensor> starts_;
+  ska::flat_hash_set<const void*> storages_;
 };
 
 }  // namespace fastpipe

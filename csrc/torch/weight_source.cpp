@@ -14,11 +14,11 @@ at::Tensor gradient_of(const WeightUse& use) {
 
 }  // namespace
 
-WeightSource::WeightSource(std::uint64_t sequence, torch::autograd::Edge weight, std::vector<WeightUse> uses)
+WeightSource::WeightSource(std::uint64_t sequence, torch::autograd::Edge weight, WeightUses uses)
     : Node(sequence, {std::move(weight)}), uses_(std::move(uses)) {}
 
 torch::autograd::variable_list WeightSource::apply(torch::autograd::variable_list&&) {
-  const std::vector<WeightUse> uses = std::exchange(uses_, {});
+  const WeightUses uses = std::exchange(uses_, {});
   at::Tensor sum = gradient_of(uses.front());
   for (std::size_t i = 1; i < uses.size(); ++i) sum.add_(gradient_of(uses[i]));
   return {std::move(sum)};

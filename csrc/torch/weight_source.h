@@ -1,7 +1,8 @@
 // Where a weight's deferred gradient enters the graph.
 #pragma once
 
-#include <vector>
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include "node.h"
 
@@ -13,18 +14,20 @@ struct WeightUse {
   at::Tensor gradient;  // of the output
   bool weight_by_rows;
 };
+// A weight has one use in most models.
+using WeightUses = c10::SmallVector<WeightUse, 1>;
 
 // Computes only when the engine comes to it, and hands its result on without keeping it: as many gradients are alive
 // at a time as in a whole backward, and `.grad` takes over the very memory.
 class WeightSource final : public torch::autograd::Node {
  public:
   // sequence: the place in the order of the forward that its linear had.
-  WeightSource(std::uint64_t sequence, torch::autograd::Edge weight, std::vector<WeightUse> uses);
+  WeightSource(std::uint64_t sequence, torch::autograd::Edge weight, WeightUses uses);
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override;
 
  private:
-  std::vector<WeightUse> uses_;
+  WeightUses uses_;
 };
 
 }  // namespace fastpipe

@@ -1,4 +1,4 @@
-#include "shared_memory_endpoint.h"
+#include "endpoint.h"
 
 #include <utility>
 
@@ -14,35 +14,35 @@ std::vector<std::unique_ptr<TensorPayload>> payloads(std::int32_t count) {
 
 }  // namespace
 
-SharedMemoryEndpoint::SharedMemoryEndpoint(TransportSource& source, const RankProgram& program, double timeout_seconds)
+Endpoint::Endpoint(TransportSource& source, const RankProgram& program, double timeout_seconds)
     : program_(program),
       slots_(payloads(program.num_slots())),
       sends_(payloads(program.num_sends())),
       transport_(source.connect(program, timeout_seconds)) {}
 
-void SharedMemoryEndpoint::begin(std::int64_t signature, bool announce) {
+void Endpoint::begin(std::int64_t signature, bool announce) {
   end(true);
   transport_->begin_step(signature, announce);
   in_step_ = true;
 }
 
-void SharedMemoryEndpoint::end(bool complete) {
+void Endpoint::end(bool complete) {
   for (const auto& payload : slots_) payload->clear();
   for (const auto& payload : sends_) payload->clear();
   if (std::exchange(in_step_, false)) transport_->end_step(complete);
 }
 
-Transfer SharedMemoryEndpoint::transfer(std::size_t position) const {
+Transfer Endpoint::transfer(std::size_t position) const {
   const Instruction it = program_[position];
   return {position, it.channel, it.stage, it.microbatch};
 }
 
-void SharedMemoryEndpoint::post_receive(std::size_t position) {
+void Endpoint::post_receive(std::size_t position) {
   const std::int32_t slot = program_[position].slot;
   transport_->post_receive(transfer(position), slot, *slots_.at(slot));
 }
 
-std::optional<std::vector<at::Tensor>> SharedMemoryEndpoint::wait_receive(std::int32_t slot) {
+std::optional<std::vector<at::Tensor>> Endpoint::wait_receive(std::int32_t slot) {
   TensorPayload& payload = *slots_.at(slot);
   std::optional<std::vector<at::Tensor>> found;
   if (transport_->wait_receive(slot)) found = payload.tensors();
@@ -51,7 +51,7 @@ std::optional<std::vector<at::Tensor>> SharedMemoryEndpoint::wait_receive(std::i
   return found;
 }
 
-void SharedMemoryEndpoint::send(std::size_t position, const std::optional<std::vector<at::Tensor>>& tensors) {
+void Endpoint::send(std::size_t position, const std::optional<std::vector<at::Tensor>>& tensors) {
   const std::int32_t number = program_[position].slot;
   if (!tensors) return transport_->post_stand_in(transfer(position), number);
   TensorPayload& payload = *sends_.at(number);
@@ -61,7 +61,7 @@ void SharedMemoryEndpoint::send(std::size_t position, const std::optional<std::v
   transport_->post_send(transfer(position), number, payload);
 }
 
-void SharedMemoryEndpoint::wait_send(std::int32_t number) {
+void Endpoint::wait_send(std::int32_t number) {
   transport_->wait_send(number);
   sends_.at(number)->clear();
 }

@@ -1,4 +1,4 @@
-// One rank's end of the shared memory for the Python executor.
+// One rank's end of a transport that is C++ alone, for the Python executor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +14,9 @@
 
 namespace fastpipe {
 
-class SharedMemoryEndpoint final {
+class Endpoint final {
  public:
-  SharedMemoryEndpoint(TransportSource& source, const RankProgram& program, double timeout_seconds);
+  Endpoint(TransportSource& source, const RankProgram& program, double timeout_seconds);
 
   // Ends the step before, too.
   void begin(std::int64_t signature, bool announce);

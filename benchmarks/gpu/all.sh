@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command: the build, the tests, the measurements. Results go into benchmarks/gpu/results.
+# PYTHON names an interpreter that has a torch for CUDA, setuptools, ninja and pytest with pytest-timeout.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=${PYTHON:-python3}
+results=benchmarks/gpu/results
+mkdir -p "$results"
+FASTPIPE_BUILD_EXT=1 "$python" setup.py --quiet build_ext --inplace || exit 1
+export PYTHONPATH=$PWD
+nvidia-smi >"$results/machine.txt" 2>&1
+"$python" -m pytest -m gpu tests/gpu 2>&1 | tee "$results/tests.txt"
+tests=$?
+"$python" benchmarks/gpu/overlap.py 2>&1 | tee "$results/overlap.txt"
+exit "$tests"

@@ -1,0 +1,122 @@
+"""Steps on one GPU, the ranks threads of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import fastpipe
+from fastpipe.testing import reference_step
+from tests.gpu.models import batch, layers, loss_fn
+from tests.runtime.checks import same_bits
+
+pytestmark = pytest.mark.gpu
+
+RANKS, MICROBATCHES, LAYERS = 2, 8, 8
+DTYPES = [torch.float32, torch.bfloat16]
+SCHEDULES = [family.name for family in fastpipe.list_schedules()]
+
+
+def build(schedule: str, dtype: torch.dtype, executor: str, num_ranks: int = RANKS, **arguments: object) -> tuple:
+    model = layers(LAYERS, dtype)
+    unsplit = nn.Sequential(*copy.deepcopy(model))
+    pipe = fastpipe.Pipeline(
+        model, schedule, MICROBATCHES, loss_fn, num_ranks=num_ranks, executor=executor, **arguments
+    )
+    return pipe, unsplit
+
+
+def gradients(pipe: fastpipe.Pipeline) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.cpu() for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bits(schedule: str, dtype: torch.dtype, executor: str) -> None:
+    """Loss and gradients have the bits of the same kernels run unsplit, and have them again in the next step."""
+    pipe, unsplit = build(schedule, dtype, executor)
+    x, target = batch(32, dtype)
+    reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
+    for _ in range(2):
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        result = pipe.step(x, target=target)
+        assert same_bits(result.loss.cpu(), reference.loss.cpu())
+        found = gradients(pipe)
+        wrong = [name for name, p in unsplit.named_parameters() if not same_bits(found[name], p.grad.cpu())]
+        assert not wrong
+
+
+@pytest.fixture
+def no_synchronisation() -> Iterator[None]:
+    """Whatever makes the host wait for the device is an error."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_no_synchronisation(schedule: str, executor: str, no_synchronisation: None) -> None:
+    """No call in a step makes the host wait for the device, once the shapes are known and until the loss is read."""
+    pipe, _ = build(schedule, torch.float32, executor)
+    x, target = batch(32, torch.float32)
+    for _ in range(2):
+        pipe.step(x, target=target)
+    torch.cuda.set_sync_debug_mode("error")
+    result = pipe.step(x, target=target)
+    torch.cuda.set_sync_debug_mode("default")
+    assert result.loss is not None
+
+
+def busy(events: list, stream: int) -> list[tuple[float, float]]:
+    return sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.resource_id() == stream)
+
+
+def test_streams_overlap() -> None:
+    """The stages of DualPipeV on one rank have a stream each, and kernels of one run while kernels of the other do."""
+    pipe, _ = build("dualpipev", torch.float32, "native", num_ranks=1)
+    x, target = batch(4096, torch.float32)
+    for _ in range(3):
+        pipe.step(x, target=target)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        pipe.step(x, target=target)
+        torch.cuda.synchronize()
+    events = [
+        event
+        for event in profiled.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    streams = {event.resource_id() for event in events}
+    assert len(streams) >= 2
+    one, other = sorted(streams, key=lambda stream: len(busy(events, stream)))[-2:]
+    together = sum(
+        max(0.0, min(end, until) - max(start, begin))
+        for start, end in busy(events, one)
+        for begin, until in busy(events, other)
+    )
+    assert together > 0
+
+
+def test_a_failed_step_is_followed_by_a_good_one(executor: str) -> None:
+    """A module that raises fails the step on every rank; the next step has the right bits."""
+    pipe, unsplit = build("dualpipev", torch.float32, executor)
+    x, target = batch(32, torch.float32)
+    pipe.step(x, target=target)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = next(iter(pipe.stage_modules.values())).register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        pipe.step(x, target=target)
+    handle.remove()
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    pipe.step(x, target=target)
+    reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
+    found = gradients(pipe)
+    assert all(same_bits(found[name], p.grad.cpu()) for name, p in unsplit.named_parameters())

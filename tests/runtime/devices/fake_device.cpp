@@ -1,0 +1,456 @@
+// A device whose memory is the host's and whose work is done at once, but which keeps account of what a GPU would not
+// have done yet. Every stream has a vector clock; events and waits move clocks. Where work touches memory, or memory is
+// freed, without having waited for who touched it before, that is a race, and written down; so is every call that would
+// have made the host wait.
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr auto kFake = c10::DeviceType::PrivateUse1;
+constexpr std::size_t kMaxStreams = 64;
+using Clock = std::array<std::uint64_t, kMaxStreams>;
+
+void join(Clock& one, const Clock& other) {
+  for (std::size_t i = 0; i < kMaxStreams; ++i) one[i] = std::max(one[i], other[i]);
+}
+
+struct Block {
+  std::size_t size;
+  std::size_t home;  // the stream it was allocated on
+  std::size_t writer;
+  std::uint64_t written;
+  Clock read{};
+  std::set<std::size_t> recorded;
+};
+
+class Account {
+ public:
+  std::size_t new_stream() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return next_stream_++ % kMaxStreams;
+  }
+
+  // The allocator gives a stream any memory that was freed and belongs to it: who still uses that must be waited for.
+  void allocated(const void* start, std::size_t size, std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::uint64_t now = tick(stream);
+    for (std::size_t user = 0; user < kMaxStreams; ++user) {
+      if (user == stream || given_back_[stream][user] <= clocks_[stream][user]) continue;
+      race("memory of stream " + std::to_string(stream) + " is given out again while stream " + std::to_string(user) +
+           " uses it");
+      given_back_[stream][user] = 0;
+    }
+    // What is there was used before on this stream: as if it were written now.
+    blocks_[start] = {size, stream, stream, now, {}, {}};
+  }
+
+  void freed(const void* start) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = blocks_.find(start);
+    if (found == blocks_.end()) return;
+    const Block& block = found->second;
+    Clock& given_back = given_back_[block.home];
+    for (std::size_t stream = 0; stream < kMaxStreams; ++stream) {
+      if (block.recorded.count(stream) != 0) continue;  // the allocator itself waits for that one
+      const std::uint64_t written = stream == block.writer ? block.written : 0;
+      given_back[stream] = std::max({given_back[stream], block.read[stream], written});
+    }
+    blocks_.erase(found);
+  }
+
+  void touched(const void* data, bool writes, std::size_t stream, const std::string& by) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Block* const block = find(data);
+    if (block == nullptr) return;
+    const std::uint64_t now = tick(stream);
+    const Clock& seen = clocks_[stream];
+    if (block->written > seen[block->writer]) {
+      race(by + " on stream " + std::to_string(stream) + " does not wait for who wrote on stream " +
+           std::to_string(block->writer));
+    }
+    if (!writes) {
+      block->read[stream] = now;
+      return;
+    }
+    for (std::size_t other = 0; other < kMaxStreams; ++other) {
+      if (block->read[other] <= seen[other]) continue;
+      race(by + " on stream " + std::to_string(stream) + " does not wait for who reads on stream " +
+           std::to_string(other));
+    }
+    block->writer = stream;
+    block->written = now;
+  }
+
+  void used_on(const void* data, std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (Block* const block = find(data)) block->recorded.insert(stream);
+  }
+
+  Clock recorded(std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tick(stream);
+    ++events_;
+    return clocks_[stream];
+  }
+
+  void blocked(std::size_t stream, const Clock& event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    join(clocks_[stream], event);
+  }
+
+  void host_waits(std::size_t stream, const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++waits_[why];
+    join(host_, clocks_[stream]);
+  }
+
+  void used(std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    streams_.insert(stream);
+  }
+
+  void reset() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    races_.clear();
+    waits_.clear();
+    streams_.clear();
+    events_ = 0;
+  }
+  std::vector<std::string> races() const { return races_; }
+  std::map<std::string, int> waits() const { return waits_; }
+  std::size_t num_streams() const { return streams_.size(); }
+  int num_events() const { return events_; }
+
+ private:
+  std::uint64_t tick(std::size_t stream) {
+    join(clocks_[stream], host_);
+    return ++clocks_[stream][stream];
+  }
+
+  Block* find(const void* data) {
+    auto found = blocks_.upper_bound(data);
+    if (found == blocks_.begin()) return nullptr;
+    --found;
+    const auto* const end = static_cast<const char*>(found->first) + found->second.size;
+    return data < end ? &found->second : nullptr;
+  }
+
+  void race(const std::string& what) {
+    if (races_.size() < 50) races_.push_back(what);
+  }
+
+  std::mutex mutex_;
+  std::size_t next_stream_ = 1;
+  std::array<Clock, kMaxStreams> clocks_{};
+  std::array<Clock, kMaxStreams> given_back_{};  // by owner: the last use of freed memory, by user
+  Clock host_{};
+  std::map<const void*, Block> blocks_;
+  std::set<std::size_t> streams_;
+  std::vector<std::string> races_;
+  std::map<std::string, int> waits_;
+  int events_ = 0;
+};
+
+Account& account() {
+  static Account* const only = new Account;  // never destroyed: tensors may outlive it
+  return *only;
+}
+
+thread_local std::size_t current_stream = 0;
+
+const c10::Device kDevice(kFake, 0);
+
+c10::Stream to_stream(std::size_t number) {
+  return c10::Stream(c10::Stream::UNSAFE, kDevice, static_cast<c10::StreamId>(number));
+}
+
+std::size_t number_of(const c10::Stream& stream) {
+  return static_cast<std::size_t>(stream.id());
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kFake; }
+  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
+  c10::Device getDevice() const override { return kDevice; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device) const override { return to_stream(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return to_stream(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return to_stream(account().new_stream()); }
+  c10::Stream getNewStream(c10::Device, int) const override { return to_stream(account().new_stream()); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return to_stream(std::exchange(current_stream, number_of(stream)));
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Clock;
+    *static_cast<Clock*>(*event) = account().recorded(number_of(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) account().blocked(number_of(stream), *static_cast<Clock*>(event));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeEvent(void*) const override { account().host_waits(current_stream, "synchronizeEvent"); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    account().host_waits(number_of(stream), "synchronizeStream");
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    for (std::size_t i = 0; i < kMaxStreams; ++i) account().host_waits(i, "synchronizeDevice");
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    account().used_on(data.get(), number_of(stream));
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+void release(void* data) {
+  if (data == nullptr) return;
+  account().freed(data);
+  std::free(data);
+}
+
+struct Memory final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t size) override {
+    void* data = nullptr;
+    if (size != 0) {
+      data = std::aligned_alloc(64, (size + 63) / 64 * 64);
+      account().allocated(data, size, current_stream);
+    }
+    return {data, data, &release, kDevice};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t size) const override { std::memcpy(to, from, size); }
+};
+
+Memory memory;
+REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &memory);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  void init() const override {}
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static const at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+    return generator;
+  }
+};
+
+bool on_device(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kFake;
+}
+
+void touch(const at::Tensor& tensor, bool writes, const std::string& by) {
+  account().used(current_stream);
+  if (tensor.numel() != 0) account().touched(tensor.const_data_ptr(), writes, current_stream, by);
+}
+
+// The same memory as a tensor of the host's.
+at::Tensor host_view(const at::Tensor& tensor) {
+  return at::for_blob(tensor.data_ptr(), tensor.sizes())
+      .strides(tensor.strides())
+      .options(at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU))
+      .make_tensor();
+}
+
+at::Tensor to_device(const at::Tensor& tensor, const std::string& by) {
+  if (!tensor.defined() || tensor.device() != at::kCPU) return tensor;
+  const at::Tensor made =
+      at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(kDevice).requires_grad(false));
+  touch(made, true, by);
+  if (made.numel() != 0) host_view(made).copy_(tensor);
+  return made;
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  for (const auto& [tensor, writes] : {std::pair(from, false), std::pair(to, true)}) {
+    if (on_device(tensor)) touch(tensor, writes, "copy_");
+  }
+  if ((!on_device(from) || !on_device(to)) && !non_blocking) {
+    account().host_waits(current_stream, on_device(from) ? "copy to the host" : "copy from the host");
+  }
+  (on_device(to) ? host_view(to) : to).copy_(on_device(from) ? host_view(from) : from);
+  return to;
+}
+
+at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const auto type = dtype.value_or(at::kFloat);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory,
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), type, format);
+}
+
+at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef strides, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(strides), &memory,
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           dtype.value_or(at::kFloat));
+}
+
+// Everything else: the host's kernel on the same memory, and an account of it.
+void on_host(const c10::OperatorHandle& op, c10::Stack* stack) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const auto& schema = op.schema();
+  const std::string& name = schema.name();
+  const std::size_t begin = stack->size() - schema.arguments().size();
+  std::map<std::size_t, at::Tensor> ours;
+  const auto convert = [&](const at::Tensor& tensor, bool writes) {
+    if (!on_device(tensor)) return tensor;
+    touch(tensor, writes, name);
+    return host_view(tensor);
+  };
+  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+    c10::IValue& value = (*stack)[begin + i];
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool writes = alias != nullptr && alias->isWrite();
+    if (value.isTensor()) {
+      if (writes) ours[i] = value.toTensor();
+      value = convert(value.toTensor(), writes);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(convert(tensor, writes));
+      value = list;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+        list.push_back(tensor ? std::optional(convert(*tensor, writes)) : std::nullopt);
+      }
+      value = list;
+    } else if (value.isDevice()) {
+      value = c10::Device(at::kCPU);
+    }
+  }
+  if (name == "aten::_local_scalar_dense" || name == "aten::equal" || name == "aten::nonzero") {
+    account().host_waits(current_stream, name);
+  }
+  op.callBoxed(stack);
+  const std::size_t first = stack->size() - schema.returns().size();
+  for (std::size_t i = 0; i < schema.returns().size(); ++i) {
+    c10::IValue& value = (*stack)[first + i];
+    if (schema.returns()[i].alias_info() != nullptr) {
+      value = std::next(ours.begin(), static_cast<std::ptrdiff_t>(i))->second;  // an in-place or out= operator
+    } else if (value.isTensor()) {
+      value = to_device(value.toTensor(), name);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor, name));
+      value = list;
+    }
+  }
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  library.impl("as_strided", &at::native::as_strided_tensorimpl);
+  library.impl("view", &at::native::view);
+  library.impl("_reshape_alias", &at::native::_reshape_alias);
+  library.impl("_copy_from", &copy_from);
+  // whole, as torch's way over the out= operator would resize memory
+  library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&on_host>());
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>());
+}
+
+// A message under way: to wait for it is to make the current stream wait, as NCCL does it.
+class Message final : public c10d::Work {
+ public:
+  Message(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors, const Clock& done)
+      : inner_(std::move(inner)), tensors_(std::move(tensors)), done_(done) {}
+
+  bool isCompleted() override { return inner_->isCompleted(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout != kNoTimeout) account().host_waits(current_stream, "wait with a time limit");
+    inner_->wait();  // here for the bytes to be there, which the account knows nothing of
+    account().blocked(current_stream, done_);
+    tensors_.clear();
+    return true;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> inner_;
+  std::vector<at::Tensor> tensors_;
+  Clock done_;
+};
+
+// As NCCL: a stream for every peer, where an operation comes after all that is on the stream it is posted from.
+class Messages final : public c10d::Backend {
+ public:
+  Messages(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size)
+      : Backend(rank, size), inner_(std::move(inner)) {}
+
+  const std::string getBackendName() const override { return "messages"; }
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override {
+    const Clock done = queue(tensors.front(), peer, false);
+    std::vector<at::Tensor> host{host_view(tensors.front())};
+    return c10::make_intrusive<Message>(inner_->send(host, peer, tag), tensors, done);
+  }
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override {
+    const Clock done = queue(tensors.front(), peer, true);
+    std::vector<at::Tensor> host{host_view(tensors.front())};
+    return c10::make_intrusive<Message>(inner_->recv(host, peer, tag), tensors, done);
+  }
+
+ private:
+  Clock queue(const at::Tensor& tensor, int peer, bool writes) {
+    const auto [found, is_new] = streams_.try_emplace(peer, 0);
+    if (is_new) found->second = account().new_stream();
+    const std::size_t stream = found->second;
+    account().blocked(stream, account().recorded(current_stream));
+    account().touched(tensor.const_data_ptr(), writes, stream, writes ? "a receive" : "a send");
+    return account().recorded(stream);
+  }
+
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  std::map<int, std::size_t> streams_;
+};
+
+// Gives a group a way for the device's tensors, over that for the host's.
+void add_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto inner = group->getBackend(c10::kCPU);
+  const auto messages = c10::make_intrusive<Messages>(inner, group->getRank(), group->getSize());
+  group->setBackend(kFake, c10d::ProcessGroup::BackendType::CUSTOM, messages);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(fake_device, module) {
+  static Hooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  module.def("add_device", &add_device);
+  module.def("reset", [] { account().reset(); });
+  module.def("races", [] { return account().races(); });
+  module.def("host_waits", [] { return account().waits(); });
+  module.def("num_streams", [] { return account().num_streams(); });
+  module.def("num_events", [] { return account().num_events(); });
+}
