@@ -72,7 +72,8 @@ def bounds(
         cost: seconds per stage action and transfer; as for `fastpipe.simulate`.
         num_microbatches: m, for a placement.
         memory: what a rank may hold, for a placement; from F to the end of W or B.
-        in_bytes: whether ``memory`` is bytes, of which an activation takes the cost's ``stage_bytes``.
+        in_bytes: whether ``memory`` is bytes, of which an activation takes the cost's ``stage_bytes``, or the
+            ``kept_bytes`` of one that is recomputed.
         fused: whether an order over the placement may have fused pairs, where the cost says what they take.
         measure: ``"makespan"`` or ``"span"``, see `Timeline`.
 

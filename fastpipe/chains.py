@@ -84,10 +84,9 @@ class Actions:
         backward = np.minimum(seconds.split, seconds.whole)
         first = np.minimum(seconds.input, seconds.whole)
         work, inputs = (seconds.least_work(counts, least, pairs) for least in (backward, first))
-        weight = cost.per_stage("stage_bytes", placement.num_stages) if in_bytes else np.ones(placement.num_stages)
-        if not (weight > 0).all():
-            raise ValueError("in_bytes: the cost's stage_bytes are not known for every stage; give them, all above 0")
-        held = np.array(limits)
+        weight, held = np.ones(placement.num_stages), np.array(limits)
+        if in_bytes:
+            weight, held = _least_bytes(cost, placement.num_stages, held)
         if (weight == weight[0]).all():  # of equal activations, a whole number fits
             held, weight = np.floor(held / weight[0] * (1 + 1e-9)), np.ones(placement.num_stages)
         return cls(
@@ -108,6 +107,16 @@ class Actions:
     def num_stages(self) -> int:
         """How many stages there are."""
         return len(self.forward)
+
+
+def _least_bytes(cost: CostModel, num_stages: int, limits: Floats) -> tuple[Floats, Floats]:
+    """What an activation takes at any time of its life, and the limits that this leaves."""
+    if not (cost.per_stage("stage_bytes", num_stages) > 0).all():
+        raise ValueError("in_bytes: the cost's stage_bytes are not known for every stage; give them, all above 0")
+    kept = cost.per_stage("kept_bytes", num_stages)
+    if (kept > 0).all():
+        return kept, limits
+    return np.ones(num_stages), np.full_like(limits, inf)  # where something takes nothing, no number of it is too much
 
 
 def _per_route(placement: Placement, m: int) -> tuple[int, ...]:

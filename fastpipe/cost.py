@@ -41,6 +41,13 @@ class CostModel:
         bandwidth: bytes a second of a link, given like ``comm``; infinite unless given.
         activation_bytes: bytes of the tensor that a stage hands to the next one; its gradient has as many.
         stage_bytes: bytes that a stage holds of one microbatch from the start of F to the end of W or B.
+        recompute: the part of its forward that a stage runs again in its backward, from 0 to 1 (``recompute="full"`` of
+            a Pipeline). I and B take so much of `forward` longer than is said here; a fused pair, too, unless
+            ``overlapped`` is given, which holds as it is.
+        kept_bytes: what a stage that recomputes holds of one microbatch between F and its backward, beside its input;
+            from the start of I or B to the end of W or B it holds ``stage_bytes``. Unless given, the part of
+            ``stage_bytes`` that is not recomputed. Seconds that were measured have what is recomputed in them already:
+            then give this alone.
     """
 
     forward: PerStage = 1.0
@@ -52,6 +59,8 @@ class CostModel:
     bandwidth: PerLink = math.inf
     activation_bytes: PerStage = 0.0
     stage_bytes: PerStage = 0.0
+    recompute: PerStage = 0.0
+    kept_bytes: PerStage | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,9 +81,10 @@ class CostModel:
                 raise ValueError(f"{field.name} has {len(value)} values for {num_stages} stages: give one a stage")
 
     def per_stage(self, name: str, num_stages: int) -> npt.NDArray[np.float64]:
-        """The attribute called ``name`` as one number a stage; B where it is not given is I + W."""
-        if name == "backward":
-            return np.array([self._backward(stage) for stage in range(num_stages)])
+        """The attribute called ``name`` as one number a stage: what is not given is found, I and B recompute."""
+        found = {"backward": self._backward, "backward_input": self._backward_input, "kept_bytes": self._kept_bytes}
+        if name in found:
+            return np.array([found[name](stage) for stage in range(num_stages)], dtype=np.float64)
         return np.array([_of(getattr(self, name), stage) for stage in range(num_stages)], dtype=np.float64)
 
     def compute_seconds(self, op: int, stage: int, pair_stage: int = -1) -> float:
@@ -82,7 +92,7 @@ class CostModel:
         if op == Op.F:
             return _of(self.forward, stage)
         if op == Op.I:
-            return _of(self.backward_input, stage)
+            return self._backward_input(stage)
         if op == Op.W:
             return _of(self.backward_weight, stage)
         if op == Op.B:
@@ -95,8 +105,20 @@ class CostModel:
 
     def _backward(self, stage: int) -> float:
         if self.backward is not None:
-            return _of(self.backward, stage)
-        return _of(self.backward_input, stage) + _of(self.backward_weight, stage)
+            return _of(self.backward, stage) + self._recomputed(stage)
+        return self._backward_input(stage) + _of(self.backward_weight, stage)
+
+    def _backward_input(self, stage: int) -> float:
+        return _of(self.backward_input, stage) + self._recomputed(stage)
+
+    def _recomputed(self, stage: int) -> float:
+        return _of(self.recompute, stage) * _of(self.forward, stage)
+
+    def _kept_bytes(self, stage: int) -> float:
+        whole, part = _of(self.stage_bytes, stage), _of(self.recompute, stage)
+        if self.kept_bytes is not None:
+            return min(whole, _of(self.kept_bytes, stage))
+        return whole * (1 - part)
 
     def message_bytes(self, channel: Channel, consumer_stage: int) -> float:
         """Bytes of the message that ``consumer_stage`` receives over ``channel``."""
@@ -187,7 +209,7 @@ class CostModel:
 
 def shared_out(cost: CostModel, parts: float) -> CostModel:
     """The costs of one stage, where a rank's share is cut into so many."""
-    names = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "stage_bytes")
+    names = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "stage_bytes", "kept_bytes")
     values = {name: getattr(cost, name) for name in names}
     return replace(cost, **{name: value / parts for name, value in values.items() if value is not None})
 
@@ -214,12 +236,16 @@ def _check(name: str, value: Any) -> None:
     elif isinstance(value, tuple):
         if name in _LINK_FIELDS:
             raise ValueError(f"{name}: give a number, or one for each link as {{(source, destination): number}}")
+        if not value:
+            raise ValueError(f"{name} is empty: give a number, or a sequence with one for each stage")
         numbers = value
     else:
         numbers = [value]
     for number in numbers:
         if not _is_cost(number, infinite=name == "bandwidth"):
             raise ValueError(f"{name} = {number!r}: costs are finite numbers of at least 0")
+        if name == "recompute" and number > 1:
+            raise ValueError(f"recompute = {number!r}: give the part of a forward that is run again, from 0 to 1")
         if name == "bandwidth" and number == 0:
             raise ValueError("bandwidth = 0: give bytes a second, or leave it out for an infinite one")
 

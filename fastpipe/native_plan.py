@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastpipe.program import Program
     from fastpipe.schedule import Schedule
 
-VERSION = 3
+VERSION = 4
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""
 
 PATH = Path(__file__).with_name("_plan" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
@@ -62,6 +62,15 @@ class _Tasks(ctypes.Structure):
     ]
 
 
+class _Rounds(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_microbatches")),
+        *((name, ctypes.c_int64) for name in ("count", "num_keys")),
+        *((name, ctypes.c_void_p) for name in ("forward", "backward")),
+        ("limit", ctypes.c_int64),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "version": (ctypes.c_int32,),
     "validate_schedule": (ctypes.c_int32, ctypes.c_void_p),
@@ -78,6 +87,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64),
         *(ctypes.c_double, ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p),
     ),
+    "compact": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
+    "slack": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
+    "loop": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2),
     "construct": (ctypes.c_int32, *[ctypes.c_void_p] * 3, ctypes.c_double, ctypes.c_void_p),
 }
 
@@ -259,6 +271,56 @@ def construct(tasks: Tasks, key: Floats, reserve: Floats, patience: float) -> In
         view.address, keys.ctypes.data, reserves.ctypes.data, patience, order.ctypes.data
     )
     return order if done else None
+
+
+class Streams:
+    """The rounds of F and of I in the order in which they start, as the library reads them.
+
+    Args:
+        forward: rounds of F, as ``round * m + microbatch``.
+        backward: as many rounds of I, whose numbers follow.
+        num_microbatches: m.
+    """
+
+    def __init__(self, forward: Sequence[int], backward: Sequence[int], num_microbatches: int) -> None:
+        self.forward, self.backward = (np.array(keys, dtype=np.int32) for keys in (forward, backward))
+        self.num_microbatches = num_microbatches
+
+    def _view(self, num_ranks: int, limit: int) -> _Rounds:
+        count = len(self.forward)
+        streams = self.forward.ctypes.data, self.backward.ctypes.data
+        return _Rounds(num_ranks, self.num_microbatches, count, 2 * count, *streams, limit)
+
+    def play(
+        self, model: str, num_ranks: int, limit: int, rule: Sequence[int], give_up: int
+    ) -> tuple[list[tuple[int, int]], int] | None:
+        """`fastpipe.schedules.wave_ticks`: ``"compact"`` or ``"slack"``; the library must be there."""
+        view, count = self._view(num_ranks, limit), 2 * len(self.forward)
+        numbers = np.array(rule, dtype=np.int32)
+        ticks, keys = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
+        length = getattr(_loaded(), f"fastpipe_plan_{model}")(
+            ctypes.addressof(view), numbers.ctypes.data, give_up, ticks.ctypes.data, keys.ctypes.data
+        )
+        return (list(zip(ticks.tolist(), keys.tolist(), strict=True)), length) if _found(length) else None
+
+    def play_loop(
+        self, num_ranks: int, limit: int, give_up: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int] | None:
+        """`fastpipe.schedules.loop_zb`; the library must be there."""
+        view, count = self._view(num_ranks, limit), len(self.forward)
+        slots = [np.empty(count, dtype=np.int64) for _ in range(2)]
+        length = _loaded().fastpipe_plan_loop(ctypes.addressof(view), give_up, *(array.ctypes.data for array in slots))
+        if not _found(length):
+            return None
+        pairs = zip(slots, (self.forward, self.backward), strict=True)
+        forward, backward = (list(zip(array.tolist(), keys.tolist(), strict=True)) for array, keys in pairs)
+        return forward, backward, length
+
+
+def _found(length: int) -> bool:
+    if length < 0:
+        raise MemoryError("no memory for the rounds of a schedule")
+    return length > 0
 
 
 def _loaded() -> ctypes.CDLL:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fastpipe.critical_path import critical_path
 from fastpipe.messages import Messages
-from fastpipe.program import COMPUTE_OPS, Instruction, Op, Program
+from fastpipe.program import COMPUTE_OPS, ChannelKind, Instruction, Op, Program
 
 Seconds = npt.NDArray[np.float64]
 _COMPUTE = np.array(sorted(COMPUTE_OPS), dtype=np.int32)
@@ -199,13 +199,26 @@ class Timeline:
                 found[divmod(key, self.program.num_stages)].append(seconds[keys == key])
         return {(Op(op), stage): float(np.median(np.concatenate(parts))) for (op, stage), parts in found.items()}
 
-    def median_latency(self) -> float:
-        """Seconds from a send to its arrival, where the receiver was waiting already; 0 where none was recorded."""
+    def latencies(self) -> tuple[npt.NDArray[np.int64], Seconds]:
+        """Of every transfer whose receiver was waiting already: the boundary, and the seconds from send to arrival.
+
+        Boundary b is between the stages b and b + 1. Other sends last until their receiver comes, which is no cost.
+        """
         found = Messages.of(self.program)
         sent = self._at(self.starts, found.source, found.send)
         waiting = self._at(self.starts, found.destination, found.wait)
         arrived = self._at(self.ends, found.destination, found.wait)
-        latency = (arrived - sent)[waiting <= sent]
+        known = waiting <= sent
+        consumers = np.array(
+            [self.program.columns[r][1, p] for r, p in zip(found.destination, found.wait, strict=True)], dtype=np.int64
+        )
+        kinds = np.array([channel.kind for channel in self.program.channels], dtype=np.int64)
+        forwards = kinds[found.channel] == ChannelKind.ACTIVATION if len(found) else np.zeros(0, dtype=bool)
+        return (consumers - forwards)[known], (arrived - sent)[known]
+
+    def median_latency(self) -> float:
+        """Seconds from a send to its arrival, where the receiver was waiting already; 0 where none was recorded."""
+        _, latency = self.latencies()
         return max(0.0, float(np.median(latency))) if len(latency) else 0.0
 
     def difference(self, other: Timeline) -> list[Seconds]:

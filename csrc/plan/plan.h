@@ -50,6 +50,17 @@ struct PlanTasks {
   const double* limit;   // what every rank may hold
 };
 
+// Rounds of waves and loops; see fastpipe/schedules/rounds.py.
+struct PlanRounds {
+  int32_t num_ranks;
+  int32_t num_microbatches;
+  int64_t count;           // rounds of F, and as many of I
+  int64_t num_keys;        // a round is known by a number below this; the next of its microbatch is num_microbatches on
+  const int32_t* forward;  // rounds of F in the order in which they start
+  const int32_t* backward;  // rounds of I
+  int64_t limit;            // stage activations that a rank may hold
+};
+
 // Changes whenever a struct, a function or the meaning of either does.
 int32_t fastpipe_plan_version();
 
@@ -83,4 +94,14 @@ int32_t fastpipe_plan_improve(const PlanTasks* tasks, int32_t span, uint64_t see
 // List scheduling by keys; 0 if it came to a stop. `reserve`: what has to stay free behind a task that takes memory.
 int32_t fastpipe_plan_construct(const PlanTasks* tasks, const double* key, const double* reserve, double patience,
                                 int32_t* order);
+
+// When rounds start, by a rule of wave_ticks.py; slots up to the last end, 0 if that is not below `give_up` or the rule
+// gets stuck, -1 for no memory. Ticks and rounds are filled, twice `count` of each.
+int64_t fastpipe_plan_compact(const PlanRounds* rounds, const int32_t* rule, int64_t give_up, int64_t* ticks,
+                              int32_t* keys);
+int64_t fastpipe_plan_slack(const PlanRounds* rounds, const int32_t* rule, int64_t give_up, int64_t* ticks,
+                            int32_t* keys);
+
+// The same for a loop: the slots of the rounds of F and of I, `count` of each.
+int64_t fastpipe_plan_loop(const PlanRounds* rounds, int64_t give_up, int64_t* forward, int64_t* backward);
 }

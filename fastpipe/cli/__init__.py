@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(error: BaseException) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):
         text = f"not enough memory ({text}); ask for fewer ranks or microbatches"
     print(f"fastpipe: error: {text}", file=sys.stderr)

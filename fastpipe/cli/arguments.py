@@ -25,6 +25,8 @@ _COST_HELP = {
     "bandwidth": "bytes a second of a link",
     "activation_bytes": "bytes that a stage hands to the next",
     "stage_bytes": "bytes that a stage holds of a microbatch from F to W or B",
+    "recompute": "the part of F, 0 to 1, that I or B runs again",
+    "kept_bytes": "bytes that a stage which recomputes holds from F to I or B; its input unless given",
 }
 
 _EPILOG = """\
@@ -165,6 +167,8 @@ def _plan(adder: Any) -> None:
     command.add_argument("--memory", metavar="X", help=text)
     command.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what is made short")
     command.add_argument("--max-stages-per-rank", metavar="N", type=_count(1), default=4, help="at most so many (4)")
+    text = "stages that run their forward again in their backward to save memory: none, all, or those that pay"
+    command.add_argument("--recompute-stages", choices=("none", "full", "auto"), default="none", help=text)
     text = "how long the search is, as a factor (1: it anneals for about a second)"
     command.add_argument("--effort", metavar="X", type=_typed(_number), help=text)
     command.add_argument("--time-limit", metavar="S", type=_typed(_number), help="seconds after which the search ends")

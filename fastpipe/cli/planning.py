@@ -27,6 +27,7 @@ def plan(arguments: argparse.Namespace) -> None:
             memory=arguments.memory,
             objective=arguments.objective,
             max_stages_per_rank=arguments.max_stages_per_rank,
+            recompute=arguments.recompute_stages,
             effort=arguments.effort,
             time_limit=arguments.time_limit,
             seed=arguments.seed,
@@ -79,6 +80,7 @@ def _document(found: planner.Plan, written: list[str]) -> dict[str, Any]:
         "gap": found.gap,
         "cut": found.cut,
         "optimal": found.optimal,
+        "recomputes": found.recomputes,
         "candidates": [one._asdict() for one in found.candidates],
         "written": written,
     }

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
 import numpy as np
 
 from fastpipe import native_plan
@@ -10,10 +16,33 @@ from fastpipe.planner.retime import retime as _retime
 from fastpipe.planner.search import Search
 from fastpipe.planner.tasks import Floats, Ints, Tasks
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 
 def is_native() -> bool:
     """Whether the library is there."""
     return native_plan.library() is not None
+
+
+def at_once(call: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """The answers for all items, in their order: by several threads where the library, which lets go of Python's lock,
+    does the work. What an answer is does not depend on it."""
+    workers = min(len(items), os.cpu_count() or 1)
+    if workers < 2 or not is_native():
+        yield from map(call, items)
+        return
+    with ThreadPoolExecutor(workers, "fastpipe-plan") as threads:
+        waiting = deque(threads.submit(call, item) for item in items[: 2 * workers])
+        try:
+            for item in (*items[2 * workers :], *[None] * len(waiting)):
+                answer = waiting.popleft().result()
+                if item is not None:
+                    waiting.append(threads.submit(call, item))
+                yield answer
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:

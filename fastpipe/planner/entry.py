@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from fastpipe.planner.clock import Clock
 from fastpipe.planner.exact import solve
 from fastpipe.planner.judge import judge
 from fastpipe.planner.layer_costs import LayerCosts
-from fastpipe.planner.model import OBJECTIVES, Problem, Setting, read_costs
+from fastpipe.planner.model import OBJECTIVES, RECOMPUTE, SHARES, Problem, Setting, read_costs
 from fastpipe.planner.pool import Member
 from fastpipe.planner.result import Candidate, Plan
 from fastpipe.schedule import Schedule
@@ -27,7 +29,7 @@ Progress = Callable[[str, float], None]
 
 _TRIES = 120
 """Orders that are made by list scheduling on a placement of a few hundred tasks; fewer of large ones."""
-_TRIES_WORK = 3e5
+_TRIES_WORK = 2e5
 _KEPT = 4
 _PYTHON_EFFORT = 0.01
 _FINALISTS = 4
@@ -43,6 +45,8 @@ def plan(
     memory: float | str | Memory | None = None,
     objective: str = "makespan",
     max_stages_per_rank: int = 4,
+    placement: Placement | Schedule | None = None,
+    recompute: str = "none",
     effort: float | None = None,
     time_limit: float | None = None,
     seed: int = 0,
@@ -67,6 +71,11 @@ def plan(
             buffers included. None for no limit.
         objective: ``"makespan"``, or ``"span"`` where ranks do not wait for each other between steps.
         max_stages_per_rank: how finely the model may be cut.
+        placement: where the stages have to be; None to have that chosen. A schedule says it, too, and is then one of
+            the candidates: ``pipe.schedule`` for `Pipeline.replan`, which between processes can change the order alone.
+        recompute: ``"none"``: stages keep what their forward made for its backward. ``"full"``: they keep their input,
+            and their backward runs the forward again. ``"auto"``: some do, where memory asks for it and it is shorter;
+            ``plan.recomputes`` says which, and ``Pipeline(recompute=plan.recompute)`` does so.
         effort: how long the search is, as a factor: 1 anneals for about a second natively. 1 unless given, or a
             hundredth of it where there is no native library.
         time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
@@ -80,20 +89,50 @@ def plan(
     Raises:
         ValueError: for numbers or costs that are none, or when nothing fits into the memory; it says what would.
     """
-    problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank)
+    first = placement if isinstance(placement, Schedule) else None
+    places = placement.placement if isinstance(placement, Schedule) else placement
+    problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank, places, recompute)
     effort = (1.0 if engine.is_native() else _PYTHON_EFFORT) if effort is None else effort
     _check_search(effort, time_limit, seed)
-    planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress)
-    return planner.run(_microbatch_counts(problem, num_microbatches), exact)
+    planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress, first)
+    with _no_collections():
+        return planner.run(_microbatch_counts(problem, num_microbatches), exact)
 
 
-def _problem(costs: Any, num_ranks: Any, memory: Any, objective: Any, max_stages_per_rank: Any) -> Problem:
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without Python's search for cycles: orders are millions of tuples, which it would go through over and over."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _problem(
+    costs: Any,
+    num_ranks: Any,
+    memory: Any,
+    objective: Any,
+    max_stages_per_rank: Any,
+    placement: Any,
+    recompute: Any,
+) -> Problem:
     for name, value in (("num_ranks", num_ranks), ("max_stages_per_rank", max_stages_per_rank)):
         if not is_whole(value, least=1):
             raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
     if objective not in OBJECTIVES:
         raise ValueError(f"objective = {objective!r}: use one of {', '.join(OBJECTIVES)}")
-    problem = Problem(read_costs(costs), int(num_ranks), memory_of(memory), objective, int(max_stages_per_rank))
+    if placement is not None and not isinstance(placement, Placement):
+        raise TypeError(f"placement: expected a Placement or a Schedule, found {type(placement).__name__}")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute = {recompute!r}: use one of {', '.join(RECOMPUTE)}")
+    numbers = int(num_ranks), memory_of(memory), objective, int(max_stages_per_rank), placement, recompute
+    problem = Problem(read_costs(costs), *numbers)
+    if recompute != "none" and not isinstance(problem.costs, LayerCosts) and problem.costs.per_stage("recompute", 1)[0]:
+        raise ValueError("recompute: the costs say already what is recomputed; leave it out of one of them")
     if problem.memory is not None and problem.memory.unit == "bytes" and not problem.knows_bytes:
         raise ValueError(
             f"memory = {problem.memory}: the costs do not say how many bytes a stage holds; give held_bytes of layers, "
@@ -134,19 +173,22 @@ class _Planner:
     seed: int
     effort: float
     progress: Progress | None
+    first: Schedule | None = None
     rows: list[Candidate] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
     bounds: dict[Setting, float] = field(default_factory=dict)
     best: tuple[float, str, Setting, Timeline, Schedule] | None = None
 
     def run(self, counts: list[int], exact: bool) -> Plan:
-        depths = self.problem.stages_per_rank()
-        for count in counts:
-            self._named(count, depths)
-            if self.clock.is_over() and self.best is not None:
-                break
-        if self.effort > 0 and not self.clock.is_over():
-            self._search(self._promising(counts), depths)
+        depths, asked = self.problem.stages_per_rank(), self.problem.recompute
+        for choice in SHARES if asked == "auto" else (asked,):
+            self.problem, self.members = replace(self.problem, recompute=choice), []
+            for count in counts:
+                self._named(count, depths)
+                if self.clock.is_over() and self.best is not None:
+                    break
+            if self.effort > 0 and not self.clock.is_over():
+                self._search(self._promising(counts), depths)
         if self.best is None:
             raise ValueError(self._nothing_fits())
         return self._plan(exact and self._exact(depths))
@@ -158,7 +200,7 @@ class _Planner:
     def _named(self, num_microbatches: int, depths: list[int]) -> None:
         """Simulate every schedule of the registry."""
         seen: set[Schedule] = set()
-        for name, schedule in starts.named(self.problem, num_microbatches, depths):
+        for name, schedule in self._starts(num_microbatches, depths):
             if isinstance(schedule, str):
                 self.rows.append(Candidate(name, num_microbatches, refused=schedule))
                 continue
@@ -167,12 +209,19 @@ class _Planner:
             seen.add(schedule)
             self._say(f"simulating {name}")
             setting = self.problem.setting(schedule.placement, num_microbatches)
+            name += {"none": "", "half": ", half recomputing", "full": ", recomputing"}[self.problem.recompute]
             self._consider(name, setting, schedule)
             found = pool.member(self.problem, name, setting, schedule)
             if found is not None:
                 self.members.append(found)
             if self.clock.is_over() and self.best is not None:
                 return
+
+    def _starts(self, num_microbatches: int, depths: list[int]) -> Iterator[tuple[str, Schedule | str]]:
+        """What the user gave, and the registry."""
+        if self.first is not None and self.first.num_microbatches == num_microbatches:
+            yield f"{self.first.name}, as given", self.first.without_transfers()
+        yield from starts.named(self.problem, num_microbatches, depths)
 
     def _consider(self, name: str, setting: Setting, schedule: Schedule) -> Candidate:
         """Lower, prove and simulate; keep it if it is the best that fits."""
@@ -195,7 +244,7 @@ class _Planner:
         members = [
             one for one in self.members if one.setting.num_microbatches in counts and self._may_gain(one.setting)
         ]
-        for number, (count, placement) in enumerate(_placements(self.problem.num_ranks, counts, depths)):
+        for number, (count, placement) in enumerate(_placements(self.problem, counts, depths)):
             if not self._may_gain(self.problem.setting(placement, count)):
                 continue
             self._say(f"list scheduling on {pool.describe(placement)}, {count} microbatches")
@@ -210,7 +259,8 @@ class _Planner:
             improved.append(one)
             self._say(f"annealing what began as {one.name}")
         for one in sorted(improved, key=lambda one: one.value)[:_FINALISTS]:
-            moved = partitions.improve(self.problem, one, self.clock)
+            less = partitions.recompute_less(self.problem, one, self.clock)
+            moved = partitions.improve(self.problem, less, self.clock)
             self._consider(f"plan from {one.name}", moved.setting, moved.schedule())
             if moved.setting.cost.backward is not None:
                 self._consider(f"plan from {one.name}, joined", moved.setting, starts.joined(moved.schedule()))
@@ -226,9 +276,9 @@ class _Planner:
     def _exact(self, depths: list[int]) -> bool:
         """Ask the solver about every placement for something shorter; whether all that is settled."""
         assert self.best is not None
-        settled = True
         count = self.best[2].num_microbatches
-        for _, placement in _placements(self.problem.num_ranks, [count], depths):
+        settled = self.problem.placement is None or self.problem.placement.num_routes == 1
+        for _, placement in _placements(self.problem, [count], depths):
             self._say(f"solving {pool.describe(placement)} exactly")
             setting = self.problem.setting(placement, count)
             outcome = solve(self.problem, setting, self.best[0], self.clock)
@@ -247,7 +297,8 @@ class _Planner:
         parts = None if setting.parts is None else list(setting.parts)
         least = bound.of_placement(self.problem, setting), bound.of_any_placement(self.problem, setting)
         objective, memory = self.problem.objective, self.problem.memory
-        return Plan(schedule, parts, timeline, objective, memory, *least, rows, self.clock.cut, optimal)
+        limits = objective, memory, *least
+        return Plan(schedule, parts, timeline, *limits, rows, self.clock.cut, optimal, setting.recomputes)
 
     def _key(self, row: Candidate) -> tuple[str, int, float]:
         return row.name, row.num_microbatches, row.span if self.problem.span else row.makespan
@@ -263,9 +314,14 @@ class _Planner:
         return f"memory = {self.problem.memory}: nothing fits; the smallest, {least.name}, needs {needs}"
 
 
-def _placements(num_ranks: int, counts: list[int], depths: list[int]) -> Iterator[tuple[int, Placement]]:
-    """Loops and waves of every depth."""
+def _placements(problem: Problem, counts: list[int], depths: list[int]) -> Iterator[tuple[int, Placement]]:
+    """Loops and waves of every depth, or where the stages have to be: those of one route."""
+    num_ranks = problem.num_ranks
     for count in counts:
+        if problem.placement is not None:
+            if problem.placement.num_routes == 1:
+                yield count, problem.placement
+            continue
         for depth in depths:
             yield count, Placement.loop(num_ranks, depth)
             if depth > 1 and num_ranks > 1:

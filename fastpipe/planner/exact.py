@@ -48,6 +48,8 @@ def solve(problem: Problem, setting: Setting, known: float, clock: Clock) -> Out
         ValueError: for a case that is too large, or costs without a common unit.
     """
     model_of = _imported()
+    if setting.kept != setting.held:
+        raise ValueError("exact = True: what stages recompute cannot be proved; leave exact or recompute out")
     size = 3 * setting.placement.num_stages * setting.num_microbatches
     if size > MOST_TASKS:
         raise ValueError(
@@ -55,7 +57,7 @@ def solve(problem: Problem, setting: Setting, known: float, clock: Clock) -> Out
             "can be proved: set fewer microbatches or max_stages_per_rank, or leave exact out"
         )
     work = unordered(setting.placement, setting.num_microbatches)
-    tasks = tasks_of(work, setting.cost, setting.held, setting.limit)
+    tasks = tasks_of(work, setting.cost, setting.held, setting.limit, setting.kept)
     unit = common_unit([*tasks.seconds.tolist(), *tasks.transfer.ravel().tolist()])
     builder = _Builder(model_of, tasks, unit, problem.span)
     seconds = SECONDS if clock.limit is None else max(0.1, clock.limit - clock.elapsed())

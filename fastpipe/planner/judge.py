@@ -23,7 +23,7 @@ def judge(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> 
     program = validate_program(lower(validate_schedule(schedule)))
     timeline = simulate_program(program, setting.cost)
     stages = setting.placement
-    held = held_peaks(schedule, setting.held)
+    held = held_peaks(schedule, setting.held, setting.kept)
     by_bytes = problem.memory is not None and problem.memory.unit == "bytes"
     row = Candidate(
         name,

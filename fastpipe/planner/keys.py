@@ -72,15 +72,18 @@ class Keys:
             stages = placement.stages_of(rank)
             for index, stage in enumerate(stages):
                 after[stage] = held[list(stages[index + 1 :])].sum()
-        return np.where(forwards, after[self.stage], 0.0)
+        # and what one backward takes for a while where it recomputes
+        again = self.tasks.take[~forwards].max(initial=0.0)
+        return np.where(forwards, after[self.stage] + again, 0.0)
 
     def orders(self, count: int) -> Iterator[Ints]:
         """As many orders as can be made in so many tries."""
+        drawn = []
         for _ in range(count):
             key = self.draw()
             reserve = self.ladder * float(self.random.choice([1.0, 1.0, 1.0, 2.0, 3.0]))
-            patience = float(self.random.choice([0.0, 0.0, 0.3, 0.6, 0.99]))
-            order = engine.construct(self.tasks, key, reserve, patience)
+            drawn.append((key, reserve, float(self.random.choice([0.0, 0.0, 0.3, 0.6, 0.99]))))
+        for order in engine.at_once(lambda one: engine.construct(self.tasks, *one), drawn):
             if order is not None:
                 yield order
 

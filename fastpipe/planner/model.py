@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,11 @@ from fastpipe.planner.budget import Memory
 from fastpipe.planner.layer_costs import LayerCosts
 
 Costs = CostModel | LayerCosts
-_STAGES = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "activation_bytes", "stage_bytes")
+_SECONDS = ("forward", "backward_input", "backward_weight", "backward", "overlapped")
+_STAGES = (*_SECONDS, "activation_bytes", "stage_bytes", "recompute", "kept_bytes")
+RECOMPUTE = ("none", "full", "auto")
+SHARES = {"none": 0.0, "half": 0.5, "full": 1.0}
+"""The part of the stages, from the first on, that recompute to begin with: the first hold longest what they keep."""
 OBJECTIVES = ("makespan", "span")
 
 
@@ -27,20 +31,24 @@ class Setting:
         num_microbatches: of a step.
         cost: by stage.
         held: what a stage holds of a microbatch: bytes where they are known, else in activations of a rank's share.
+        kept: the same up to its backward, where it recomputes the rest.
         limit: what a rank may hold, in the same unit; infinite where memory is no matter.
         share: one activation of a rank's share of the model, in the same unit.
         parts: the layers of every stage; None where there are no layers.
         parameters: bytes that stay, by stage.
+        recomputes: of every stage whether it recomputes its forward, where that was for the planner to choose.
     """
 
     placement: Placement
     num_microbatches: int
     cost: CostModel
     held: tuple[float, ...]
+    kept: tuple[float, ...]
     limit: tuple[float, ...]
     share: float
     parts: tuple[range, ...] | None = None
     parameters: tuple[float, ...] = ()
+    recomputes: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Problem:
         memory: what a rank may hold; None for any amount.
         objective: ``"makespan"`` or ``"span"``.
         max_stages_per_rank: at most so many.
+        placement: where all stages have to be; None for anywhere.
+        recompute: one of `RECOMPUTE`, or of `SHARES` while the planner tries them.
     """
 
     costs: Costs
@@ -60,6 +70,8 @@ class Problem:
     memory: Memory | None
     objective: str
     max_stages_per_rank: int
+    placement: Placement | None = None
+    recompute: str = "none"
 
     @property
     def span(self) -> bool:
@@ -84,6 +96,8 @@ class Problem:
             ValueError: when there is none.
         """
         fixed = self.fixed_stages
+        if self.placement is not None:
+            return [self._depth_of(self.placement, fixed)]
         if fixed is not None:
             if fixed % self.num_ranks:
                 raise ValueError(
@@ -100,8 +114,39 @@ class Problem:
                 )
         return list(range(1, most + 1))
 
-    def setting(self, placement: Placement, num_microbatches: int, parts: Sequence[range] | None = None) -> Setting:
-        """What the stages of a placement cost, with the given partition of layers or the most even one."""
+    def _depth_of(self, placement: Placement, fixed: int | None) -> int:
+        """How many stages a rank holds in the mean where they have to be, of one route, rounded up."""
+        stages = placement.num_stages
+        layers = self.costs.num_layers if isinstance(self.costs, LayerCosts) else None
+        if placement.num_ranks != self.num_ranks:
+            raise ValueError(f"placement has {placement.num_ranks} ranks and num_ranks = {self.num_ranks}: use one")
+        if fixed not in (None, stages):
+            raise ValueError(f"placement has {stages} stages and the costs name {fixed}: give costs of these stages")
+        if layers is not None and layers < stages:
+            raise ValueError(f"placement has {stages} stages and there are only {layers} layers; give at least as many")
+        return -(-stages // self.num_ranks)
+
+    def allows(self, placement: Placement) -> bool:
+        """Whether there may be so many stages, and there."""
+        if self.placement is not None:
+            return self.placement.routes == placement.routes
+        return self.fixed_stages in (None, placement.num_stages)
+
+    def setting(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        parts: Sequence[range] | None = None,
+        recomputes: Sequence[bool] | None = None,
+    ) -> Setting:
+        """What the stages of a placement cost, with the given partition of layers or the most even one.
+
+        Args:
+            placement: of the stages.
+            num_microbatches: of a step.
+            parts: the layers of every stage.
+            recomputes: the stages that recompute their forward; as the costs say unless given.
+        """
         num_stages, costs = placement.num_stages, self.costs
         parameters: Sequence[float] = (0.0,) * num_stages
         if isinstance(costs, LayerCosts):
@@ -112,17 +157,27 @@ class Problem:
             by_stage = self.fixed_stages is not None
             cost = costs if by_stage else shared_out(costs, num_stages / self.num_ranks)
             sizes = [self.num_ranks / num_stages] * num_stages
+        if recomputes is None and self.recompute != "none":
+            recomputes = [stage < SHARES[self.recompute] * num_stages for stage in range(num_stages)]
+        if recomputes is not None:
+            cost = replace(cost, recompute=[float(again) for again in recomputes])
         held = cost.per_stage("stage_bytes", num_stages).tolist()
-        held = held if any(held) else sizes
+        inputs = [0.0, *cost.per_stage("activation_bytes", num_stages).tolist()[:-1]]
+        if not any(held):
+            held, inputs = sizes, [0.0] * num_stages
+        parts_kept = 1 - cost.per_stage("recompute", num_stages)
+        kept = [min(whole, whole * part + own) for whole, part, own in zip(held, parts_kept, inputs, strict=True)]
         return Setting(
             placement,
             num_microbatches,
             cost,
             tuple(held),
+            tuple(map(float, kept)),
             self._limit(placement, sum(held), parameters),
             sum(held) / self.num_ranks,
             None if parts is None else tuple(parts),
             tuple(parameters),
+            None if recomputes is None else tuple(map(bool, recomputes)),
         )
 
     def _limit(self, placement: Placement, held: float, parameters: Sequence[float]) -> tuple[float, ...]:

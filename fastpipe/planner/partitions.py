@@ -1,4 +1,4 @@
-"""Layers moved from stage to stage under the order's own times: where the longest stage is not what limits."""
+"""Layers moved from stage to stage, and stages that recompute no more, under the order's own times."""
 
 from __future__ import annotations
 
@@ -49,8 +49,28 @@ def _moved(parts: tuple[range, ...], boundary: int, step: int) -> tuple[range, .
 
 def with_parts(problem: Problem, one: Member, parts: tuple[range, ...]) -> Member | None:
     """The same order for another partition; None where it does not fit."""
-    setting = problem.setting(one.setting.placement, one.setting.num_microbatches, parts)
-    tasks = tasks_of(one.tasks.schedule, setting.cost, setting.held, setting.limit)
+    return _with(problem, one, parts, one.setting.recomputes)
+
+
+def recompute_less(problem: Problem, one: Member, clock: Clock) -> Member:
+    """The order with fewer stages that recompute: one after the other keeps all, where that fits and is shorter."""
+    for stage in range(one.setting.placement.num_stages):
+        flags = one.setting.recomputes
+        if flags is None or clock.is_over():
+            return one
+        if flags[stage]:
+            tried = _with(problem, one, one.setting.parts, (*flags[:stage], False, *flags[stage + 1 :]))
+            if tried is not None and tried.value < one.value:
+                one = tried
+    return one
+
+
+def _with(
+    problem: Problem, one: Member, parts: tuple[range, ...] | None, recomputes: tuple[bool, ...] | None
+) -> Member | None:
+    placement, count = one.setting.placement, one.setting.num_microbatches
+    setting = problem.setting(placement, count, parts, recomputes)
+    tasks = tasks_of(one.tasks.schedule, setting.cost, setting.held, setting.limit, setting.kept)
     if not fits(tasks, one.order):
         return None
     return replace(one, setting=setting, tasks=tasks, value=engine.measure(tasks, one.order, problem.span))

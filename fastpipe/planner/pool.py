@@ -72,7 +72,9 @@ def fits(tasks: Tasks, order: Ints) -> bool:
 def constructed(problem: Problem, setting: Setting, seed: int, tries: int, keep: int, clock: Clock) -> list[Member]:
     """The best orders that list scheduling makes on a placement."""
     placement = setting.placement
-    tasks = tasks_of(unordered(placement, setting.num_microbatches), setting.cost, setting.held, setting.limit)
+    tasks = tasks_of(
+        unordered(placement, setting.num_microbatches), setting.cost, setting.held, setting.limit, setting.kept
+    )
     if not len(tasks) or (tasks.take > tasks.limit[0] + _SLACK).any():
         return []
     found = []
@@ -96,9 +98,11 @@ def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: 
     for number, (count, part) in enumerate(_ROUNDS):
         chosen = spread(ranked, count)
         improved = []
-        for index, one in enumerate(chosen):
-            attempts = int(work * part / len(chosen) / max(1, len(one.tasks)))
-            better = _annealed(problem, one, attempts, seed * 1009 + number * 101 + index, clock)
+        jobs = [
+            (one, int(work * part / len(chosen) / max(1, len(one.tasks))), seed * 1009 + number * 101 + index)
+            for index, one in enumerate(chosen)
+        ]
+        for better in engine.at_once(lambda job: _annealed(problem, *job, clock), jobs):
             improved.append(better)
             yield better
             if clock.is_over():

@@ -61,6 +61,7 @@ class Plan:
         bound_anywhere: the same for any placement of these stages.
         candidates: everything that was considered, the best that fits first.
         cut: whether `time_limit` ended the search; without that a plan is the same for the same seed.
+        recomputes: of every stage whether it recomputes its forward; None where that was not asked for.
         optimal: whether the exact solver has proved that nothing shorter exists; see `fastpipe.plan`.
     """
 
@@ -74,6 +75,11 @@ class Plan:
     candidates: list[Candidate] = field(repr=False)
     cut: bool = False
     optimal: bool = False
+    recomputes: tuple[bool, ...] | None = None
+
+    def recompute(self, stage: int, module: Any = None) -> str:
+        """What a stage does not keep, as ``Pipeline(recompute=plan.recompute)`` asks for it."""
+        return "full" if self.recomputes is not None and self.recomputes[stage] else "none"
 
     @property
     def makespan(self) -> float:
@@ -124,6 +130,9 @@ class Plan:
         ]
         if self.partition is not None:
             lines.append("  layers: " + " ".join(f"{part.start}-{part[-1]}" for part in self.partition))
+        if self.recomputes is not None:
+            again = [str(stage) for stage, does in enumerate(self.recomputes) if does]
+            lines.append(f"  stages that recompute: {', '.join(again) or 'none'}")
         if self.cut:
             lines.append("  the search was cut by its time limit")
         return "\n".join([*lines, "", *self._table()])

@@ -29,13 +29,15 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
         num_microbatches: of a step.
         allowed: the numbers of stages that a rank may have.
     """
+    if problem.placement is not None and problem.placement.num_stages % problem.num_ranks:
+        return
     for family in list_schedules():
         if family.name == "forward_only":
             continue
         for shape in _shapes(family, allowed):
             for options in _variants(problem, num_microbatches, family, shape):
                 label, schedule = _made(family, problem.num_ranks, num_microbatches, options, shape)
-                if isinstance(schedule, str) or problem.fixed_stages in (None, schedule.num_stages):
+                if isinstance(schedule, str) or problem.allows(schedule.placement):
                     yield label, schedule
 
 

@@ -88,7 +88,13 @@ class Tasks:
         return found
 
 
-def tasks_of(schedule: Schedule, cost: CostModel, held: Sequence[float], limit: Sequence[float]) -> Tasks:
+def tasks_of(
+    schedule: Schedule,
+    cost: CostModel,
+    held: Sequence[float],
+    limit: Sequence[float],
+    kept: Sequence[float] | None = None,
+) -> Tasks:
     """The tasks of a schedule of F, B, I, W and fused pairs.
 
     Args:
@@ -96,6 +102,7 @@ def tasks_of(schedule: Schedule, cost: CostModel, held: Sequence[float], limit: 
         cost: seconds of every stage action and transfer.
         held: what a stage holds of one microbatch from the start of F to the end of W or B.
         limit: what every rank may hold, in the same unit.
+        kept: what a stage holds up to its backward, where it recomputes the rest; all unless given.
     """
     counts = [rows.shape[1] for rows in schedule.columns]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -104,7 +111,7 @@ def tasks_of(schedule: Schedule, cost: CostModel, held: Sequence[float], limit: 
     parts = _Parts(rows, schedule.placement, schedule.num_microbatches)
     source, transfer, handed = _messages(parts, rank_of, schedule.placement, cost)
     local, following = _local(parts, rank_of)
-    take, give = _memory(rows, np.asarray(held, dtype=np.float64))
+    take, give = _memory(rows, *_as_arrays(held, kept))
     return Tasks(
         schedule,
         first,
@@ -130,6 +137,7 @@ class _Parts:
         numbers = np.flatnonzero(fused)
         self.backward[rows[3, numbers], rows[4, numbers]] = numbers
         self.weight = self._table(rows, rows[0] == _W)
+        self.is_weight = rows[0] == _W
 
     def _table(self, rows: Ints, mask: npt.NDArray[np.bool_]) -> Ints:
         table = np.full(self.shape, NOBODY, dtype=np.int32)
@@ -186,26 +194,42 @@ def _local(parts: _Parts, rank_of: Ints) -> tuple[Ints, Ints]:
                 mine = np.sort(tasks[rank_of[tasks] == rank])
                 pairs.append(np.stack([mine[:-1], mine[1:]], axis=1))
                 following[mine[:-1]] = mine[1:]
+    # What adds to weights keeps its order, a B among the W too: the last bits of a gradient depend on it.
+    for line in np.where(parts.weight != NOBODY, parts.weight, parts.backward):
+        tasks = line[line != NOBODY]
+        for rank in np.unique(rank_of[tasks]).tolist():
+            mine = np.sort(tasks[rank_of[tasks] == rank])
+            mixed = parts.is_weight[mine[:-1]] != parts.is_weight[mine[1:]]
+            pairs.append(np.stack([mine[:-1], mine[1:]], axis=1)[mixed])
     for before, after in ((parts.forward, parts.backward), (parts.backward, parts.weight)):
         known = (before != NOBODY) & (after != NOBODY)
         pairs.append(np.stack([before[known], after[known]], axis=1))
     return np.concatenate(pairs), following
 
 
-def held_peaks(schedule: Schedule, held: Sequence[float]) -> list[float]:
-    """What every rank holds at most, given what its stages hold of one microbatch."""
+def held_peaks(schedule: Schedule, held: Sequence[float], kept: Sequence[float] | None = None) -> list[float]:
+    """What every rank holds at most, given what its stages hold of one microbatch, and what up to the backward."""
     found = []
     for rows in schedule.columns:
-        steps = np.stack(_memory(rows, np.asarray(held, dtype=np.float64)), axis=1)
+        steps = np.stack(_memory(rows, *_as_arrays(held, kept)), axis=1)
         found.append(float(np.cumsum(steps.ravel() * np.tile([1.0, -1.0], len(steps))).max(initial=0.0)))
     return found
 
 
-def _memory(rows: Ints, held: Floats) -> tuple[Floats, Floats]:
+def _as_arrays(held: Sequence[float], kept: Sequence[float] | None) -> tuple[Floats, Floats]:
+    whole = np.asarray(held, dtype=np.float64)
+    return whole, whole if kept is None else np.asarray(kept, dtype=np.float64)
+
+
+def _memory(rows: Ints, held: Floats, kept: Floats) -> tuple[Floats, Floats]:
+    """What is taken at every start, and given back at every end: the rest of what is kept comes with I or B."""
     take, give = np.zeros(rows.shape[1]), np.zeros(rows.shape[1])
     fused = rows[0] == _PAIR
     forwards, ends = (rows[0] == _F) | fused, (rows[0] == _B) | (rows[0] == _W)
-    take[forwards] = held[rows[1, forwards]]
+    begun = (rows[0] == _B) | (rows[0] == _I)
+    take[forwards] = kept[rows[1, forwards]]
+    take[begun] = (held - kept)[rows[1, begun]]
+    take[fused] += (held - kept)[rows[3, fused]]
     give[ends] = held[rows[1, ends]]
     give[fused] = held[rows[3, fused]]
     return take, give

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastpipe import native_plan
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
 from fastpipe.schedules.costs import UNIFORM_COSTS
@@ -26,10 +27,10 @@ from fastpipe.schedules.rounds import (
     all_groupings,
     fill_all,
     groupings,
-    makespan,
     num_timed,
-    schedule_of,
+    shortest,
     stream,
+    streams,
 )
 
 _SLOTS = 100_000
@@ -95,6 +96,14 @@ class _Slots:
         return full and idle and self.weights == i < len(self.backward)
 
 
+def _played(p: int, v: int, groups: Groups, limit: int, give_up: int) -> _Starts | None:
+    """One candidate, by the library (csrc/plan/rounds.cpp) where it is there."""
+    if native_plan.library() is None:
+        return _Slots(p, v, groups, limit).run(give_up)
+    found = streams(v, groups).play_loop(p, limit, give_up)
+    return None if found is None else _Starts(*found)
+
+
 def generate(
     num_ranks: int,
     num_microbatches: int,
@@ -115,9 +124,8 @@ def generate(
     seconds = Seconds(forward, backward_input, backward_weight, comm)
     found = _search(num_ranks, stages_per_rank, num_microbatches, limit, num_timed(placement, num_microbatches))
     filled = (fill_all(_spread(placement, num_microbatches, starts), limit) for starts in found)
-    orders = [ranks for ranks in filled if ranks is not None]
-    best = min(orders, key=lambda ranks: makespan(ranks, placement, seconds))
-    return schedule_of("loop_zb", placement, num_microbatches, best)
+    orders = (ranks for ranks in filled if ranks is not None)
+    return shortest("loop_zb", placement, num_microbatches, orders, seconds)
 
 
 def _length(starts: _Starts) -> int:
@@ -132,14 +140,14 @@ def _search(p: int, v: int, m: int, limit: int, count: int) -> list[_Starts]:
     left, shortest = _SLOTS, [NEVER]
     found: list[_Starts] = []
     for groups in all_groupings(m, (max(1, p // 2), p), 2 * p):
-        starts = _Slots(p, v, groups, limit).run(shortest[-1])
+        starts = _played(p, v, groups, limit, shortest[-1])
         left -= 3 * v * m
         if starts is not None:
             found.append(starts)
             shortest = sorted([*shortest, starts.length])[:count]
         if left < 0 and found:
             break
-    whole = _Slots(p, v, next(groupings(m, min(m, p))), limit).run(NEVER)
+    whole = _played(p, v, next(groupings(m, min(m, p))), limit, NEVER)
     return [*sorted(found, key=_length)[:count], *([] if whole is None else [whole])]
 
 

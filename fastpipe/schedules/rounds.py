@@ -10,11 +10,12 @@ sorted by them, the steps of all ranks can run one after the other. They decide 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
+from fastpipe import native_plan
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
@@ -84,6 +85,13 @@ def stream(first_round: int, num_rounds: int, groups: Groups) -> tuple[int, ...]
             keys += range(number * total + start, number * total + start + size)
         start += size
     return tuple(keys)
+
+
+@lru_cache(maxsize=4)
+def streams(num_rounds: int, groups: Groups) -> native_plan.Streams:
+    """The rounds of F and of I, for the library."""
+    forward, backward = (stream(first, num_rounds, groups) for first in (0, num_rounds))
+    return native_plan.Streams(forward, backward, sum(groups))
 
 
 def num_timed(placement: Placement, num_microbatches: int) -> int:
@@ -165,6 +173,14 @@ def in_slot_order(ranks: Sequence[Sequence[Step]]) -> list[tuple[int, Step]]:
             keyed.append((behind, rank, place))
     keyed.sort()
     return [(rank, ranks[rank][place]) for _, rank, place in keyed]
+
+
+def shortest(
+    name: str, placement: Placement, num_microbatches: int, orders: Iterable[Orders], seconds: Seconds
+) -> Schedule:
+    """The schedule of the filled orders that are done first, the first of several."""
+    best = min(orders, key=lambda ranks: makespan(ranks, placement, seconds))
+    return schedule_of(name, placement, num_microbatches, best)
 
 
 def schedule_of(name: str, placement: Placement, num_microbatches: int, ranks: Sequence[Sequence[Step]]) -> Schedule:

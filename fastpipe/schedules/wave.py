@@ -24,9 +24,8 @@ from fastpipe.schedules.rounds import (
     Seconds,
     all_groupings,
     fill_all,
-    makespan,
     num_timed,
-    schedule_of,
+    shortest,
 )
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, Model, Rule, Starts, compact, slack
 
@@ -83,8 +82,7 @@ def generate(
         orders += _compact(wave, 1 if seconds.equal else count)
     if form == "slack" or (form == "auto" and not seconds.equal):
         orders += _slack(wave, count)
-    best = min(orders, key=lambda ranks: makespan(ranks, wave.placement, seconds))
-    return schedule_of("wave_zb", wave.placement, num_microbatches, best)
+    return shortest("wave_zb", wave.placement, num_microbatches, orders, seconds)
 
 
 def _compact(wave: _Wave, count: int) -> Iterator[Orders]:

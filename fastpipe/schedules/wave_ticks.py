@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastpipe.schedules.rounds import NEVER, Groups, stream
+from fastpipe import native_plan
+from fastpipe.schedules.rounds import NEVER, Groups, stream, streams
 
 FORWARD, INPUT, WEIGHT = range(3)
 """What a tick is given to."""
@@ -91,6 +92,8 @@ def compact(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
         None where it is not. (A round that waits always gets its turn, so it does not get stuck unless the memory is
         less than one microbatch's.)
     """
+    if native_plan.library() is not None:
+        return _played("compact", job, rule, give_up)
     first, full, rotate = rule
     forward, backward, ready, total = job.tables()
     p, room, count = job.num_ranks, job.limit // 2, len(forward)
@@ -123,6 +126,8 @@ def compact(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
 
 def slack(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
     """Play a rule of `SLACK_RULES`; a tick without a round has room for three W of a rank, any other for one."""
+    if native_plan.library() is not None:
+        return _played("slack", job, rule, give_up)
     first, full, rotate = rule
     forward, backward, ready, total = job.tables()
     p, count = job.num_ranks, len(forward)
@@ -145,6 +150,15 @@ def slack(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
         if 3 * (tick + p) >= give_up:
             return None
     return Starts(started, 3 * (tick + p))
+
+
+def _played(model: str, job: Job, rule: Rule, give_up: int) -> Starts | None:
+    """The same by the library (csrc/plan/rounds.cpp)."""
+    first, full, rotate = rule
+    found = streams(job.num_rounds, job.groups).play(
+        model, job.num_ranks, job.limit, [*first, *full, int(rotate)], give_up
+    )
+    return None if found is None else Starts(*found)
 
 
 def next_in(line: tuple[int, ...], can: tuple[bool, ...]) -> int | None:

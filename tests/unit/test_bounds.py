@@ -47,6 +47,7 @@ def costs(draw, p, num_stages):
     values["comm"] = draw(st.sampled_from([0.0, 0.1, links]))
     if draw(st.booleans()):
         values |= {"bandwidth": 2.0, "activation_bytes": draw(stage)}
+    values["recompute"] = draw(st.sampled_from([0.0, 0.0, 0.5, 1.0]))
     return CostModel(**values)
 
 
@@ -171,6 +172,23 @@ def test_memory_in_bytes_counts_as_activations_do():
         if bound.name != "activation time":  # by number it knows the ramps as well
             assert bound.seconds == pytest.approx(same.seconds, rel=1e-3)
         assert bound.seconds <= same.seconds
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "dualpipev", "interleaved_1f1b"])
+@pytest.mark.parametrize("recompute", [0.5, 1.0])
+def test_recomputed_activations_take_what_is_kept_of_them(name, recompute):
+    schedule = made(name, 4, 8)
+    kept = CostModel(comm=0.1, stage_bytes=10.0, activation_bytes=2.0, recompute=recompute, kept_bytes=3.0)
+    for cost in (kept, replace(kept, kept_bytes=None)):
+        timeline = simulate(schedule, cost)
+        numbers = {"num_microbatches": 8, "memory": timeline.peak_bytes, "in_bytes": True}
+        assert best(bounds(schedule.placement, cost, **numbers)).seconds <= timeline.makespan
+    # by what is held during a backward, less would seem to fit, and more be known than is true
+    wrong = replace(kept, backward_input=1 + recompute, recompute=0, kept_bytes=None)
+    tight = {"num_microbatches": 8, "memory": 12.0, "in_bytes": True}
+    assert (
+        best(bounds(Placement.loop(4), wrong, **tight)).seconds > best(bounds(Placement.loop(4), kept, **tight)).seconds
+    )
 
 
 def test_memory_by_rank():

@@ -23,6 +23,24 @@ def test_seconds_of_every_kind() -> None:
     assert cost.per_stage("forward", 2).tolist() == [1, 2]
 
 
+def test_what_is_recomputed_takes_time_in_the_backward() -> None:
+    cost = CostModel(forward=(4, 2), backward_input=3, backward_weight=(1, 5), recompute=(0.5, 0))
+    assert [cost.compute_seconds(op, 0) for op in (Op.F, Op.I, Op.W, Op.B)] == [4, 3 + 2, 1, 3 + 2 + 1]
+    assert cost.compute_seconds(Op.OVERLAP_F_B, 1, 0) == 2 + 6
+    assert cost.per_stage("backward_input", 2).tolist() == [5, 3] and cost.per_stage("backward", 2).tolist() == [6, 8]
+    given = CostModel(forward=4, backward=2.5, overlapped=7, recompute=1)
+    assert given.compute_seconds(Op.B, 0) == 6.5
+    assert given.compute_seconds(Op.OVERLAP_F_B, 0, 1) == 7
+
+
+def test_what_is_kept_for_a_recompute() -> None:
+    stages = {"stage_bytes": (100, 80, 60), "activation_bytes": (8, 16, 4)}
+    assert CostModel(**stages).per_stage("kept_bytes", 3).tolist() == [100, 80, 60]
+    assert CostModel(**stages, recompute=1).per_stage("kept_bytes", 3).tolist() == [0, 0, 0]
+    assert CostModel(**stages, recompute=(0, 0.5, 1)).per_stage("kept_bytes", 3).tolist() == [100, 40, 0]
+    assert CostModel(**stages, recompute=1, kept_bytes=70).per_stage("kept_bytes", 3).tolist() == [70, 70, 60]
+
+
 def test_seconds_of_a_transfer() -> None:
     cost = CostModel(comm=0.5, bandwidth=10, activation_bytes=(20, 40))
     assert cost.transfer_seconds(DOWN, 1) == 0.5 + 2
@@ -41,12 +59,16 @@ def test_links() -> None:
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
+        ({"forward": []}, "forward is empty: give a number, or a sequence"),
         ({"forward": -1}, "forward = -1: costs are finite numbers of at least 0"),
         ({"forward": math.nan}, "forward = nan"),
         ({"forward": math.inf}, "forward = inf"),
         ({"forward": "1"}, "forward = '1'"),
         ({"forward": True}, "forward = True"),
         ({"backward_input": [1, -2]}, "backward_input = -2"),
+        ({"recompute": (0.5, 1.5)}, "recompute = 1.5: give the part of a forward"),
+        ({"recompute": -0.5}, "recompute = -0.5"),
+        ({"kept_bytes": -1}, "kept_bytes = -1"),
         ({"bandwidth": 0}, "bandwidth = 0: give bytes a second"),
         ({"bandwidth": {(0, 1): 0}}, "bandwidth = 0"),
         ({"comm": [1, 2]}, r"comm: give a number, or one for each link as \{\(source, destination\): number\}"),
@@ -76,6 +98,7 @@ def test_sequences_are_kept_as_tuples() -> None:
         CostModel(forward=(1.5, 2), backward=3, overlapped=(1, 2), activation_bytes=7, stage_bytes=(1, 2)),
         CostModel(comm={(0, 1): 0.5, (1, 0): 1.0}, bandwidth={(0, 1): 1e9}),
         CostModel(comm=1e-5, bandwidth=1e10),
+        CostModel(recompute=(0.25, 1), kept_bytes=(3, 4)),
     ],
 )
 def test_json_both_ways(cost: CostModel, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,15 @@ def test_named_names_are_public(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_make_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
     commands = [line for block in blocks(page, "sh") for line in block.splitlines()]
-    assert {m[1] for line in commands if (m := re.match(r"make ([a-z]+)", line))} <= targets
+    assert {m[1] for line in commands if (m := re.match(r"make ([a-z-]+)", line))} <= targets
+
+
+def test_every_example_is_in_the_table() -> None:
+    scripts = {path.name for path in (REPOSITORY / "examples").glob("*.py") if "Pipeline(" in path.read_text()}
+    table = (REPOSITORY / "docs/examples.md").read_text().partition("\n\nNone of them")[0]
+    assert scripts == set(re.findall(r"^\| \[(\w+\.py)\]", table, flags=re.MULTILINE))
 
 
 def test_the_page_of_schedules_is_current() -> None:
@@ -141,5 +148,9 @@ def test_the_page_on_choosing_shows_commands_that_parse() -> None:
 
 
 def test_the_page_on_choosing_has_code_that_runs() -> None:
-    (code,) = blocks(REPOSITORY / "docs/choosing-a-schedule.md", "python")
+    code, running = blocks(REPOSITORY / "docs/choosing-a-schedule.md", "python")
     exec(compile(code, "choosing-a-schedule.md", "exec"), {})
+    pytest.importorskip("torch")
+    names: dict[str, Any] = {}
+    exec(compile(running, "choosing-a-schedule.md", "exec"), names)
+    assert names["pipe"].schedule == names["plan"].schedule

@@ -41,7 +41,7 @@ PLANNING = {
 """What each module of the planning side may import; `api`, the command line and the Pipeline import anything."""
 
 FOLDERS = {
-    "schedules": {"schedules", "schedule", "action", "placement", "dependencies", "cost", "errors"},
+    "schedules": {"schedules", "schedule", "action", "placement", "dependencies", "cost", "errors", "native_plan"},
     "visualize": {
         "visualize",
         "timeline",
@@ -66,7 +66,11 @@ MEETING = {
     "runtime.check_parity",
     "runtime.plans",
     "runtime.describe",
-    "runtime.modules",
+    "runtime.cuts",
+    "runtime.profiling",
+    "runtime.replanning",
+    "runtime.replannable",
+    "runtime.training",
 }
 """Where planning meets running: the Pipeline and the parts that it was cut into."""
 COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", *MEETING}

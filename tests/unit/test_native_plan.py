@@ -33,6 +33,7 @@ def needs_the_library() -> None:
 COSTS = [
     CostModel(),
     CostModel(0.1, 0.7, 1 / 3, comm=0.05, backward=0.9, overlapped=1.1, bandwidth=3.0, activation_bytes=0.7),
+    CostModel(0.3, 0.7, 0.4, recompute=0.75, activation_bytes=1.0, bandwidth=3.0),
     CostModel(comm={(0, 1): 0.3, (1, 0): 0.2}, bandwidth={(0, 1): 7.0}, activation_bytes=1.0),
 ]
 

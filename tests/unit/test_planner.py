@@ -72,6 +72,33 @@ def test_nothing_is_below_its_bound(seed: int, objective: str) -> None:
     assert plan.bound <= plan.value * (1 + 1e-9)
 
 
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["makespan", "span"]))
+def test_no_schedule_of_the_registry_is_shorter(seed: int, objective: str) -> None:
+    """Made and measured apart from the planner: as they are by default, where they fit into the same memory."""
+    rng = np.random.default_rng(seed)
+    p, seconds = int(rng.integers(2, 7)), rng.uniform(0.5, 1.5, 3)
+    m, comm = int(rng.choice([p, 2 * p + 1])), float(rng.choice([0.0, 0.02, 0.2]))
+    memory = float(rng.choice([0.625, 0.75, 1.0, 1.5]))
+
+    def costs(depth: float) -> CostModel:
+        forward, inputs, weights = (seconds / depth).tolist()
+        return CostModel(forward, inputs, weights, comm=comm)
+
+    plan = small(costs(1), num_ranks=p, num_microbatches=m, memory=memory, objective=objective, effort=0.002)
+    for family in fastpipe.list_schedules():
+        try:
+            schedule = fastpipe.make_schedule(family.name, num_ranks=p, num_microbatches=m)
+        except ValueError:
+            continue
+        depth = schedule.num_stages / p
+        if schedule.forward_only or depth > 2:
+            continue
+        timeline = fastpipe.simulate(schedule, costs(depth))
+        if max(timeline.peak_activations) <= memory * p * depth + 1e-9:
+            assert plan.value <= getattr(timeline, objective) + 1e-9, family.name
+
+
 def plan_cost(plan: fastpipe.Plan) -> CostModel:
     depth = plan.schedule.num_stages / plan.schedule.num_ranks
     return CostModel(1.0 / depth, 1.2 / depth, 0.8 / depth, comm=0.05)
@@ -135,6 +162,37 @@ def test_layers_are_cut_and_bytes_are_kept() -> None:
     assert max(a + b for a, b in zip(peaks, stays, strict=True)) == plan.chosen.peak_bytes
 
 
+def test_recomputing_pays_where_memory_is_short() -> None:
+    """Time against memory, stage by stage: with little of it, no plan that keeps all is as short."""
+    plans = {way: small(memory=0.4, recompute=way, max_stages_per_rank=4) for way in ("none", "full", "auto")}
+    assert plans["auto"].makespan <= min(plans["none"].makespan, plans["full"].makespan)
+    assert plans["auto"].makespan < 0.9 * plans["none"].makespan
+    assert plans["none"].recomputes is None and plans["none"].recompute(0) == "none"
+    flags = plans["auto"].recomputes
+    assert flags is not None and any(flags) and len(flags) == plans["auto"].schedule.num_stages
+    assert [plans["auto"].recompute(stage) for stage in (0, 1)] == ["full" if flags[s] else "none" for s in (0, 1)]
+    for plan in plans.values():
+        assert plan.bound <= plan.value + 1e-9 and plan.chosen.peak_memory <= 0.4 * 4 + 1e-9
+    assert "stages that recompute: " in str(plans["auto"])
+    plenty = small(recompute="auto")
+    assert plenty.value == small().value and plenty.recomputes in (None, (False,) * plenty.schedule.num_stages)
+
+
+def test_recomputing_is_counted_in_bytes() -> None:
+    """What the simulator says of the recomputing stages' time and memory is what the plan says."""
+    plan = small(LAYERS, num_microbatches=8, memory="190MB", recompute="full", max_stages_per_rank=1)
+    assert plan.recomputes is not None and plan.partition is not None
+    costs = replace(LAYERS.stages(plan.partition, 8), recompute=[float(again) for again in plan.recomputes])
+    timeline = fastpipe.simulate(plan.schedule, costs)
+    assert timeline.makespan == plan.makespan
+    parameters = LAYERS.parameters(plan.partition)
+    held = [
+        most + sum(parameters[s] for s in plan.schedule.placement.stages_of(rank))
+        for rank, most in enumerate(timeline.peak_bytes)
+    ]
+    assert max(held) == plan.chosen.peak_bytes <= 190e6
+
+
 def test_moving_layers_helps_where_the_ends_differ() -> None:
     """The most even partition minimises the longest stage; a pipeline may want it elsewhere."""
     plan = small(LAYERS, max_stages_per_rank=1, effort=0.08)
@@ -151,6 +209,21 @@ def test_the_number_of_microbatches_is_chosen_from_the_batch() -> None:
     assert plan.schedule.num_microbatches == best.num_microbatches
     with pytest.raises(ValueError, match="num_microbatches: give it, or costs of layers with batch_size"):
         small(num_microbatches=None)
+
+
+def test_a_placement_that_is_given_is_kept() -> None:
+    """And a schedule on it is a candidate, whatever its order."""
+    for name in ("zbv", "1f1b", "dualpipe", "interleaved_zb"):
+        given = fastpipe.make_schedule(name, num_ranks=4, num_microbatches=8)
+        plan = small(placement=given, effort=0.002)
+        assert plan.schedule.placement.routes == given.placement.routes
+        depth = given.num_stages / 4
+        ours = fastpipe.simulate(given, CostModel(1.0 / depth, 1.2 / depth, 0.8 / depth, comm=0.05)).makespan
+        assert plan.makespan <= ours and f"{name}, as given" in {one.name for one in plan.candidates}
+    odd = fastpipe.Placement.custom([0, 1, 1, 2, 0])
+    uneven = CostModel([1.0, 2.0, 1.0, 1.0, 1.5], 1.0, 1.0)
+    plan = fastpipe.plan(uneven, num_ranks=3, num_microbatches=4, placement=odd, effort=0.01)
+    assert plan.schedule.placement.routes == odd.routes and plan.bound <= plan.value + 1e-9
 
 
 def test_a_time_limit_cuts_and_says_so() -> None:
@@ -212,6 +285,11 @@ def test_bytes_for_people() -> None:
         ({"effort": -1}, "effort = -1"),
         ({"time_limit": 0}, "time_limit = 0"),
         ({"seed": -1}, "seed = -1"),
+        ({"recompute": "some"}, "recompute = 'some': use one of none, full, auto"),
+        ({"costs": CostModel(recompute=0.5), "recompute": "auto"}, "the costs say already what is recomputed"),
+        ({"placement": fastpipe.Placement.loop(3)}, "placement has 3 ranks and num_ranks = 4"),
+        ({"placement": fastpipe.Placement.loop(4, 2), "costs": UNEVEN}, "placement has 8 stages and the costs name 4"),
+        ({"placement": fastpipe.Placement.loop(4, 4), "costs": LAYERS}, "there are only 14 layers"),
         ({"memory": "1GiB"}, "the costs do not say how many bytes a stage holds"),
         ({"memory": 0.01}, "nothing fits; the smallest, .*, needs 0"),
     ],
@@ -219,6 +297,11 @@ def test_bytes_for_people() -> None:
 def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small(**options)
+
+
+def test_a_placement_is_a_placement() -> None:
+    with pytest.raises(TypeError, match="placement: expected a Placement or a Schedule, found str"):
+        small(placement="loop")
 
 
 def test_costs_are_read_from_files_and_dicts(tmp_path: Path) -> None:

@@ -111,6 +111,23 @@ def test_the_search_keeps_what_must_be_kept(case: tuple[str, int, int, dict[str,
         assert sorted(order[mine].tolist()) == tasks.start[mine].tolist()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_adds_to_weights_keeps_its_order(seed: int) -> None:
+    """Also where B and W are mixed: a B that overtakes a W would change the last bits of a gradient."""
+    schedule = made("dualpipev", 2, 8, {})
+    cost = CostModel([0.4, 0.4, 0.4, 2.2], [0.3, 0.3, 0.3, 1.6], [0.3, 0.3, 0.3, 1.2])
+    tasks = tasks_of(schedule, cost, [1.0] * 4, [100.0, 100.0])
+    found = engine.improve(tasks, tasks.start, span=False, seed=seed, attempts=4000, hot=1.0, cold=0.05)
+    assert found is not None
+    for rank in tasks.ordered(found[0], "better"):
+        done: dict[int, list[int]] = {}
+        for action in rank:
+            for part in action.parts:
+                if part.kind in (fastpipe.ActionKind.B, fastpipe.ActionKind.W):
+                    done.setdefault(part.stage, []).append(part.microbatch)
+        assert all(numbers == sorted(numbers) for numbers in done.values())
+
+
 def test_the_search_finds_what_a_bad_order_wastes() -> None:
     """GPipe's backwards wait for all forwards; 1F1B's memory allows better, and the search gets nearly there."""
     tasks = tight(split(made("gpipe", 3, 6, {})), CostModel())

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -57,6 +59,48 @@ def test_exposed_communication() -> None:
     # each rank waits once for a transfer; rank 0 also at the end of its own send, by then over
     assert timeline.exposed_communication == (2.0, 2.0 + 2.0)
     assert simulate(hand(["0F0 0B0", "1F0 1B0"], [0, 1], 1)).exposed_communication == (0.0, 0.0)
+
+
+def test_recomputation_takes_time_and_saves_memory() -> None:
+    schedule = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)
+    plain = CostModel(backward_input=1, backward_weight=1, stage_bytes=100, activation_bytes=10)
+    full = replace(plain, recompute=1)
+    before, after = simulate(schedule, plain), simulate(schedule, full)
+    # B takes 3 seconds instead of 2, and 1F1B (8 + 3) of each of F and B
+    assert (before.makespan, after.makespan) == (11 * 3, 11 * 4)
+    # rank 1 holds three microbatches; of the two that are not in their backward, the inputs alone, which are in slots
+    assert before.peak_bytes[1] - after.peak_bytes[1] == 2 * 100
+    assert before.peak_activations == after.peak_activations
+
+
+def test_bytes_of_a_recompute_from_action_to_action() -> None:
+    cost = CostModel(stage_bytes=100, activation_bytes=0, recompute=1, kept_bytes=7)
+    one = "0F0 0F1 {} 0F2 0I1 0W1 0I2 0W2"
+    between = simulate(hand([one.format("0I0 0W0")], [0], 3), cost)
+    assert between.peak_bytes == (100 + 7,)
+    # between I and W everything is held
+    waiting = simulate(hand(["0F0 0F1 0I0 0I1 0W0 0W1"], [0], 2), cost)
+    assert waiting.peak_bytes == (200,)
+    whole = simulate(hand(["0F0 0F1 0B0 0B1"], [0], 2), cost)
+    assert whole.peak_bytes == (107,)
+    assert simulate(hand(["0F0 0F1"], [0], 2), cost).peak_bytes == (100,)
+
+
+def test_the_input_of_a_recompute_stays_where_it_is_handed_over() -> None:
+    cost = CostModel(stage_bytes=(0, 50), activation_bytes=(8, 3), recompute=(0, 1))
+    schedule = hand(["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"], [0, 0], 2)
+    assert simulate(schedule, cost).peak_bytes == (2 * 8 + 50,)
+    assert simulate(schedule, replace(cost, recompute=0)).peak_bytes == (100,)
+
+
+def test_bytes_of_a_recompute_in_a_pair() -> None:
+    cost = CostModel(stage_bytes=100, recompute=1, kept_bytes=7)
+    schedule = fastpipe.make_schedule("1f1b_overlap", num_ranks=2, num_microbatches=6)
+    assert any(action.kind is fastpipe.ActionKind.OVERLAP_F_B for rank in schedule for action in rank)
+    plain = simulate(schedule, replace(cost, recompute=0, kept_bytes=None))
+    assert simulate(schedule, cost).peak_bytes == tuple(
+        100 + 7 * (count - 1) for count in (round(held / 100) for held in plain.peak_bytes)
+    )
 
 
 def test_peak_bytes() -> None:

@@ -1,0 +1,49 @@
+"""Rounds by the library and in Python: the same starts, number by number."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastpipe import make_schedule, native_plan
+from fastpipe.schedules.loop_zb import _played
+from fastpipe.schedules.rounds import NEVER, groupings
+from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, compact, slack
+
+pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
+
+
+def in_python(call: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_plan, "library", lambda: None)
+        return call()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_both_languages_play_the_same(data: st.DataObject) -> None:
+    draw = data.draw
+    p, rounds, m = draw(st.integers(1, 7)), draw(st.integers(1, 4)), draw(st.integers(1, 24))
+    groups = draw(st.sampled_from([one for size in range(1, m + 1) for one in groupings(m, size)]))
+    limit = draw(st.integers(1, 2 * rounds * m + 2))
+    model, rules = draw(st.sampled_from([(compact, RULES), (slack, SLACK_RULES)]))
+    rule = draw(st.sampled_from(rules))
+    give_up = draw(st.sampled_from([NEVER, 3 * rounds * m * 2, 2 * p + rounds]))
+    if model is compact and limit < 2 * rounds:
+        limit = 2 * rounds  # with less than one microbatch's memory it never ends
+    job = Job(p, rounds, groups, limit)
+    assert model(job, rule, give_up) == in_python(lambda: model(job, rule, give_up))
+    assert _played(p, rounds, groups, limit, give_up) == in_python(lambda: _played(p, rounds, groups, limit, give_up))
+
+
+@pytest.mark.parametrize("name", ["wave_zb", "loop_zb"])
+def test_schedules_do_not_depend_on_the_library(name: str) -> None:
+    costs = {"forward": 1.0, "backward_input": 1.3, "backward_weight": 0.7, "comm": 0.1}
+    for options in ({}, costs):
+        numbers: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 11, "memory": 0.7, **options}
+        native = make_schedule(name, **numbers)
+        assert in_python(partial(make_schedule, name, **numbers)) == native
