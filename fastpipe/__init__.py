@@ -22,19 +22,30 @@ from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
 
 if TYPE_CHECKING:
+    from fastpipe.runtime.added_losses import AddedLosses, add_loss
+    from fastpipe.runtime.carried import carry
     from fastpipe.runtime.check_parity import check_parity
     from fastpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from fastpipe.runtime.current import current
+    from fastpipe.runtime.grad_scaler import GradScaler
     from fastpipe.runtime.layer_costs import layer_costs
     from fastpipe.runtime.native import native_status
     from fastpipe.runtime.pipeline import Pipeline, StepResult
+    from fastpipe.runtime.split.split import split
 
 _LAZY = {
+    "GradScaler": "fastpipe.runtime.grad_scaler",
+    "AddedLosses": "fastpipe.runtime.added_losses",
+    "add_loss": "fastpipe.runtime.added_losses",
     "Pipeline": "fastpipe.runtime.pipeline",
     "StepResult": "fastpipe.runtime.pipeline",
+    "current": "fastpipe.runtime.current",
+    "carry": "fastpipe.runtime.carried",
     "check_parity": "fastpipe.runtime.check_parity",
     "save_checkpoint": "fastpipe.runtime.checkpoint",
     "layer_costs": "fastpipe.runtime.layer_costs",
     "load_checkpoint": "fastpipe.runtime.checkpoint",
+    "split": "fastpipe.runtime.split.split",
     "native_status": "fastpipe.runtime.native",
 }
 """Names that need torch, or look for it: imported when they are first asked for."""
@@ -42,11 +53,13 @@ _LAZY = {
 __all__ = [
     "Action",
     "ActionKind",
+    "AddedLosses",
     "Candidate",
     "Channel",
     "ChannelKind",
     "CostModel",
     "FastpipeError",
+    "GradScaler",
     "Instruction",
     "LayerCosts",
     "Op",
@@ -62,8 +75,11 @@ __all__ = [
     "StepResult",
     "Timeline",
     "__version__",
+    "add_loss",
+    "carry",
     "check_parity",
     "compare",
+    "current",
     "layer_costs",
     "list_schedules",
     "load_checkpoint",
@@ -75,6 +91,7 @@ __all__ = [
     "plot",
     "save_checkpoint",
     "simulate",
+    "split",
     "validate_program",
     "validate_schedule",
 ]

@@ -11,16 +11,25 @@ import torch
 from torch import nn
 
 from fastpipe.action import ActionKind
-from fastpipe.runtime.chain import Chain, accepted_names, chosen
+from fastpipe.runtime.added_losses import AddedLosses
+from fastpipe.runtime.carried import apart, as_arguments
+from fastpipe.runtime.chain import Chain, Layers, accepted_names, as_layers, chosen, whole
+from fastpipe.runtime.cuts import layer_ranges
 from fastpipe.runtime.generators import Generators
+from fastpipe.runtime.grad_dtype import set_grad_dtype
 from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.losses import checked_loss, detached, returned_loss, scale_loss
+from fastpipe.runtime.losses import (
+    checked_loss,
+    detached,
+    loss_and_metrics,
+    returned_loss,
+    scale_loss,
+    sum_in_order,
+)
 from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
-from fastpipe.runtime.modules import layer_ranges
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
-from fastpipe.runtime.result import total_loss
-from fastpipe.runtime.tensors import boundary_tensors
-from fastpipe.runtime.tied import Tie
+from fastpipe.runtime.reports import MetricRules, Values, added_by_name, reduce_metrics, weights_of
+from fastpipe.runtime.shared_weight import Tie
 from fastpipe.runtime.uses_apart import uses_apart
 from fastpipe.schedule import Schedule
 
@@ -35,11 +44,15 @@ class Reference:
         loss: of the batch.
         losses: of every microbatch, as the loss function returned them.
         outputs: of every microbatch, detached.
+        metrics: what the loss function returned beside the loss, reduced.
+        added_losses: what layers added by `fastpipe.add_loss`, by name.
     """
 
     loss: torch.Tensor
     losses: list[torch.Tensor]
     outputs: list[Any]
+    metrics: dict[str, Any]
+    added_losses: dict[str, torch.Tensor]
 
 
 def reference_step(
@@ -56,6 +69,9 @@ def reference_step(
     step_count: int = 0,
     partition: str | Sequence[int] = "layers",
     ties: Sequence[Tie] = (),
+    metrics: MetricRules = "mean",
+    loss_scale: torch.Tensor | float | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> Reference:
     """One step of the unsplit model: what every pipelined step must equal, bit for bit, on a CPU.
 
@@ -77,10 +93,16 @@ def reference_step(
         partition: with ``rng``: as for `fastpipe.Pipeline`.
         ties: tied weights whose uses are summed stage by stage, as a pipeline does it (its ``_ties``). Without them
             autograd sums a microbatch's uses first, which is the same but for rounding.
+        metrics: as for `fastpipe.Pipeline`.
+        loss_scale: what each share of the loss is multiplied by before its backward, as by `fastpipe.GradScaler`.
+        grad_dtype: as for `fastpipe.Pipeline`; the model's parameters keep it.
     """
     if schedule.forward_only:
         raise ValueError(f"schedule: {schedule.name} has no backward, so there is no step to refer to")
-    model = model if isinstance(model, nn.Module) else Chain(dict(enumerate(model)))
+    layers = as_layers(model)
+    model = whole(model)
+    if grad_dtype is not None:
+        set_grad_dtype(model, grad_dtype)
     inputs, target = batch
     count = schedule.num_microbatches
     args = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -88,32 +110,46 @@ def reference_step(
     named = {k: split(v, count, rule_for(split_rules, k), k) for k, v in (kwargs or {}).items()}
     targets = None if loss_fn is None else split(target, count, rule_for(split_rules, "target"), "target")
     counted, key = (columns[0], 0) if targets is None else (targets, "target")
-    divisors = loss_divisors(loss_reduction, rows_of(counted, rule_for(split_rules, key)), targets, count)
+    given = loss_divisors(loss_reduction, None, targets, count) if callable(loss_reduction) else None
+    weights = weights_of(loss_reduction, given, rows_of(counted, rule_for(split_rules, key)), count)
+    divisors: Sequence[float | None] = weights.loss or [None] * count
     losses: dict[int, torch.Tensor] = {}
     scaled: dict[int, torch.Tensor] = {}
     outputs: dict[int, Any] = {}
+    returned: Values = {0: {}}
+    added: Values = {0: {}}
 
     def finish(i: int, output: Any) -> Any:
-        found = returned_loss(output) if loss_fn is None or targets is None else loss_fn(output, targets[i])
-        losses[i] = checked_loss(found)
+        found, measured = (
+            (returned_loss(output), {})
+            if loss_fn is None or targets is None
+            else loss_and_metrics(loss_fn(output, targets[i]))
+        )
+        losses[i], returned[0][i] = checked_loss(found), list(measured.items())
         return output
 
     with uses_apart(model, ties), _halves_apart(model, schedule) as next_half:
-        forward = _forward_of(model, finish, rng, seed, step_count, partition, schedule.num_stages)
+        forward = _forward_of(model, layers, finish, rng, seed, step_count, partition, schedule.num_stages)
         for i in backward_order(schedule):
             next_half(i)
-            outputs[i] = forward(i, tuple(c[i] for c in columns), {k: v[i] for k, v in named.items()})
-            scaled[i] = scale_loss(losses[i], None if divisors is None else divisors[i])
-            torch.autograd.backward(scaled[i])
-            outputs[i] = detached(outputs[i])
-    ordered = [scaled[i].detach() for i in range(count)]
+            with AddedLosses() as collected:
+                outputs[i] = forward(i, tuple(c[i] for c in columns), {k: v[i] for k, v in named.items()})
+            scaled[i], share = scale_loss(losses[i], divisors[i]), collected.share(divisors[i])
+            root = scaled[i] if share is None else scaled[i] + share
+            torch.autograd.backward(root if loss_scale is None else root * loss_scale)
+            outputs[i], added[0][i] = detached(outputs[i]), collected.detached()
     return Reference(
-        total_loss(ordered), [losses[i].detach() for i in range(count)], [outputs[i] for i in range(count)]
+        sum_in_order([scaled[i].detach() for i in range(count)]),
+        [losses[i].detach() for i in range(count)],
+        [outputs[i] for i in range(count)],
+        reduce_metrics(returned, count, weights, metrics),
+        added_by_name(added, weights),
     )
 
 
 def _forward_of(
     model: nn.Module,
+    layers: Layers | None,
     finish: Callable[[int, Any], Any],
     rng: str | None,
     seed: int | None,
@@ -126,27 +162,30 @@ def _forward_of(
     With `rng` it goes stage by stage, each from the state that it has in a pipeline.
     """
     if rng is None:
-        return lambda microbatch, args, kwargs: finish(microbatch, model(*args, **kwargs))
+        return lambda microbatch, args, kwargs: finish(microbatch, apart(model(*args, **kwargs))[0])
     if rng != PER_MICROBATCH:
         raise ValueError(f"rng = {rng!r}: use None or {PER_MICROBATCH!r}")
-    if not isinstance(model, Chain | nn.Sequential | nn.ModuleList):
+    if isinstance(model, Chain | nn.Sequential | nn.ModuleList):
+        # which `uses_apart` may have exchanged
+        modules: Any = model._modules
+        layers = Layers(modules.values(), modules)
+    if layers is None:
         raise TypeError(f"model is a {type(model).__name__}: with rng = {rng!r} give the list of the model's layers")
-    modules: Any = model._modules.values()
-    layers = list(modules)
-    ranges = layer_ranges(layers, num_stages, partition)
-    stages = [Chain({i: layers[i] for i in layers_of}) for layers_of in ranges]
+    stages = [layers.chain(part) for part in layer_ranges(layers, num_stages, partition)]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     generators = Generators(device, torch.initial_seed() if seed is None else seed)
     generators.begin(step)
 
     def forward(microbatch: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         value: Any = args
+        carried = dict(kwargs)
         for index, stage in enumerate(stages):
             with generators.region(index, microbatch):
-                value = stage(*value, **chosen(kwargs, accepted_names(stage)))
+                value, values = apart(stage(*value, **chosen(carried, accepted_names(stage))))
                 if index == num_stages - 1:
                     return finish(microbatch, value)
-            value = boundary_tensors(value, f"stage {index}")
+            carried |= values
+            value = as_arguments(value)
 
     return forward
 

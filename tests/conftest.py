@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
 
@@ -9,6 +10,10 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 # Without torch there is nothing to run; the header of the run says so.
 collect_ignore = [] if HAS_TORCH else ["runtime", "distributed", "gpu"]
+
+# A shell has its jobs in the background ignore Ctrl-C, and so would Python; there are tests of it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def native_expected() -> bool:

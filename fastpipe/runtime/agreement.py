@@ -13,7 +13,7 @@ from fastpipe.runtime.random_numbers import check_seeds
 
 @contextlib.contextmanager
 def agreeing(
-    control: Control, message: Callable[[], Reply], adopt: Callable[[Sequence[Reply]], None]
+    control: Control, message: Callable[[], Reply], adopt: Callable[[Sequence[Reply]], None], *, part: str | None = None
 ) -> Iterator[None]:
     """Within this context a pipeline is built; at its end all have built the same, or all raise.
 
@@ -23,6 +23,7 @@ def agreeing(
         control: the way to the other processes; closed when the pipeline is not built.
         message: what the others need to know of this process: ``plan``, the same on all, ``seed`` and more.
         adopt: takes the messages of all.
+        part: what is built, where it is not the first thing that they agree on.
     """
     error: Exception | None = None
     with closing_on_error(control, lambda: error):
@@ -30,7 +31,8 @@ def agreeing(
             yield
         except Exception as found:
             error = found
-        replies = control.setup({"refused": cause_text(error)} if error is not None else message())
+        own = {"refused": cause_text(error)} if error is not None else message()
+        replies = control.setup(own) if part is None else control.exchange(part, own)
         if error is not None:
             raise error
         _check_replies(replies)

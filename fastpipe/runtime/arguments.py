@@ -10,11 +10,15 @@ from fastpipe.runtime.microbatch import check_reduction
 from fastpipe.runtime.pairs import check_overlap
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
+from fastpipe.runtime.recompute import check_policy
+from fastpipe.runtime.reports import check_rules
 from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
 
-def check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any, overlap: Any) -> None:
+def check_arguments(
+    loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, timeout: Any, overlap: Any, recompute: Any
+) -> None:
     """Refuse what cannot be right whatever the model.
 
     Raises:
@@ -23,12 +27,14 @@ def check_arguments(loss_fn: Any, loss_reduction: Any, rng: Any, timeout: Any, o
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
     check_reduction(loss_reduction)
+    check_rules(metrics)
     if rng not in (None, PER_MICROBATCH):
         raise ValueError(
             f"rng = {rng!r}: use None (torch's generators, in the order of the actions) or {PER_MICROBATCH!r} (a state "
             "of its own for every stage and microbatch)"
         )
     check_overlap(overlap)
+    check_policy(recompute)
     if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
 

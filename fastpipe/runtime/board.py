@@ -6,6 +6,7 @@ Every process has a board, on which it alone writes and which all others read; w
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from fastpipe.runtime import native
 from fastpipe.runtime.control import DEAD, Reply
 from fastpipe.runtime.failure import DIED, Failure, LostError, first_line
+from fastpipe.runtime.host import Crowd
 from fastpipe.runtime.meeting import Meeting, patiently
 
 _SLICE_SECONDS = 0.5
@@ -20,10 +22,18 @@ _SLICE_SECONDS = 0.5
 
 
 class Board(Meeting):
-    """Through shared memory; `offer` and `connect` before the first exchange."""
+    """Through shared memory; `offer` and `connect` before the first exchange.
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    Args:
+        rank: this process.
+        size: how many there are.
+        timeout: seconds to wait for the others.
+        crowd: the ranks of this host.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float, crowd: Crowd) -> None:
         super().__init__(rank, size, timeout)
+        self._crowd = crowd
         self._native: Any = None
 
     def offer(self) -> Reply:
@@ -51,6 +61,11 @@ class Board(Meeting):
         except RuntimeError as error:
             return first_line(error)
         return ""
+
+    def look_around(self) -> None:
+        """Wait as it fits a host with so many ranks; when pipelines beside this one have been built."""
+        with contextlib.suppress(RuntimeError):  # a store that is gone is others' to tell
+            self._native.share_host(self._crowd.count())
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """Every message begins with the place that its process is at, which must be the same everywhere."""

@@ -3,41 +3,157 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
 
 from torch import nn
 
+from fastpipe.runtime.carried import Carried, apart, as_arguments
+from fastpipe.runtime.recompute import FULL, LAYERS, NONE, recomputed
 
-class Chain(nn.Module):
-    """Layers one after the other, under their indices in the whole model, so that the keys of the state are its own.
 
-    A layer that returns a tuple feeds the next one several arguments; a keyword argument goes to every layer whose
-    ``forward`` names it.
+class WholeNames(nn.Module):
+    """A part of a model whose parameters and buffers have the names that they have in the whole model."""
+
+    def accepts(self) -> frozenset[str] | None:
+        """The keyword arguments that it takes; None for any."""
+        return _named_in(self)
+
+
+class Chain(WholeNames):
+    """Layers one after the other, under their names in the whole model, so that the keys of the state are its own.
+
+    A layer that returns a tuple or a list feeds the next one several arguments; a keyword argument goes to every layer
+    whose ``forward`` names it, and so does what a layer carries to every later one.
+
+    Attributes:
+        recompute: what it does not keep for the backward; see `fastpipe.runtime.recompute`.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module] | Mapping[str, nn.Module]) -> None:
         super().__init__()
-        for index, layer in layers.items():
-            self.add_module(str(index), layer)
+        for name, layer in layers.items():
+            self.add_module(str(name), layer)
         self._names = [accepted_names(layer) for layer in layers.values()]
+        self.recompute = NONE
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers."""
+        return self._run(*args, **kwargs) if self.recompute != FULL else recomputed(self._run, self, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         value: Any = args
+        carried: dict[str, Any] = {}
         layers: Any = self._modules.values()
         # not children(), which leaves out a layer that stands there twice
         for layer, names in zip(layers, self._names, strict=True):
-            inputs = value if isinstance(value, tuple) else (value,)
-            value = layer(*inputs, **chosen(kwargs, names)) if kwargs else layer(*inputs)
-        return value
+            inputs, named = as_arguments(value), chosen(kwargs, names) if kwargs else {}
+            found = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
+            value, values = apart(found)
+            if values:
+                carried |= values
+                kwargs = {**kwargs, **values}
+        return Carried(value, carried) if carried else value
+
+    def accepts(self) -> frozenset[str] | None:
+        """The keyword arguments that a layer of it takes; None for any."""
+        names = [accepted_names(layer) for layer in self.children()]
+        return None if None in names else frozenset().union(*(n for n in names if n is not None))
+
+
+class Layers(Sequence[nn.Module]):
+    """The layers of a model, and how neighbours become one module.
+
+    Args:
+        layers: in order.
+        names: what each is called in the whole model; its index unless given.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
+        self._layers = list(layers)
+        self._names = [str(i) for i in range(len(self._layers))] if names is None else list(names)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[nn.Module]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layers[index]
+
+    def chain(self, indices: Iterable[int]) -> WholeNames:
+        """Neighbours as one module."""
+        return Chain({self._names[i]: self._layers[i] for i in indices})
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer of a parameter; None for a name that there is not."""
+        first = name.partition(".")[0]
+        return self._names.index(first) if first in self._names else None
+
+
+def as_layers(stages: Any) -> Layers | None:
+    """The layers of a model that is given as their list; None for other forms."""
+    if isinstance(stages, Layers):
+        return stages
+    if isinstance(stages, nn.Sequential | nn.ModuleList):
+        # with their names, which need not be numbers
+        modules: Any = stages._modules
+        return Layers(modules.values(), modules)
+    return Layers(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else None
+
+
+def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The model as one module, where it is given as its layers too."""
+    if isinstance(model, nn.Module):
+        return model
+    layers = as_layers(model)
+    assert layers is not None, "a model is a module or the list of its layers"
+    return layers.chain(range(len(layers)))
+
+
+def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapper: str | None) -> Callable[..., Any]:
+    """What to call instead of a stage's module, so that it recomputes.
+
+    Args:
+        module: of the stage.
+        inner: what is in its wrapper, or the same.
+        way: see `fastpipe.runtime.recompute`.
+        stage: its index.
+        wrapper: what the stage is wrapped in, if it has replicas.
+
+    Raises:
+        ValueError: where that cannot be done from outside.
+    """
+    if isinstance(inner, Chain):
+        inner.recompute = way
+        return module
+    if way == NONE:
+        return module
+    if way == LAYERS:
+        raise ValueError(
+            f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, whose layers are not known "
+            "here; use 'full', give the model's layers as a list, or have it use torch.utils.checkpoint itself "
+            "(models of Hugging Face: model.gradient_checkpointing_enable() before the split)"
+        )
+    if wrapper is not None:
+        raise ValueError(
+            f"recompute = {way!r}: stage {stage} is {wrapper}, and a wrapper must not run twice; give "
+            "the model's layers as a list, or use torch.utils.checkpoint within it (models of Hugging Face: "
+            "model.gradient_checkpointing_enable() before the split)"
+        )
+    return lambda *args, **kwargs: recomputed(module, module, args, kwargs)
 
 
 def accepted_names(module: nn.Module) -> frozenset[str] | None:
     """The keyword arguments that a module's forward takes; None for any."""
-    if isinstance(module, Chain):
-        names = [accepted_names(layer) for layer in module.children()]
-        return None if None in names else frozenset().union(*(n for n in names if n is not None))
+    return module.accepts() if isinstance(module, WholeNames) else _named_in(module)
+
+
+def _named_in(module: nn.Module) -> frozenset[str] | None:
     parameters = inspect.signature(module.forward).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None

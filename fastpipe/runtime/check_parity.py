@@ -18,13 +18,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fastpipe.runtime.chain import Chain
-from fastpipe.runtime.clip import Norm, gradients_of, merged_norms, norms_message, total_norm
+from fastpipe.runtime.chain import whole
+from fastpipe.runtime.clip import Held, Norm, merged_norms, norms_message, total_norm
 from fastpipe.runtime.control import Reply
+from fastpipe.runtime.grad_dtype import zero_grad_of
 from fastpipe.runtime.modules import Named
 from fastpipe.runtime.parity import Difference, Parity, bytes_of, compared, parity_of
 from fastpipe.runtime.pipeline import Pipeline, StepResult
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
+from fastpipe.runtime.tied import TiedWeights
 from fastpipe.testing import Reference, reference_step
 
 Key = tuple[int, str]
@@ -49,16 +51,19 @@ def check_parity(
     num_microbatches: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Parity:
-    """Run one step of the pipeline and one of the unsplit model, and compare losses, every gradient and the norm.
+    """Run one step of the pipeline and one of the unsplit model; compare losses, metrics, every gradient and the norm.
 
-    Called on every rank alike. Gradients, buffers and torch's random generators are left as they were; parameters are
-    not touched. The step of the unsplit model is `fastpipe.testing.reference_step`.
+    Called on every rank alike, and in every replica: each compares what its own batch gave before gradients are
+    averaged. Parameters that ``fully_shard`` spread over replicas are gathered. Gradients, buffers and torch's random
+    generators are left as they were; parameters are not touched. The step of the unsplit model is
+    `fastpipe.testing.reference_step`.
 
     Args:
         pipe: the pipeline.
         model: the unsplit model or the list of its layers, with the same parameters. It may be that of which the
             pipeline was made. Where ranks are processes some may give None; their gradients are then sent to one that
-            has the model. Names are matched, or else the order of the parameters.
+            has the model. Names are matched, without the number of the stage if need be, or else the order of the
+            parameters.
         batch: ``(input, target)`` as whole batches or lists of microbatches; the input may be a tuple of arguments,
             the target None where the model returns its loss.
         num_microbatches: for this step, if not the pipeline's.
@@ -72,8 +77,8 @@ def check_parity(
             no loss.
         StepError: when another rank could not take part.
     """
-    unsplit = model if isinstance(model, nn.Module) or model is None else Chain(dict(enumerate(model)))
-    check = _Check(pipe, unsplit, batch, num_microbatches, kwargs or {})
+    unsplit = None if model is None else whole(model)
+    check = _Check(pipe, unsplit, model, batch, num_microbatches, kwargs or {})
     with _left_alone(pipe, unsplit) as rewind:
         return check.run(rewind)
 
@@ -85,12 +90,14 @@ class _Check:
         self,
         pipe: Pipeline,
         model: nn.Module | None,
+        given: nn.Module | Sequence[nn.Module] | None,
         batch: tuple[Any, Any],
         num_microbatches: int | None,
         kwargs: Mapping[str, Any],
     ) -> None:
         self.pipe = pipe
         self.model = model
+        self.given = given
         self.batch = batch
         self.count = pipe.num_microbatches if num_microbatches is None else num_microbatches
         self.kwargs = kwargs
@@ -104,7 +111,7 @@ class _Check:
         if result.loss is None:
             raise ValueError("pipe: its step has no loss; give it a loss_fn, or a last stage that returns a loss")
         drew = rewind()
-        self.found: Gradients = {(p.stage, p.name): p.parameter.grad for p in _named(self.pipe)}
+        self.found = _whole_gradients(self.pipe)
         replies = meet("check_parity, gradients", lambda: self._beginning(drew))
         self.names = self._all_names(replies)
         self.sent = self._gather_gradients(replies)
@@ -115,12 +122,6 @@ class _Check:
 
     def _take_batch(self) -> Reply:
         """Copies of the batch, so that no gradient is added to the user's."""
-        for stage in self.pipe._stages:
-            if stage.parallel is not None and not stage.parallel.whole_gradients:
-                raise ValueError(
-                    f"pipe: stage {stage.index} is {stage.parallel.description}, so no rank has its gradients; check a "
-                    "pipeline whose stages are not"
-                )
         self.copies = [_copy((self.batch, dict(self.kwargs))) for _ in range(2)]
         return {}
 
@@ -133,8 +134,10 @@ class _Check:
 
     def _beginning(self, drew: bool) -> Reply:
         """What the others need to know of this rank before they compare."""
-        parameters = [[p.stage, p.name, _digest(p.parameter), p.is_echo] for p in _named(self.pipe)]
-        norms = norms_message(gradients_of(_named(self.pipe)), 2.0)
+        named = _named(self.pipe)
+        parameters = [[p.stage, p.name, _digest(_whole(p.parameter)), p.is_echo] for p in named]
+        grads = {(p.stage, p.name): (self.found[p.stage, p.name], p.is_echo) for p in named}
+        norms = norms_message([Held(*key, g, is_echo) for key, (g, is_echo) in grads.items() if g is not None], 2.0)
         return {"has_model": self.model is not None, "parameters": parameters, "drew": drew, **norms}
 
     def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
@@ -163,10 +166,10 @@ class _Check:
         parameters = self._parameters_by_key(self.model)
         digests = {(stage, name): digest for reply in replies for stage, name, digest, _ in reply["parameters"]}
         stale = [key for key, p in parameters.items() if _digest(p) != digests[key]]
-        reference = self._reference(self.model)
+        reference = self._reference()
         expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, norms))
         found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
-        found += _compare_losses(result, reference)
+        found += _compare_losses(result, reference) + _compare_reports(result, reference)
         found += compared("norm", "", None, total_norm(norms, 2.0, self.pipe.device), expected_norm)
         for (stage, name), grad in {**self.found, **self.sent}.items():
             found += compared("gradient", name, stage, grad, parameters[stage, name].grad)
@@ -176,25 +179,30 @@ class _Check:
         }
 
     def _parameters_by_key(self, model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
-        """The model's parameters under the pipeline's names: those of the same name, or else in the same order."""
+        """The model's parameters under the pipeline's names.
+
+        Those of the same name, with or without the number of the stage, or else in the same order.
+        """
         own = dict(model.named_parameters())
         if len(own) != len(self.names):
             raise ValueError(
                 f"model has {len(own)} parameters and the pipeline has {len(self.names)}: give the model that the "
                 "pipeline's stages are cut from"
             )
-        if own.keys() == {name for _, name in self.names}:
-            return {(stage, name): own[name] for stage, name in self.names}
+        for known in ([name for _, name in self.names], [name.partition(".")[2] for _, name in self.names]):
+            if own.keys() == set(known):
+                return {key: own[name] for key, name in zip(self.names, known, strict=True)}
         return dict(zip(self.names, own.values(), strict=True))
 
-    def _reference(self, model: nn.Module) -> Reference:
+    def _reference(self) -> Reference:
+        assert self.model is not None and self.given is not None
         settings = self.pipe._steps.settings
         batch, kwargs = self.copies[1]
-        for parameter in model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
         with torch.enable_grad():
             return reference_step(
-                model,
+                self.given,
                 batch,
                 self.pipe._plans.schedule(self.count),
                 settings.loss_fn,
@@ -206,6 +214,9 @@ class _Check:
                 seed=self.pipe._seed,
                 step_count=self.step_count,
                 partition=self.pipe._partition,
+                metrics=settings.metrics,
+                grad_dtype=self.pipe.grad_dtype,
+                loss_scale=self.pipe._steps.scale_now(),
             )
 
     def _parity(self, answers: Sequence[Reply], loss: torch.Tensor, norm: torch.Tensor, drew: bool) -> Parity:
@@ -224,15 +235,53 @@ def _compare_losses(result: StepResult, reference: Reference) -> list[Difference
     return found
 
 
+def _compare_reports(result: StepResult, reference: Reference) -> list[Difference]:
+    """What differs of the metrics and of the losses that stages added."""
+    found = []
+    for what, ours, theirs in (
+        ("metric", result.metrics, reference.metrics),
+        ("added loss", result.added_losses, reference.added_losses),
+    ):
+        for name in sorted({*ours, *theirs}):
+            if name not in ours or name not in theirs:
+                found.append(Difference(what, name, note="only in the " + ("model" if name in theirs else "pipeline")))
+                continue
+            for pair in zip(*(pytree.tree_leaves(values[name]) for values in (ours, theirs)), strict=True):
+                found += compared(what, name, None, *pair) if isinstance(pair[0], torch.Tensor) else []
+    return found
+
+
 def _expected(parameters: Mapping[Key, nn.Parameter], norms: Sequence[Norm]) -> list[torch.Tensor]:
     """The unsplit model's gradients; of zeros where it has none and the pipeline has: their number shows in a norm."""
     there = {(norm.stage, norm.name) for norm in norms}
-    grads = {key: p.grad if p.grad is not None else torch.zeros_like(p) for key, p in parameters.items()}
+    grads = {key: p.grad if p.grad is not None else zero_grad_of(p) for key, p in parameters.items()}
     return [grad for key, grad in grads.items() if key in there or parameters[key].grad is not None]
 
 
 def _named(pipe: Pipeline) -> list[Named]:
     return pipe._named_parameters()
+
+
+def _whole_gradients(pipe: Pipeline) -> Gradients:
+    """What the step gave this replica, for the whole of every parameter, however it is spread over replicas."""
+    parallel = {stage.index: stage.parallel for stage in pipe._stages if stage.parallel is not None}
+    held = [(parallel[index], module) for index, module in pipe.stage_modules.items() if index in parallel]
+    holders = {id(parameter): holder for holder, module in held for parameter in module.parameters()}
+
+    def whole(parameter: nn.Parameter) -> torch.Tensor | None:
+        holder = holders.get(id(parameter))
+        return parameter.grad if holder is None else holder.whole_gradient(parameter)
+
+    found = {(p.stage, p.name): whole(p.parameter) for p in _named(pipe)}
+    replicas = pipe._steps.replicas
+    sums = replicas.whole_sums(whole) if isinstance(replicas, TiedWeights) else {}
+    return found | {key: sums[key[1]] for key in found if key[1] in sums}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, of which each replica may have a shard; then all of them have to ask."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def _copy(value: Any) -> Any:
@@ -289,10 +338,13 @@ def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[]
 
     for parameter, _ in grads:
         parameter.grad = None
+    put_back = [stage.parallel.put_aside() for stage in pipe._stages if stage.parallel is not None]
     try:
         yield rewind
     finally:
         rewind()
+        for restore in put_back:
+            restore()
         pipe.step_count = step_count
         for parameter, grad in grads:
             parameter.grad = grad

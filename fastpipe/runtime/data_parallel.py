@@ -12,6 +12,7 @@ replicas neither wait for it nor train on what it gave.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -55,6 +56,13 @@ class DataParallel(ABC):
     def fold(self) -> None:  # noqa: B027 - most have nothing to do
         """A microbatch's gradients are complete."""
 
+    def last_backward(self, comes: Callable[[nn.Parameter], bool]) -> None:  # noqa: B027 - most wait for REDUCE_GRAD
+        """The stage's last B or W begins, and its REDUCE_GRAD follows before anything else that meets.
+
+        Args:
+            comes: whether a parameter's gradient comes in it; the others' are complete.
+        """
+
     @abstractmethod
     def reduce_grad(self, failed: bool) -> None:
         """All gradients of the step are complete: start to reduce them.
@@ -94,3 +102,11 @@ class DataParallel(ABC):
     def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
         """The leaf of autograd's graph that stands for a parameter."""
         return parameter
+
+    def whole_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """What steps that reduced nothing gave this replica, for the whole of a parameter."""
+        return parameter.grad
+
+    def put_aside(self) -> Callable[[], None]:
+        """Put aside gradients that wait to be reduced and are not in ``.grad``; the function puts them back."""
+        return lambda: None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
-from fastpipe.program import Program
+from fastpipe.program import Op, Program
+from fastpipe.runtime.modules import state_prefix
 from fastpipe.runtime.native import native_status
-from fastpipe.runtime.random_numbers import describe_random
+from fastpipe.runtime.pairs import IN_ORDER, PairCounts, PairPolicy
+from fastpipe.runtime.random_numbers import Habits, describe_random
+from fastpipe.runtime.recompute import NONE
+from fastpipe.runtime.shared_weight import Tie
 from fastpipe.runtime.stage import Stage
-from fastpipe.runtime.tied import Tie
 from fastpipe.runtime.transport import Transport
 from fastpipe.runtime.wrappers import unwrapped
 from fastpipe.schedule import Schedule
@@ -44,14 +47,31 @@ def describe(
         + "; ".join(f"rank {r}: {program[r].num_slots} slots, {program[r].num_sends} sends" for r in ranks),
     ]
     if schedule.placement.num_routes > 1:
-        lines.append("copies      every stage is held twice; parameters stay equal, buffers are each copy's own")
+        lines.append("copies      " + copies_text(stages))
     lines += [f"tied        {' = '.join(tie.names)} (stages {tie.stages})" for tie in ties]
     if seed is not None:
         lines.append("random      " + describe_random(seed))
     lines += [f"replicas    {text}" for text in replica_texts(stages)]
+    lines += [f"recompute   {text}" for text in recompute_texts(stages)]
     if schedule.splits_backward:
         lines.append("backward    " + split_text(stages))
     return "\n".join(lines)
+
+
+def copies_text(stages: Sequence[Stage]) -> str:
+    """What is equal in the two copies of a stage, with a warning of what is not."""
+    whole = {stage.index: unwrapped(stage.module) for stage in stages}
+    buffers = [
+        state_prefix(module, i) + name for i, module in sorted(whole.items()) for name, _ in module.named_buffers()
+    ]
+    text = "every stage is held twice; parameters and their gradients are the same in both"
+    if not buffers:
+        return text
+    listed = ", ".join(buffers[:3]) + (f" and {len(buffers) - 3} more" if len(buffers) > 3 else "")
+    return (
+        f"{text}. WARNING: buffers are each copy's own, and have seen half of the microbatches: {listed}; a checkpoint "
+        "has those of one copy"
+    )
 
 
 def replica_texts(stages: Sequence[Stage]) -> list[str]:
@@ -65,6 +85,15 @@ def replica_texts(stages: Sequence[Stage]) -> list[str]:
         "once a step, from REDUCE_GRAD on, after a stage's last B or W"
         for description, indices in found.items()
     ]
+
+
+def recompute_texts(stages: Sequence[Stage]) -> list[str]:
+    """Which stages recompute, by their way."""
+    found: dict[str, set[int]] = {}
+    for stage in stages:
+        found.setdefault(stage.recompute, set()).add(stage.index)
+    found.pop(NONE, None)
+    return [f"{way}: stages {', '.join(map(str, sorted(indices)))}" for way, indices in found.items()]
 
 
 def split_text(stages: Sequence[Stage]) -> str:
@@ -86,3 +115,65 @@ def trained(stage: Stage) -> list[tuple[str, nn.Parameter]]:
     return [
         (name, parameter) for name, parameter in unwrapped(stage.module).named_parameters() if parameter.requires_grad
     ]
+
+
+def pairs_text(
+    policy: PairPolicy,
+    program: Program,
+    ranks: Mapping[int, Mapping[int, Stage]],
+    counts: PairCounts,
+    habits: Sequence[tuple[Stage, Habits]] | None,
+) -> str:
+    """How pairs of a forward and a backward run, and which run in order however it is.
+
+    Args:
+        policy: what the user and the machine make of it.
+        program: of a step.
+        ranks: the stages of the local ranks, by index.
+        counts: what became of the pairs so far.
+        habits: what the stages do in steps with pairs; None before there was one.
+    """
+    stages = [stage for held in ranks.values() for stage in held.values()]
+    pairs = {pair for rank in ranks for pair in _pairs_in(program, rank)}
+    text = f"{policy.way} ({policy.reason})"
+    if policy.way != IN_ORDER:
+        text += "".join(f"; in order: {why}" for why in _why_in_order(stages, habits, pairs))
+    fused = sorted({stage.index for stage in stages if stage.fuses})
+    if fused:
+        text += f"; stages {_listed(fused)} by their own overlapped_forward_backward, with each other"
+    if counts.total:
+        text += f"; so far {counts.together} together, {counts.in_order} in order, {counts.fused} by the modules"
+    return text
+
+
+def _pairs_in(program: Program, rank: int) -> set[tuple[int, int]]:
+    """The stages of the forward and of the backward of a rank's pairs."""
+    op, stage, _, pair_stage, *_ = program.columns[rank]
+    here = op == Op.OVERLAP_F_B
+    return set(zip(stage[here].tolist(), pair_stage[here].tolist(), strict=True))
+
+
+def _why_in_order(
+    stages: Sequence[Stage], habits: Sequence[tuple[Stage, Habits]] | None, pairs: Collection[tuple[int, int]]
+) -> list[str]:
+    found = []
+    replicated = {stage.index for stage in stages if stage.parallel is not None}
+    if replicated:
+        found.append(f"stages {_listed(replicated)}, whose replicas meet in the order of the actions")
+    if habits is None:
+        return [*found, "where random numbers or buffers meet a recompute, which the first step shows"]
+    recomputing = {stage.index for stage, habit in habits if habit.recomputes}
+    drawing = {stage.index for stage, habit in habits if habit.draws}
+    own = {stage for stage in recomputing if (stage, stage) in pairs}
+    if recomputing and drawing:
+        found.append(
+            f"pairs with a backward of stages {_listed(recomputing)}, which recompute, as stages {_listed(drawing)} "
+            "draw random numbers"
+        )
+    elif own:
+        found.append(f"stages {_listed(own)} with themselves, as they recompute, which writes buffers like the forward")
+    return found
+
+
+def _listed(stages: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(stages)))

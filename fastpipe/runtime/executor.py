@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from fastpipe.program import Program
+from fastpipe.action import NONE
+from fastpipe.program import Instruction, Op, Program
 from fastpipe.runtime import native
+from fastpipe.runtime.current import last_microbatches
+from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.pairs import IN_ORDER, PairCounts
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.transport import Transport
@@ -35,6 +39,8 @@ class Executor(ABC):
         timeout: seconds to wait for a peer.
         num_threads: intra-op threads, the same on every rank.
         pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.pairs`.
+        device: what the stages compute on.
+        several_streams: whether each stage may have a stream of its own.
     """
 
     def __init__(
@@ -48,6 +54,8 @@ class Executor(ABC):
         timeout: float,
         num_threads: int,
         pairs: str = IN_ORDER,
+        device: torch.device = CPU,
+        several_streams: bool = False,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -57,6 +65,10 @@ class Executor(ABC):
         self.timeout = timeout
         self.num_threads = num_threads
         self.pairs = pairs
+        self.device = device
+        self.several_streams = several_streams
+        columns = program.columns[rank]
+        self.last = {index: last_microbatches(columns, index) for index in stages}
         self._prepare()
 
     @abstractmethod
@@ -105,3 +117,28 @@ def executor_class(choice: str) -> type[Executor]:
     from fastpipe.runtime.python_executor import PythonExecutor
 
     return PythonExecutor
+
+
+def last_backwards(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """Microbatch of each stage's last B or W, where the stage's REDUCE_GRAD comes right after it.
+
+    Between the two the rank neither computes nor meets others, so a reduction may begin in the one or in the other: in
+    the order of the rank's collectives it is in the same place.
+    """
+    found = {}
+    last: Instruction | None = None
+    for it in instructions:
+        if it.op is Op.REDUCE_GRAD and last is not None:
+            stage, microbatch = backward_of(last)
+            if stage == it.stage:
+                found[stage] = microbatch
+        if it.op < Op.POST_RECV:
+            last = it
+    return found
+
+
+def backward_of(it: Instruction) -> tuple[int, int]:
+    """Stage and microbatch of a B or W, or of a pair's B; ``NONE`` for other instructions."""
+    if it.op is Op.OVERLAP_F_B:
+        return it.pair_stage, it.pair_microbatch
+    return (it.stage, it.microbatch) if it.op in (Op.B, Op.W) else (NONE, NONE)

@@ -118,7 +118,7 @@ def fuse(
     try:
         found = method(
             stage.modules[0],
-            list(stage.args_of(microbatch, inputs)),
+            _arguments(stage, microbatch, inputs),
             criterion,
             [] if criterion is None else criterion.labels,
             pair.modules[0],
@@ -134,6 +134,16 @@ def fuse(
         raise ValueError(f"{METHOD} of stage {stage.index} did not run the backward of {what}: call it in the method")
     outputs = _checked(stage, found, criterion)
     return one_or_all(outputs), None if criterion is None else criterion.loss
+
+
+def _arguments(stage: Stage, microbatch: int, inputs: Tensors) -> list[Any]:
+    args, carried = stage.received(microbatch, inputs)
+    if carried:
+        raise ValueError(
+            f"{METHOD} of stage {stage.index} has no place for what earlier layers carry ({', '.join(carried)}): "
+            "return it as further outputs, or leave out the method"
+        )
+    return list(args)
 
 
 def _checked(stage: Stage, found: Any, criterion: Criterion | None) -> Sequence[torch.Tensor]:

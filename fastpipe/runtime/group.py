@@ -15,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fastpipe.runtime.devices import CPU
+from fastpipe.runtime.forked import Home, keep_in_children
+from fastpipe.runtime.host import Crowd
+
 logger = logging.getLogger("fastpipe")
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -28,12 +32,14 @@ class Membership:
         size: how many processes there are.
         group: the process group; None when the process is alone.
         ranks: the members' global ranks.
+        device: what they compute on.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     ranks: tuple[int, ...] = (0,)
+    device: torch.device = CPU
 
     def store(self) -> Any:
         """A part of the group's store for one pipeline. The members make their pipelines in the same order."""
@@ -43,6 +49,13 @@ class Membership:
         return distributed_c10d.PrefixStore(f"fastpipe/{members}/{number}", distributed_c10d._get_default_store())
 
 
+def crowd() -> Crowd:
+    """The ranks that compute on this process's host."""
+    if not dist.is_initialized():
+        return Crowd(None, 0)
+    return Crowd(distributed_c10d._get_default_store(), dist.get_rank())
+
+
 def make_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
     """Another group of the same processes.
 
@@ -50,6 +63,8 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
     by processes that have made different numbers of groups before (`dist.new_group` would name it differently on
     each, and they would wait for each other).
     """
+    if member.device.type == "cuda":
+        return _nccl_group(member, distributed_c10d.PrefixStore(name, store), name, timeout)
     backend = str(dist.get_backend(member.group))
     if backend != "gloo":
         return dist.new_group(
@@ -59,6 +74,19 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
     group = dist.ProcessGroup(store, member.rank, member.size)
     gloo = dist.ProcessGroupGloo(store, member.rank, member.size, timeout=timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    keep_in_children(group)
+    return group
+
+
+def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
+    """The same with NCCL. It is not bound to its device: a bound one has one communicator, and with it one stream, for
+    all pairs of ranks; this one makes one for a pair when they first speak. Nothing has been run on a GPU yet."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = list(member.ranks)
+    group = dist.ProcessGroup(store, member.rank, member.size)
+    nccl = dist.ProcessGroupNCCL(store, member.rank, member.size, options)
+    group._register_backend(member.device, dist.ProcessGroup.BackendType.NCCL, nccl)
     return group
 
 
@@ -74,13 +102,13 @@ def membership(group: Any, device: torch.device) -> Membership:
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return Membership()
+            return Membership(device=device)
         _make_group(device)
     group = _from_mesh(group)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
-    return Membership(dist.get_rank(group), len(ranks), group, ranks)
+    return Membership(dist.get_rank(group), len(ranks), group, ranks, device)
 
 
 def _from_mesh(group: Any) -> Any:
@@ -98,9 +126,9 @@ def _make_group(device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     dist.init_process_group(backend)
     logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
-    atexit.register(_end_group)
+    atexit.register(_end_group, Home())
 
 
-def _end_group() -> None:
-    if dist.is_initialized():
+def _end_group(home: Home) -> None:
+    if home.here and dist.is_initialized():
         dist.destroy_process_group()

@@ -8,7 +8,8 @@ from typing import Any, Self
 from torch import nn
 
 from fastpipe.runtime.modules import Named, named_parameters, state_prefix
-from fastpipe.runtime.tied import Tie, first_names
+from fastpipe.runtime.shared_weight import Tie
+from fastpipe.runtime.tied import first_names
 from fastpipe.runtime.wrappers import unwrapped
 
 
@@ -41,6 +42,10 @@ class HeldModel:
         for stage, module in sorted(self.stage_modules.items()):
             own = unwrapped(module)
             state.update(own.state_dict(prefix=state_prefix(own, stage)))
+        for tie in self._ties:
+            # of tied shards the first is the one that is trained
+            first, *others = [name for name in tie.names if name in state] or [""]
+            state.update({name: state[first] for name in others})
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

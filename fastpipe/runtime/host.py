@@ -1,4 +1,4 @@
-"""Processes of one host: who they are, and how one rouses another.
+"""Processes of one host: who they are, how many, and how one rouses another.
 
 Every process has a pipe that the others open through /proc, and a byte in it wakes whoever sleeps for it. A process
 descriptor (pidfd) becomes readable when its process ends, whatever ended it. So one poll sleeps for both.
@@ -17,9 +17,44 @@ Identity = Mapping[str, Any]
 
 
 def host_name() -> str:
-    """What only processes that see each other's /proc have in common; empty where there is none."""
+    """What only processes that see each other's /proc have in common; empty where there is none.
+
+    The variable FASTPIPE_HOST tells processes of one host apart: those where it differs are taken to be on several.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") if boot.exists() else ""
+    if not boot.exists():
+        return ""
+    return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") + os.environ.get("FASTPIPE_HOST", "")
+
+
+class Crowd:
+    """How many ranks compute on this host: those of all pipelines of the default process group, replicas among them.
+
+    It is known in full when all of these have been built. Under torchrun it is at least the number of processes that
+    were started here, so that the first pipeline need not wait for the others.
+
+    Args:
+        store: the default group's; None where there is none.
+        process: this process's rank in it.
+    """
+
+    def __init__(self, store: Any, process: int) -> None:
+        self._host = host_name()
+        self._store = store if self._host else None
+        self._process = process
+        self._own = 0
+
+    def join(self, num_ranks: int) -> None:
+        """Count the ranks of this process; once, however many pipelines it builds."""
+        self._own = num_ranks
+        if self._store is not None and self._store.add(f"fastpipe/counted/{self._host}/{self._process}", 1) == 1:
+            self._store.add(f"fastpipe/ranks/{self._host}", num_ranks)
+
+    def count(self) -> int:
+        """How many have joined so far."""
+        started = os.environ.get("LOCAL_WORLD_SIZE", "")
+        joined = 0 if self._store is None else self._store.add(f"fastpipe/ranks/{self._host}", 0)
+        return max(self._own, joined, int(started) if started.isdecimal() else 0)
 
 
 class Neighbours:

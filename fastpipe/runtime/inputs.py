@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.chain import chosen
 from fastpipe.runtime.microbatch import Rule, Rules, loss_divisors, rows_of, rule_for, split
+from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage, StageWork
-from fastpipe.runtime.tensors import boundary_tensors
+from fastpipe.runtime.tensors import tensors_in
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Request:
         num_microbatches: how many microbatches.
         training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
+        keeps_outputs: whether outputs are kept although the pipeline keeps none.
     """
 
     args: tuple[Any, ...]
@@ -36,6 +38,7 @@ class Request:
     num_microbatches: int
     training: bool
     reduces: bool = True
+    keeps_outputs: bool = False
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Inputs:
         output_grads: the same.
         rows: the rows of every microbatch, where they can be counted.
         whole: the same for what was given as a whole batch, the input and the target.
-        divisors: of the losses, where the user's own function says them.
+        divisors: of the losses, where the user's own function of the target says them.
     """
 
     args: list[tuple[Any, ...]] | None = None
@@ -63,6 +66,10 @@ class Inputs:
     def signature(self) -> tuple[Any, ...]:
         """What the shapes between stages may depend on."""
         return tuple(map(_looks, (self.args, self.kwargs, self.targets)))
+
+    def given(self) -> dict[str, list[bool]]:
+        """By keyword argument that a local stage takes: for which microbatches it is not None."""
+        return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
 
 
 def _looks(value: Any) -> Any:
@@ -133,7 +140,7 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
     count = request.num_microbatches
     if request.output_grad is not None:
         parts = split(request.output_grad, count, rule_for(rules, "output_grad"), "output_grad")
-        inputs.output_grads = [boundary_tensors(part, "output_grad") for part in parts]
+        inputs.output_grads = [tensors_in(part, "output_grad") for part in parts]
         return
     if request.target is None:
         if loss_fn is not None and request.training:
@@ -169,13 +176,33 @@ def check_cuts(whole: Mapping[str, list[int]]) -> None:
         )
 
 
+def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
+    """Refuse a keyword argument that some stages get and others do not.
+
+    Args:
+        given: what `Inputs.given` says on every rank.
+
+    Raises:
+        ValueError: naming the argument and the ranks.
+    """
+    for name in sorted({name for own in given for name in own}):
+        found = {rank: own[name] for rank, own in enumerate(given) if name in own}
+        if len(set(map(tuple, found.values()))) > 1:
+            without = [rank for rank, values in found.items() if not all(values)]
+            others = [rank for rank in found if rank not in without]
+            raise ValueError(
+                f"{name}: it is None on ranks {without}, and not, or for other microbatches, on ranks "
+                f"{others or without}; stages of all of them take it: give it alike on each"
+            )
+
+
 def stage_works(
     inputs: Inputs,
     stages: Sequence[Stage],
     request: Request,
-    reduction: str | Callable[[Any], float],
-    rows: Sequence[int] | None,
+    weights: Weights,
     keep_outputs: bool,
+    loss_scale: torch.Tensor | None,
 ) -> list[StageWork]:
     """What every stage gets.
 
@@ -183,14 +210,16 @@ def stage_works(
         inputs: of this process.
         stages: the local ones.
         request: of the user.
-        reduction: how the microbatches' losses become one.
-        rows: the rows of every microbatch, as the processes agreed.
+        weights: of the microbatches, as the processes agreed.
         keep_outputs: whether the last stage's outputs are wanted.
+        loss_scale: what a backward's roots are multiplied by.
     """
     works = []
     for stage in stages:
         names = chosen(inputs.kwargs, stage.accepts)
-        work = StageWork(keep_outputs=keep_outputs, reduces=request.reduces)
+        work = StageWork(
+            keep_outputs=keep_outputs, reduces=request.reduces, divisors=weights.loss, loss_scale=loss_scale
+        )
         if stage.is_first:
             work.args = inputs.args
         if names:
@@ -198,8 +227,5 @@ def stage_works(
             work.kwargs = [{name: values[i] for name, values in names.items()} for i in range(count)]
         if stage.is_last:
             work.targets, work.output_grads = inputs.targets, inputs.output_grads
-            work.divisors = inputs.divisors
-            if work.output_grads is None and isinstance(reduction, str):
-                work.divisors = loss_divisors(reduction, rows, work.targets, request.num_microbatches)
         works.append(work)
     return works

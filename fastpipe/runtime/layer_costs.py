@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpipe.runtime.chain import accepted_names, chosen
+from fastpipe.runtime.carried import apart, as_arguments
+from fastpipe.runtime.chain import WholeNames, accepted_names, chosen
 
 _REPEATS = 5
+logger = logging.getLogger("fastpipe")
 
 
 def layer_costs(
@@ -30,9 +34,11 @@ def layer_costs(
         layers: the model's layers, in order.
         args: one microbatch, as the first layer takes it; not needed for ``"parameters"``.
         by: ``"parameters"``: their number. ``"flops"``: operations of forward and backward, as torch's own counter has
-            them: matrix products, convolutions and attention; the rest is free. ``"seconds"``: forward and backward,
-            the median of five runs on this machine. Every process measures others, and all have to cut alike: measure
-            on one, and tell the rest. ``"activation_bytes"``: what forward keeps for backward, without parameters.
+            them: matrix products, convolutions and attention; the rest is free. Counted without computing anything,
+            also for a model on the meta device, but for layers that look at values. ``"seconds"``: forward and
+            backward, the median of five runs on this machine. Every process measures others, and all have to cut
+            alike: measure on one, and tell the rest. ``"activation_bytes"``: what forward keeps for backward, without
+            parameters. ``"memory"``: the same, and parameters with their gradients.
         kwargs: keyword arguments, given to every layer whose forward names them.
 
     Returns:
@@ -41,7 +47,7 @@ def layer_costs(
     Raises:
         ValueError: for another ``by``, no layers, or no example where one is needed.
     """
-    measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes}
+    measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes, "memory": _memory}
     listed = list(layers)
     if not listed:
         raise ValueError("layers is empty: give the list of the model's layers")
@@ -51,16 +57,69 @@ def layer_costs(
         raise ValueError(f"by = {by!r}: use 'parameters', {', '.join(map(repr, measures))}")
     if not args:
         raise ValueError(f"by = {by!r}: give one microbatch, as the first layer takes it")
+    if by == "flops":
+        counted = _flops_of_fakes(listed, args, kwargs)
+        if counted is not None:
+            return counted
+    with torch.random.fork_rng(devices=_cuda_devices(listed)):
+        return _by_layer(listed, args, kwargs, measures[by])
+
+
+Measure = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], float]
+
+
+def _by_layer(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any], measure: Measure) -> list[float]:
+    """What a measure finds for each layer, given what the one before it returned."""
     costs = []
     value: Any = args
-    with torch.random.fork_rng(devices=_cuda_devices(listed)), torch.enable_grad():
-        for layer in listed:
-            inputs = _leaves_of_a_graph(value if isinstance(value, tuple) else (value,))
-            named = chosen(kwargs, accepted_names(layer))
-            with _left_alone(layer):
-                costs.append(float(measures[by](layer, inputs, named)))
-                value = layer(*inputs, **named)
+    carried: dict[str, Any] = {}
+    with torch.enable_grad():
+        for layer in layers:
+            inputs = tuple(map(_leaves_of_a_graph, as_arguments(value)))
+            named = chosen({**kwargs, **_leaves_of_a_graph(carried)}, accepted_names(layer))
+            with left_alone(layer):
+                costs.append(float(measure(layer, inputs, named)))
+                value, values = apart(layer(*inputs, **named))
+                carried |= values
     return costs
+
+
+class _Fake(WholeNames):
+    """A layer whose parameters and buffers have looks and no values."""
+
+    def __init__(self, layer: nn.Module, mode: FakeTensorMode) -> None:
+        super().__init__()
+        # not a child, whose tensors are real
+        self._layer = [layer]
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        self._tensors: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+
+    def accepts(self) -> frozenset[str] | None:
+        """The layer's keyword arguments."""
+        return accepted_names(self._layer[0])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's, on such tensors."""
+        return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
+
+
+def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any]) -> list[float] | None:
+    """FLOPs without computing anything; None where a layer asks for values."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((p.device for layer in layers for p in layer.parameters()), torch.device("cpu"))
+
+    def fake(leaf: Any) -> Any:
+        return mode.from_tensor(leaf.to(device)) if isinstance(leaf, torch.Tensor) else leaf
+
+    try:
+        fakes = [_Fake(layer, mode) for layer in layers]
+        inputs, named = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
+        with mode:
+            return _by_layer(fakes, inputs, named, _flops)
+    except Exception as error:
+        # what is wrong with the layers themselves shows again when they are run
+        logger.info("FLOPs are counted in a real run, as the layers do not run without values: %s", error)
+        return None
 
 
 def _flops(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
@@ -103,6 +162,11 @@ def _activation_bytes(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[
     return total
 
 
+def _memory(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
+    held = sum(p.nbytes * (2 if p.requires_grad else 1) for p in layer.parameters())
+    return held + _activation_bytes(layer, inputs, named)
+
+
 def _forward_and_backward(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     outputs = [t for t in _tensors(layer(*inputs, **named)) if t.requires_grad]
     if outputs:
@@ -113,13 +177,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _leaves_of_a_graph(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs as a stage gets them: cut off what came before, with the wish for a gradient as it was."""
+def _leaves_of_a_graph(value: Any) -> Any:
+    """An input as a stage gets it: cut off what came before, with the wish for a gradient as it was."""
 
     def cut(leaf: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
-    return tuple(pytree.tree_map(cut, value) for value in values)
+    return pytree.tree_map(cut, value)
 
 
 def _cuda_devices(layers: Sequence[nn.Module]) -> list[torch.device]:
@@ -127,7 +191,7 @@ def _cuda_devices(layers: Sequence[nn.Module]) -> list[torch.device]:
 
 
 @contextlib.contextmanager
-def _left_alone(layer: nn.Module) -> Iterator[None]:
+def left_alone(layer: nn.Module) -> Iterator[None]:
     """Buffers and gradients come back."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
     grads = [(parameter, parameter.grad) for parameter in layer.parameters()]

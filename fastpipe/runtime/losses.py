@@ -1,8 +1,8 @@
-"""What a last stage returns: losses, outputs, and what is wrong with them."""
+"""What a last stage returns: losses, metrics, outputs, and what is wrong with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,43 @@ def returned_loss(output: Any) -> Any:
     return value if is_loss else None
 
 
+def loss_and_metrics(returned: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What a loss function returned: the loss; or the loss and its metrics, as ``(loss, dict)`` or all in one dict.
+
+    Raises:
+        ValueError: for a dict without ``"loss"``, another tuple, or a metric that is no tensor and no number.
+    """
+    if isinstance(returned, Mapping):
+        if "loss" not in returned:
+            raise ValueError(f"loss_fn returned a dict with {sorted(map(str, returned))}: its loss goes under 'loss'")
+        metrics = {name: value for name, value in returned.items() if name != "loss"}
+        return returned["loss"], _checked_metrics(metrics)
+    if isinstance(returned, tuple | list):
+        if len(returned) != 2 or not isinstance(returned[1], Mapping):
+            kinds = ", ".join(type(value).__name__ for value in returned)
+            raise ValueError(
+                f"loss_fn returned a {type(returned).__name__} of {kinds}: return the loss, or (loss, dict)"
+            )
+        return returned[0], _checked_metrics(returned[1])
+    return returned, {}
+
+
+def _checked_metrics(metrics: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ValueError(f"loss_fn returned a metric under {name!r}: give it a name")
+        if isinstance(value, torch.Tensor):
+            found[name] = value.detach()
+        elif isinstance(value, bool | int | float):
+            found[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        else:
+            raise ValueError(
+                f"loss_fn returned the metric {name!r} as a {type(value).__name__}: give a tensor or number"
+            )
+    return found
+
+
 def checked_loss(loss: Any) -> torch.Tensor:
     """The loss, if it is one.
 
@@ -46,6 +83,14 @@ def checked_loss(loss: Any) -> torch.Tensor:
 def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
     """A microbatch's share in the loss of the batch: the only copy of that rule."""
     return loss if divisor is None else loss / divisor
+
+
+def sum_in_order(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other, which decides the bits: the only copy of that rule."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 def detached(value: Any) -> Any:

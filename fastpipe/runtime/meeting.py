@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from fastpipe.runtime.control import DEAD, Reply
-from fastpipe.runtime.failure import DIED, Failure, LostError
+from fastpipe.runtime.failure import Failure, LostError
 
 
 class Meeting(ABC):
@@ -104,10 +104,16 @@ class StoreMeeting(Meeting):
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         return []
 
-    def speak_for(self, rank: int, step: int) -> None:
-        """Say on behalf of a dead process that it is dead, where it has said nothing."""
+    def speak_for(self, store: Any, failure: Failure, step: int) -> None:
+        """Say on behalf of a dead process what became of it, where it has said nothing.
+
+        Args:
+            store: a connection that is free: this one's own is blocked while it waits for what is said here.
+            failure: its death.
+            step: the step in which it is missing.
+        """
         for phase in ("start", "end"):
-            self.store.compare_set(_key(step, phase, rank), "", json.dumps({DEAD: DIED}))
+            store.compare_set(_key(step, phase, failure.rank), "", json.dumps({DEAD: failure.cause}))
 
     def forget(self, step: int) -> None:
         """Drop what this process has said in a step that all have passed."""
@@ -115,5 +121,5 @@ class StoreMeeting(Meeting):
             self.store.delete_key(_key(step, phase, self.rank))
 
 
-def _key(step: int, phase: str, rank: int) -> str:
+def _key(step: int, phase: str, rank: int | None) -> str:
     return f"{step}/{phase}/{rank}"

@@ -135,31 +135,57 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     """The outputs of all microbatches as one.
 
     Tensors are concatenated along the dimension of their rule (0 unless given); tensors without dimensions are
-    stacked; ``"replicate"`` takes the first; a function gets the list. A dict's entries go by their names, a tuple's
-    by their positions.
+    stacked; other values are listed; ``"replicate"`` takes the first; a function gets the list. A dict's entries, and
+    the fields of a NamedTuple or of a dataclass that pytrees know, go by their names, a tuple's entries by their
+    positions; what is nested within one of them goes by its rule.
     """
     first = outputs[0]
     _check_rules(first, rules)
-    if isinstance(first, Mapping):
-        return {key: _merge_one([out[key] for out in outputs], rule_for(rules, key)) for key in first}
-    if _is_row(first):
-        parts = [_merge_one([out[i] for out in outputs], rule_for(rules, i)) for i in range(len(first))]
-        return type(first)(parts) if type(first) in (tuple, list) else tuple(parts)
-    return _merge_one(list(outputs), rule_for(rules, 0))
+    keys = _keys_of(first)
+    if keys is None:
+        return _merge_one(list(outputs), rule_for(rules, 0))
+    children = [_children(output) for output in outputs]
+    if any(len(found) != len(keys) for found in children):
+        raise ValueError(
+            "merge: the microbatches' outputs do not have the same entries; use merge=False, or a function"
+        )
+    merged = [_merge_one([found[i] for found in children], rule_for(rules, key)) for i, key in enumerate(keys)]
+    return _rebuilt(first, merged)
+
+
+def _keys_of(output: Any) -> list[Any] | None:
+    """The names or positions of what an output consists of; None for what is one thing."""
+    if isinstance(output, Mapping):
+        return list(output)
+    if isinstance(output, tuple | list):
+        return list(getattr(output, "_fields", range(len(output))))
+    if pytree.tree_is_leaf(output):
+        return None
+    pairs, _ = pytree.tree_flatten_with_path(output, is_leaf=lambda value: value is not output)
+    return [getattr(path[0], "name", getattr(path[0], "key", i)) for i, (path, _) in enumerate(pairs)]
+
+
+def _children(output: Any) -> list[Any]:
+    if isinstance(output, Mapping):
+        return list(output.values())
+    return pytree.tree_leaves(output, is_leaf=lambda value: value is not output)
+
+
+def _rebuilt(like: Any, children: list[Any]) -> Any:
+    if isinstance(like, Mapping) and pytree.tree_is_leaf(like):
+        return dict(zip(like, children, strict=True))
+    _, structure = pytree.tree_flatten(like, is_leaf=lambda value: value is not like)
+    return pytree.tree_unflatten(children, structure)
 
 
 def _check_rules(output: Any, rules: Rules) -> None:
     """Refuse a rule for an output that there is not."""
     if not isinstance(rules, Mapping):
         return
-    known = list(output) if isinstance(output, Mapping) else list(range(len(output) if _is_row(output) else 1))
+    known = _keys_of(output) or [0]
     unknown = [key for key in rules if key not in known]
     if unknown:
         raise ValueError(f"merge[{unknown[0]!r}]: the model has no such output; its outputs are {known}")
-
-
-def _is_row(output: Any) -> bool:
-    return isinstance(output, tuple | list)
 
 
 def _merge_one(values: list[Any], rule: Rule) -> Any:
@@ -169,7 +195,9 @@ def _merge_one(values: list[Any], rule: Rule) -> Any:
         return values[0]
     if not isinstance(rule, int):
         raise ValueError(f"merge = {rule!r}: give a dimension, 'replicate' or a function")
-    if not isinstance(values[0], torch.Tensor):
+    if _keys_of(values[0]) is not None and all(type(value) is type(values[0]) for value in values):
+        return merge(values, rule)
+    if not all(isinstance(value, torch.Tensor) for value in values):
         return values
     if values[0].dim() == 0:
         return torch.stack(values)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.chain import Chain
-from fastpipe.runtime.layer_costs import layer_costs
-from fastpipe.runtime.tied import Tie, make_ties, split_name, tied_names
+from fastpipe.runtime.chain import Layers, WholeNames, as_layers
+from fastpipe.runtime.cuts import layer_ranges
+from fastpipe.runtime.devices import located
+from fastpipe.runtime.shared_weight import Tie
+from fastpipe.runtime.tied import make_ties, split_name, tied_names
+from fastpipe.runtime.torch_stages import TracedStage, device_of
 from fastpipe.runtime.wrappers import unwrapped
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
@@ -32,14 +33,15 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
     """
     if isinstance(stages, Mapping):
         return _from_mapping(stages, num_stages, local)
-    if isinstance(stages, Sequence | nn.Sequential | nn.ModuleList):
-        layers = list(stages)
+    layers = as_layers(stages)
+    if layers is not None:
         ranges = layer_ranges(layers, num_stages, partition)
-        return {stage: Chain({i: layers[i] for i in ranges[stage]}) for stage in local}
+        return {stage: layers.chain(ranges[stage]) for stage in local}
     if isinstance(stages, nn.Module) or not callable(stages):
         raise TypeError(
             f"stages is a {type(stages).__name__}: give the list of the model's layers (or an nn.Sequential), a "
-            "function stage_index -> nn.Module, or a dict {stage_index: nn.Module}"
+            "function stage_index -> nn.Module, a dict {stage_index: nn.Module}, or what torch.distributed.pipelining "
+            "makes of it"
         )
     made = {stage: stages(stage) for stage in local}
     for stage, module in made.items():
@@ -72,74 +74,22 @@ def find_ties(
     Raises:
         ValueError: for a name that there is not.
     """
-    if isinstance(stages, Sequence | nn.Sequential | nn.ModuleList):
-        layers = list(stages)
+    layers = as_layers(stages)
+    if layers is not None:
         ranges = layer_ranges(layers, num_stages, partition)
-        stage_of = {str(layer): stage for stage, part in enumerate(ranges) for layer in part}
-        return make_ties(tied_names(Chain(dict(enumerate(layers))), declared), lambda n: _in_chain(n, stage_of))
-    local = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
+        stage_of = {layer: stage for stage, part in enumerate(ranges) for layer in part}
+        names = tied_names(layers.chain(range(len(layers))), declared)
+        return make_ties(names, lambda name: _in_layers(name, layers, stage_of))
+    local = nn.ModuleDict({str(stage): unwrapped(module) for stage, module in modules.items()})
     return make_ties(tied_names(local, declared), lambda name: split_name(name, num_stages))
 
 
-def _in_chain(name: str, stage_of: Mapping[str, int]) -> tuple[int, str]:
-    layer = name.partition(".")[0]
-    if layer not in stage_of:
-        raise ValueError(
-            f"tied: {name!r} names no layer; names begin with the layer's number, 0 to {len(stage_of) - 1}"
-        )
+def _in_layers(name: str, layers: Layers, stage_of: Mapping[int, int]) -> tuple[int, str]:
+    layer = layers.layer_of(name)
+    if layer is None:
+        known = next(layers.chain(range(len(layers))).named_parameters(), ("none",))[0]
+        raise ValueError(f"tied: {name!r} names no layer; names begin with the layer's, as {known} does")
     return stage_of[layer], name
-
-
-def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -> list[range]:
-    """Which layers every stage has."""
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"stages[{index}] is a {type(layer).__name__}: the layers are nn.Modules")
-    if partition in ("layers", "parameters"):
-        if len(layers) < num_stages:
-            raise ValueError(
-                f"stages has {len(layers)} layers and the schedule has {num_stages} stages: give at least one layer a "
-                "stage, or use fewer ranks or stages_per_rank"
-            )
-        return partition_layers(len(layers) if partition == "layers" else layer_costs(layers, by=partition), num_stages)
-    if isinstance(partition, str) and re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", partition):
-        partition = [int(count) for count in partition.split(",")]
-    if isinstance(partition, str) or not isinstance(partition, Sequence):
-        raise ValueError(
-            f"partition = {partition!r}: use 'layers', 'parameters', or the number of layers of every stage, as a list "
-            "or as text like '3,2,2,1'"
-        )
-    return _explicit(list(partition), len(layers), num_stages)
-
-
-def cut_text(stages: Stages, num_stages: int, partition: Any) -> str:
-    """Where a list of layers is cut, and how far the largest stage is from the mean; empty for other forms."""
-    if isinstance(stages, Mapping) or not isinstance(stages, Sequence | nn.Sequential | nn.ModuleList):
-        return ""
-    layers = list(stages)
-    ranges = layer_ranges(layers, num_stages, partition)
-    listed = " | ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in ranges)
-    return f"layers {listed}; {_imbalance(layer_costs(layers, by='parameters'), ranges)}"
-
-
-def _imbalance(costs: Sequence[float], ranges: Sequence[range]) -> str:
-    sums = [sum(costs[layer] for layer in part) for part in ranges]
-    if not sum(sums):
-        return "no parameters"
-    largest = max(sums)
-    excess = largest * len(sums) / sum(sums) - 1
-    return f"stage {sums.index(largest)} has most parameters, {excess:.1%} above the mean"
-
-
-def _explicit(counts: list[Any], num_layers: int, num_stages: int) -> list[range]:
-    counts = [len(count) if isinstance(count, range) else count for count in counts]
-    if len(counts) != num_stages or any(not isinstance(c, int) or c < 1 for c in counts) or sum(counts) != num_layers:
-        raise ValueError(
-            f"partition = {counts}: give {num_stages} numbers of at least 1, one a stage, that sum to the "
-            f"{num_layers} layers"
-        )
-    ends = [sum(counts[: i + 1]) for i in range(num_stages)]
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
 def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:
@@ -160,9 +110,16 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def find_device(modules: Any, device: str | torch.device | None) -> torch.device:
-    """The device that the user names, else that of the first parameter there is, else the CPU."""
+    """The device that the user names, else that of the first parameter there is, else the CPU.
+
+    Raises:
+        ValueError: when torch sees no such device.
+    """
     if device is not None:
-        return torch.device(device)
+        return located(torch.device(device))
+    there = device_of(modules)
+    if there is not None:
+        return there
     candidates: Any = ()
     if isinstance(modules, Mapping):
         candidates = modules.values()
@@ -191,39 +148,44 @@ class Named(NamedTuple):
 
 
 def named_parameters(modules: Mapping[int, nn.Module], first_names: Mapping[str, tuple[int, str]]) -> Iterator[Named]:
-    """Every parameter of the local stages once, in the order of the unsplit model's.
+    """Every parameter of the local stages once, in the order of the unsplit model's; of tied shards the first.
 
     Args:
         modules: by stage.
         first_names: from the further names of tied weights to the stage and name under which each is known.
     """
-    seen: set[int] = set()
+    seen: set[int | str] = set()
     for stage, module in sorted(modules.items()):
         prefix = state_prefix(module, stage)
         for name, parameter in unwrapped(module).named_parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                first = first_names.get(prefix + name)
-                yield Named(*(first or (stage, prefix + name)), parameter, first is not None)
+            first = first_names.get(prefix + name)
+            known = first or (stage, prefix + name)
+            if not seen & {id(parameter), known[1]}:
+                seen |= {id(parameter), known[1]}
+                yield Named(*known, parameter, first is not None)
 
 
 def state_prefix(module: nn.Module, stage: int) -> str:
-    """What goes before a module's own keys: a chain of layers has the whole model's keys already."""
-    return "" if isinstance(unwrapped(module), Chain) else f"{stage}."
+    """What goes before a module's own keys: a part of a list of layers has the whole model's already."""
+    own = unwrapped(module)
+    whole = isinstance(own, WholeNames) or (isinstance(own, TracedStage) and own.whole_names)
+    return "" if whole else f"{stage}."
 
 
 def flags_of(module: nn.Module) -> list[bool]:
     """What may change from step to step in a module and what it hands on: training modes and gradient flags.
 
-    ``parameters()`` makes the names on its way, which takes ten times as long, in every step.
+    Every step looks: ``modules()`` and ``parameters()``, which make names on their way, take several times as long.
     """
     flags = []
     pending, seen = [module], {module}
-    while pending:
-        found = pending.pop()
+    for found in pending:
         flags.append(found.training)
-        flags += [parameter.requires_grad for parameter in found._parameters.values() if parameter is not None]
-        children = [child for child in found._modules.values() if child is not None and child not in seen]
-        seen.update(children)
-        pending += children
+        parameters = found._parameters
+        if parameters:
+            flags += [parameter.requires_grad for parameter in parameters.values() if parameter is not None]
+        for child in found._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                pending.append(child)
     return flags

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fastpipe.action import NONE
 from fastpipe.program import Op
 from fastpipe.runtime import native
-from fastpipe.runtime.executor import Drained, Executor, Seconds
+from fastpipe.runtime.executor import Drained, Executor, Seconds, last_backwards
 from fastpipe.runtime.pairs import WAYS, PairCounts
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.tensors import Tensors
@@ -30,16 +31,28 @@ class NativeExecutor(Executor):
         columns = np.ascontiguousarray(self.program[self.rank].columns)
         channels = [tuple(map(int, channel)) for channel in self.program.channels]
         places = [(index, stage.is_first, stage.is_last) for index, stage in self.stages.items()]
+        self._last_backwards = last_backwards(list(self.program[self.rank]))
         self._splits = bool((columns[0] == Op.I).any())
         endpoint = self.transport.native(runtime, self.program, self.rank, self.timeout)
         self._native = runtime.Executor(
-            self.rank, columns, channels, places, endpoint, self.timeout, pairs=WAYS.index(self.pairs)
+            self.rank,
+            columns,
+            channels,
+            places,
+            endpoint,
+            self.timeout,
+            self.device,
+            pairs=WAYS.index(self.pairs),
+            several_streams=self.several_streams,
         )
 
     def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
         # C++ keeps none of these between steps: a cycle through it could never be collected
-        calls = [(*_calls(stage), *self._fusing(stage)) for stage in self.stages.values()]
+        calls = [
+            (*_calls(stage), *self._fusing(stage), self._last_backwards.get(index, NONE), *self._around(stage))
+            for index, stage in self.stages.items()
+        ]
         spans = self._native.run(signature, announce, calls, self.on_failure, num_threads=self.num_threads)
         if spans is None:
             raise Drained
@@ -59,6 +72,10 @@ class NativeExecutor(Executor):
             return stage.run_fused(microbatch, inputs, self.stages[pair], roots, grads)
 
         return fuse, [index for index, pair in self.stages.items() if stage.fuses_with(pair)]
+
+    def _around(self, stage: Stage) -> tuple[Any, tuple[int, tuple[int, int, int]]]:
+        """What is around its backwards, and what `fastpipe.current` tells of the step."""
+        return stage.moments.around, (stage.moments.step, self.last[stage.index])
 
     def pair_counts(self) -> PairCounts:
         """How many pairs went which way so far."""

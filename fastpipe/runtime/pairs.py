@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.thread_state import ThreadState
 
 IN_ORDER, TOGETHER, MEASURED = "in order", "together", "measured"
@@ -24,8 +25,11 @@ WAYS = (IN_ORDER, TOGETHER, MEASURED)
 OVERLAPS = ("auto", "always", "never")
 NUM_SAMPLES = 8
 """How many pairs of two stages are measured either way."""
+FIRST_KEPT = 64
+"""After how many pairs it is measured again for the first time, as the first pairs of all may be slow for reasons of
+their own; then after twice as many, and so on, up to `NUM_KEPT`."""
 NUM_KEPT = 4096
-"""After how many pairs it is measured again."""
+"""After how many pairs it is measured again, in the long run."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class PairPolicy:
     reason: str = ""
 
 
-def pair_policy(overlap: str, num_ranks_here: int, num_cores: int, device: torch.device) -> PairPolicy:
+def pair_policy(
+    overlap: str, num_ranks_here: int, num_cores: int, device: torch.device, several_streams: bool = False
+) -> PairPolicy:
     """What ``overlap`` of the Pipeline means here.
 
     Args:
@@ -49,11 +55,14 @@ def pair_policy(overlap: str, num_ranks_here: int, num_cores: int, device: torch
         num_ranks_here: how many ranks share this host.
         num_cores: how many cores this process may use.
         device: what is computed on.
+        several_streams: whether stages have streams of their own there.
     """
     if overlap != "auto":
         return PairPolicy(TOGETHER if overlap == "always" else IN_ORDER, f"overlap={overlap!r}")
+    if several_streams:
+        return PairPolicy(TOGETHER, f"each stage has its own stream on {device}, and a helper thread fills the other's")
     if device.type != "cpu":
-        return PairPolicy(IN_ORDER, f"on {device.type} a helper thread brings nothing")
+        return PairPolicy(IN_ORDER, f"all stages share a stream on {device}")
     if num_cores <= num_ranks_here:
         return PairPolicy(IN_ORDER, f"{num_ranks_here} ranks on this host, {num_cores} cores: no core is free")
     return PairPolicy(MEASURED, f"{num_ranks_here} ranks on this host, {num_cores} cores: what is faster is measured")
@@ -72,6 +81,7 @@ class PairClock:
         self._seconds: tuple[list[float], list[float]] = ([], [])
         self._best = False
         self._left = 0
+        self._kept = FIRST_KEPT
 
     def next(self) -> bool:
         """Whether the next pair is to be run together."""
@@ -89,7 +99,8 @@ class PairClock:
         if min(map(len, self._seconds)) == NUM_SAMPLES:
             in_order, overlapped = map(statistics.median, self._seconds)
             self._best = overlapped < in_order
-            self._left = NUM_KEPT
+            self._left = self._kept
+            self._kept = min(2 * self._kept, NUM_KEPT)
             self._seconds = ([], [])
 
 
@@ -120,6 +131,7 @@ class Pairs:
     Args:
         way: how.
         num_threads: intra-op threads; bits depend on them, so the helper has as many.
+        device: what is computed on.
 
     Attributes:
         counts: what became of them.
@@ -127,6 +139,7 @@ class Pairs:
 
     way: str
     num_threads: int
+    device: torch.device = CPU
     counts: PairCounts = field(default_factory=PairCounts)
     _clocks: dict[Hashable, PairClock] = field(default_factory=dict)
     _helper: ThreadPoolExecutor | None = None
@@ -160,7 +173,7 @@ class Pairs:
         if self._helper is None:
             # its thread ends when nothing refers to it any more
             self._helper = ThreadPoolExecutor(1, "fastpipe-helper", torch.set_num_threads, (self.num_threads,))
-        running = self._helper.submit(_with_state, ThreadState(), backward)
+        running = self._helper.submit(_with_state, ThreadState(self.device), backward)
         error: BaseException | None = None
         try:
             forward()
@@ -188,15 +201,3 @@ def _waited(running: Future[None]) -> BaseException | None:
         except BaseException as found:
             interrupted = found
     return interrupted
-
-
-def describe_pairs(policy: PairPolicy, fused: list[int], counts: PairCounts) -> str:
-    """How pairs are run, in one line."""
-    text = f"{policy.way} ({policy.reason})"
-    if policy.way != IN_ORDER:
-        text += ", in order where random numbers or buffers meet a recompute, or stages have replicas"
-    if fused:
-        text += f"; stages {', '.join(map(str, fused))} by their own overlapped_forward_backward, with each other"
-    if counts.total:
-        text += f"; so far {counts.together} together, {counts.in_order} in order, {counts.fused} by the modules"
-    return text

@@ -22,8 +22,8 @@ class Difference:
     """One thing that is not the same.
 
     Attributes:
-        what: ``"loss"``, ``"norm"``, ``"gradient"`` or ``"parameter"``.
-        name: which one: the parameter's name in the pipeline, or the microbatch of a loss.
+        what: ``"loss"``, ``"metric"``, ``"added loss"``, ``"norm"``, ``"gradient"`` or ``"parameter"``.
+        name: which one: the parameter's name in the pipeline, the microbatch of a loss, or that of what is reported.
         stage: where the parameter is; None for what is of the whole model.
         relative: the largest difference of two elements over the largest element of the unsplit model's.
         ulps: the largest number of steps between two elements; 0 where only the signs of zeros differ.

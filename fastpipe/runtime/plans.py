@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,8 +45,8 @@ class Plans:
         self._num_ranks = num_ranks
         self._options = dict(options)
         self._stage_to_rank = stage_to_rank
-        self._lanes = lanes
-        self._recv_lookahead = recv_lookahead
+        self.lanes = lanes
+        self.recv_lookahead = recv_lookahead
         self.parallel = False
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool, bool], Program] = {}
@@ -56,6 +57,18 @@ class Plans:
         if num_microbatches not in self._schedules:
             self._schedules[num_microbatches] = self._make(num_microbatches)
         return self._schedules[num_microbatches]
+
+    def _forwards(self, num_microbatches: int) -> Schedule:
+        """Forward alone; also for a number that the schedule does not take, out of one for more microbatches."""
+        given = self._schedule.num_microbatches if isinstance(self._schedule, Schedule) else 0
+        try:
+            return forwards_of(self.schedule(num_microbatches), num_microbatches)
+        except ValueError:
+            for more in (given, *range(num_microbatches + 1, num_microbatches + 4 * self._num_ranks + 1)):
+                with contextlib.suppress(ValueError):
+                    if more > num_microbatches > 0:
+                        return forwards_of(self.schedule(more), num_microbatches)
+            raise
 
     def _make(self, num_microbatches: int) -> Schedule:
         if isinstance(self._schedule, Schedule):
@@ -87,18 +100,39 @@ class Plans:
         """The program, validated for the transport's lanes."""
         key = (num_microbatches, forward_only, self.parallel)
         if key not in self._programs:
-            schedule = self.schedule(num_microbatches)
-            chosen = forwards_of(schedule) if forward_only else schedule
-            program = lower(chosen, recv_lookahead=self._recv_lookahead)
+            chosen = self._forwards(num_microbatches) if forward_only else self.schedule(num_microbatches)
+            program = lower(chosen, recv_lookahead=self.recv_lookahead)
             whole = with_collectives(program) if self.parallel else program
-            self._programs[key] = validate_program(whole, lanes=self._lanes)
+            self._programs[key] = validate_program(whole, lanes=self.lanes)
         return self._programs[key]
 
 
-def forwards_of(schedule: Schedule) -> Schedule:
-    """The same schedule without its backwards: a forward waits for forwards alone, so the order still can run."""
-    orders = [[part for action in rank for part in action.parts if part.kind is ActionKind.F] for rank in schedule]
-    return Schedule.from_actions(f"{schedule.name} forward", schedule.placement, schedule.num_microbatches, orders)
+def forwards_of(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The schedule's forwards, of its first microbatches on every route.
+
+    A forward waits for forwards of its own microbatch alone, so what is left of the order can still run.
+    """
+    placement = schedule.placement
+    left: list[list[int]] = [[] for _ in placement.routes]
+    for i in range(num_microbatches):
+        left[placement.route_of(i, num_microbatches)].append(i)
+    numbers: dict[int, int] = {}
+    for i in range(schedule.num_microbatches):
+        line = left[placement.route_of(i, schedule.num_microbatches)]
+        if line:
+            numbers[i] = line.pop(0)
+    if any(left):
+        raise ValueError(f"num_microbatches = {num_microbatches}: {schedule.num_microbatches} have not as many a route")
+    orders = [
+        [
+            part._replace(microbatch=numbers[part.microbatch])
+            for action in rank
+            for part in action.parts
+            if part.kind is ActionKind.F and part.microbatch in numbers
+        ]
+        for rank in schedule
+    ]
+    return Schedule.from_actions(f"{schedule.name} forward", placement, num_microbatches, orders)
 
 
 def options_with_stages(

@@ -3,6 +3,9 @@
 One group for each class and direction (activation | gradient, to a higher | to a lower rank), so that every channel
 is an in-order stream of its own on backends that ignore tags. A step that announces sends a header before each
 message; in the others the receiver knows what comes and posts its receives ahead.
+
+On a GPU (NCCL) to wait for a message is to make the current stream wait, and the host goes on. The groups' own timeout,
+and TORCH_NCCL_*, then say when a silent peer is given up.
 """
 
 from __future__ import annotations
@@ -79,11 +82,14 @@ class _Receive:
 
 
 class _ProcessGroupEndpoint(Endpoint):
-    def __init__(self, groups: Sequence[Any], channels: Sequence[Channel], rank: int, timeout: float) -> None:
+    def __init__(
+        self, groups: Sequence[Any], channels: Sequence[Channel], rank: int, timeout: float, device: torch.device
+    ) -> None:
         self.groups = groups
         self.channels = channels
         self.rank = rank
         self.timeout = timedelta(seconds=timeout)
+        self.device = device
         self.book = SpecBook()
         self.queued: dict[int, deque[_Receive]] = {}
         self.receives: dict[int, _Receive] = {}
@@ -111,7 +117,7 @@ class _ProcessGroupEndpoint(Endpoint):
         return receive.tensors
 
     def _receive_announced(self, receive: _Receive, channel: int) -> None:
-        header = torch.empty(HEADER, dtype=torch.int64)
+        header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
         self._wait([self._start("recv", header, channel)], channel)
         specs = read_header(header)
         if specs is not None:
@@ -119,7 +125,7 @@ class _ProcessGroupEndpoint(Endpoint):
             self._post(receive, channel, specs)
 
     def _post(self, receive: _Receive, channel: int, specs: Specs) -> None:
-        buffers = [spec.empty() for spec in specs]
+        buffers = [spec.empty(self.device) for spec in specs]
         receive.works = [self._start("recv", flat(buffer), channel) for buffer in buffers]
         pairs = zip(buffers, specs, strict=True)
         receive.tensors = tuple(buffer.requires_grad_(spec.requires_grad) for buffer, spec in pairs)
@@ -131,9 +137,9 @@ class _ProcessGroupEndpoint(Endpoint):
             return
         parts: list[torch.Tensor] = []
         if self.book.announcing:
-            parts.append(write_header(None if ready is None else specs_of(ready)))
+            parts.append(write_header(None if ready is None else specs_of(ready)).to(self.device))
         elif ready is None:
-            ready = tuple(spec.empty().zero_() for spec in self.book[message])
+            ready = tuple(spec.empty(self.device).zero_() for spec in self.book[message])
         parts += [flat(tensor) for tensor in ready or ()]
         # the parts are kept beside their works: nothing else need keep them alive until they are sent
         self.sends[number] = (channel, [(self._start("send", part, channel), part) for part in parts])
@@ -161,7 +167,7 @@ class _ProcessGroupEndpoint(Endpoint):
     def _wait(self, works: Sequence[Any], channel: int) -> None:
         try:
             for work in works:
-                work.wait(self.timeout)
+                wait_for(work, self.timeout, self.device)
         except RuntimeError as error:
             raise self._lost(channel, error) from error
 
@@ -169,6 +175,14 @@ class _ProcessGroupEndpoint(Endpoint):
         peer = self._peer(channel)
         self.broken.add(peer)
         return TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
+
+
+def wait_for(work: Any, timeout: timedelta, device: torch.device) -> None:
+    """Wait for a message; on a GPU only its current stream does. (With a time limit NCCL would block the host.)"""
+    if device.type == "cpu":
+        work.wait(timeout)
+    else:
+        work.wait()
 
 
 def group_index(channel: Channel) -> int:
@@ -192,19 +206,41 @@ class ProcessGroups(Transport):
     def __init__(self, member: Membership, timeout: float = 600) -> None:
         self.rank = member.rank
         self.timeout = timedelta(seconds=timeout)
-        self.backend = str(dist.get_backend(member.group))
+        self.device = member.device
+        self.backend = "nccl" if member.device.type == "cuda" else str(dist.get_backend(member.group))
+        self._warm: set[Channel] = set()
         store = member.store()
         names = ("activation up", "activation down", "gradient up", "gradient down")
         self.groups = [make_group(member, store, name, self.timeout) for name in names]
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side."""
-        return _ProcessGroupEndpoint(self.groups, program.channels, rank, timeout)
+        self._warm_up(program)
+        return _ProcessGroupEndpoint(self.groups, program.channels, rank, timeout, self.device)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++."""
+        self._warm_up(program)
         channels = [tuple(map(int, channel)) for channel in program.channels]
-        return runtime.ProcessGroupTransport(self.groups, channels, rank)
+        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device)
+
+    def _warm_up(self, program: Program) -> None:
+        """Where connections are made by the first message (NCCL), send one on every channel, all ranks in one order.
+
+        Made in a step, by two ranks while a third waits for one of them, they are a class of hangs of their own. As
+        every rank goes through the same list, the first channel in it that is not done has both its ends there.
+        """
+        if self.device.type == "cpu":
+            return
+        for channel in program.channels:
+            if channel in self._warm or channel.source == channel.destination:
+                continue
+            self._warm.add(channel)
+            if self.rank in (channel.source, channel.destination):
+                verb = "send" if self.rank == channel.source else "recv"
+                message = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                work = getattr(self.groups[group_index(channel)], verb)([message], peer_of(channel, self.rank), 0)
+                wait_for(work, self.timeout, self.device)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Swap tensors with another rank, between steps: its tensors, which look like these.
@@ -218,7 +254,7 @@ class ProcessGroups(Transport):
         try:
             works = [out.send([t], peer, 0) for t in own] + [back.recv([t], peer, 0) for t in theirs]
             for work in works:
-                work.wait(self.timeout)
+                wait_for(work, self.timeout, self.device)
         except RuntimeError as error:
             raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
         return theirs

@@ -14,9 +14,9 @@ from typing import Any
 from fastpipe.runtime.board import Board
 from fastpipe.runtime.control import Control, Reply, dead_among
 from fastpipe.runtime.failure import Failure, LostError
-from fastpipe.runtime.host import Neighbours
+from fastpipe.runtime.host import Crowd, Neighbours
 from fastpipe.runtime.meeting import Meeting, StoreMeeting
-from fastpipe.runtime.watcher import Watcher
+from fastpipe.runtime.watcher import Watcher, note_failure
 
 logger = logging.getLogger("fastpipe")
 
@@ -29,16 +29,17 @@ class Processes(Control):
         rank: this process.
         size: how many there are.
         timeout: seconds to wait for the others.
+        crowd: the ranks of this host.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: float, crowd: Crowd) -> None:
         self.rank = rank
         self.size = size
         self.step = 0
         self._neighbours = Neighbours()
         self._watcher = Watcher(store, self._neighbours, self._died)
         self._store_meeting = StoreMeeting(store, rank, size, timeout, self._watcher.store_gone)
-        self._board = Board(rank, size, timeout)
+        self._board = Board(rank, size, timeout, crowd)
         self._meeting: Meeting = self._store_meeting
 
     def setup(self, message: Reply) -> list[Reply]:
@@ -62,6 +63,8 @@ class Processes(Control):
         """Start a step."""
         self.step += 1
         self._watcher.begin(self.step, on_failure)
+        if self.step == 1 and self._meeting is self._board:
+            self._board.look_around()
 
     def end(self) -> None:
         """The step is over; what was said in the one before it has been read by all."""
@@ -83,7 +86,10 @@ class Processes(Control):
         """Tell the others of a failure, unless somebody was faster."""
         # without the store nobody can be told; the others find out for themselves, and this rank goes on draining
         with contextlib.suppress(RuntimeError):
-            return self._watcher.publish(failure)
+            first = self._watcher.publish(failure)
+            if failure.dead:
+                self._speak_for(self._store_meeting.store, failure, self.step)
+            return first
         return failure
 
     def close(self) -> None:
@@ -91,6 +97,13 @@ class Processes(Control):
         self._watcher.close()
         self._neighbours.close()
 
-    def _died(self, rank: int, step: int) -> None:
-        if self._meeting is self._store_meeting:
-            self._store_meeting.speak_for(rank, step)
+    def _died(self, store: Any, death: Failure, step: int) -> None:
+        """A process of this host is dead; those of other hosts are told by the store alone."""
+        if self._watcher.polls:
+            note_failure(store, death, step)
+        self._speak_for(store, death, step)
+
+    def _speak_for(self, store: Any, failure: Failure, step: int) -> None:
+        """Nobody waits for a word of one that is dead, or silent and given up."""
+        if self._meeting is self._store_meeting and failure.rank not in (None, self.rank):
+            self._store_meeting.speak_for(store, failure, step)

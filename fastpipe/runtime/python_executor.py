@@ -18,7 +18,7 @@ import torch
 from fastpipe.action import NONE, Action, ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
-from fastpipe.runtime.executor import Drained, Executor, Seconds
+from fastpipe.runtime.executor import Drained, Executor, Seconds, backward_of, last_backwards
 from fastpipe.runtime.generators import may_run_together
 from fastpipe.runtime.pairs import PairCounts, Pairs
 from fastpipe.runtime.stage import Stage
@@ -57,7 +57,7 @@ class PythonExecutor(Executor):
         self.made: dict[int, Tensors] = {}
         self.failed = False
         self.error: BaseException | None = None
-        self._pairs = Pairs(self.pairs, self.num_threads)
+        self._pairs = Pairs(self.pairs, self.num_threads, self.device)
         instructions = list(self.program[self.rank])
         resolver = _Resolver(self, instructions)
         self.steps = [resolver.step(instruction) for instruction in instructions]
@@ -70,6 +70,8 @@ class PythonExecutor(Executor):
     def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
         self.failed, self.error = False, None
+        for index, stage in self.stages.items():
+            stage.moments.last = self.last[index]
         self.endpoint.begin(signature, announce)
         # the end of an instruction is the start of the next
         times = [time.perf_counter()]
@@ -192,6 +194,11 @@ class PythonExecutor(Executor):
         """FREE."""
         self.slots.pop(slot, None)
 
+    def last_backward(self, stage: Stage, op: Op, call: Callable[[], None]) -> None:
+        """B or W, the last one of its stage."""
+        stage.meet(op, self.failed)
+        call()
+
     def meet(self, stage: Stage, op: Op) -> None:
         """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too: the stage's replicas wait."""
         stage.meet(op, self.failed)
@@ -203,13 +210,22 @@ class _Resolver:
     def __init__(self, executor: PythonExecutor, instructions: list[Instruction]) -> None:
         self.executor = executor
         self.program = executor.program
+        self.last_backwards = last_backwards(instructions)
         self.split = {(it.stage, it.microbatch) for it in instructions if it.op is Op.I}
         self.slots: dict[Message, int] = {}
         self.numbers: dict[Message, int] = {}
 
     def step(self, it: Instruction) -> Step:
         label = "" if it.action is None else f"{_LABEL_PREFIX}{it.action}"
-        return Step(it.op, self._compute(it) if it.op < Op.POST_RECV else self._move(it), label)
+        return Step(it.op, self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it), label)
+
+    def _last(self, it: Instruction, call: Callable[[], None]) -> Callable[[], None]:
+        """The stage's replicas are told of its last B or W."""
+        stage, microbatch = backward_of(it)
+        if self.last_backwards.get(stage) != microbatch:
+            return call
+        op = Op.W if it.op is Op.W else Op.B
+        return partial(self.executor.last_backward, self.executor.stages[stage], op, call)
 
     def _compute(self, it: Instruction) -> Callable[[], None]:
         executor = self.executor

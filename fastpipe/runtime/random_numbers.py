@@ -1,9 +1,10 @@
 """Random numbers: which stages draw, which recompute, and whether every F starts from a state of its own.
 
-What a stage does is found in the first step of its kind (training or not, and which modules are in training mode), in
-which everything is taken to draw and to recompute: all actions are then regions of `fastpipe.runtime.generators`, one
-at a time. From the next step on only those are that need to be, so where nothing draws nothing is paid. A step in which
-that turns out to be wrong is refused if its gradients or its masks may be wrong, and everything is a region again.
+What a stage does is found in the first step of its kind (training or not, and the flags of its modules: which are in
+training mode, which parameters are frozen). In it everything is taken to draw and to recompute: all actions are regions
+of `fastpipe.runtime.generators`, one at a time. From the next step on only those are that need to be, so where nothing
+draws nothing is paid. A step in which that turns out to be wrong is refused if its gradients or its masks may be wrong,
+and everything is a region again.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class RandomNumbers:
         self.step_count = 0
         self._kinds: dict[tuple[Any, ...], list[Habits]] = {}
         self._kind: tuple[Any, ...] = ()
+        self._kind_in_pairs: tuple[Any, ...] | None = None
         self._active = False
         self._checked = False
         self._randoms: list[StageRandom] = []
@@ -79,11 +81,12 @@ class RandomNumbers:
         self._generators = made.Generators(device, seed)
         self._randoms = [made.StageRandom(self._generators, stage.index) for stage in stages]
 
-    def begin(self, training: bool, has_pairs: bool) -> None:
+    def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> None:
         """A step begins: decide which actions are regions.
 
         Args:
             training: whether there are backwards.
+            flags: of the stages' modules, those of training mode among them.
             has_pairs: whether there are pairs among its actions.
         """
         pairs = self.pairs and has_pairs
@@ -93,7 +96,9 @@ class RandomNumbers:
             for stage in self.stages:
                 stage.random = None
             return
-        self._kind = (training, *(m.training for stage in self.stages for m in stage.module.modules()))
+        self._kind = (training, flags)
+        if pairs and training:
+            self._kind_in_pairs = self._kind
         known = self._kinds.get(self._kind)
         habits = known or [_EVERYTHING] * len(self.stages)
         any_draws = any(habit.draws for habit in habits)
@@ -111,6 +116,15 @@ class RandomNumbers:
         self._checked = not all(random.guards_forward and random.guards_backward for random in self._randoms)
         if any_draws or self._checked:
             self._generators.begin(self.step_count)
+
+    def in_pairs(self) -> list[tuple[Stage, Habits]] | None:
+        """What the stages did in the last kind of step with pairs, which decides whether these run in order.
+
+        Returns:
+            None before the first one.
+        """
+        habits = None if self._kind_in_pairs is None else self._kinds.get(self._kind_in_pairs)
+        return None if habits is None else list(zip(self.stages, habits, strict=True))
 
     def check(self) -> RuntimeError | None:
         """A step has ended well here: learn from it.

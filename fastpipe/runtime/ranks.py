@@ -13,6 +13,7 @@ import torch
 
 from fastpipe.program import Op, Program
 from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
+from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.executor import Drained, Executor, Seconds
 from fastpipe.runtime.failure import Failure, cause_text
 from fastpipe.runtime.pairs import PairCounts
@@ -55,6 +56,8 @@ class LocalRanks:
         timeout: seconds to wait for a peer.
         publish: called at once with a failure of a local rank; returns the first there was.
         pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.pairs`.
+        device: what the stages compute on.
+        several_streams: whether each stage may have a stream of its own.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class LocalRanks:
         timeout: float,
         publish: Callable[[Failure], Failure],
         pairs: str,
+        device: torch.device = CPU,
+        several_streams: bool = False,
     ) -> None:
         self.stages = stages
         self.executor = executor
@@ -72,6 +77,8 @@ class LocalRanks:
         self.timeout = timeout
         self.publish = publish
         self.pairs = pairs
+        self.device = device
+        self.several_streams = several_streams
         self.num_threads = torch.get_num_threads()
         self._executors: dict[int, list[Executor]] = {}
         self._programs: list[Program] = []
@@ -101,6 +108,8 @@ class LocalRanks:
             timeout=self.timeout,
             num_threads=self.num_threads,
             pairs=self.pairs,
+            device=self.device,
+            several_streams=self.several_streams,
         )
 
     def run(self, program: Program, signature: int, announce: bool) -> Outcome:
@@ -142,10 +151,20 @@ class LocalRanks:
 
     def leave(self) -> None:
         """No step comes any more: end the connections, so that who waits for this process is told."""
-        self._executors.clear()
-        self._programs.clear()
+        self.forget()
         self.transport.close()
         gc.collect()  # an executor that is part of a cycle would keep its connections
+
+    def forget(self) -> None:
+        """The programs so far are run no more."""
+        self._executors.clear()
+        self._programs.clear()
+
+    def retire(self) -> None:
+        """End the threads; the transport goes on."""
+        self.forget()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
 
     def close(self) -> None:
         """End the threads, and what the transport holds."""
@@ -154,7 +173,7 @@ class LocalRanks:
         self.transport.close()
 
     def _run_all(self, pool: ThreadPoolExecutor, signature: int, announce: bool) -> None:
-        state = ThreadState()
+        state = ThreadState(self.device)
         futures = [pool.submit(self._in_thread, state, executor, signature, announce) for executor in self._current]
         for future in futures:
             future.result()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
+from fastpipe.runtime.grad_dtype import zero_grad_of
 
 Exchange = Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors)`` to the peer's tensors, which look alike."""
@@ -151,7 +152,7 @@ class RemoteCopies(Replicas):
     def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
         parameters = list(module.parameters())
         has = torch.tensor([p.grad is not None for p in parameters] or [False])
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        own = [zero_grad_of(p) if p.grad is None else p.grad for p in parameters]
         (their_has, *theirs) = self.exchange(self._peer(holders), [has, *own])
         for i, parameter in enumerate(parameters):
             mine = own[i] if has[i] else None

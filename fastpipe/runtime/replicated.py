@@ -1,22 +1,20 @@
 """Stages in DistributedDataParallel: its buckets are averaged once a step, by its own communication hook.
 
 Its reducer counts on one hook a parameter in the backward that it was armed for. In a pipeline there is no such
-backward: the last I and the last W of a stage may have others between them. So it is never armed. When the gradients
-of a step are complete they are put into buckets made as the reducer's own, which are reduced in the background.
+backward: the last I and the last W of a stage may have others between them. And the end of that backward would wait for
+the averages, with gradients for other ranks still to be sent. So it is never armed. Buckets made as the reducer's own
+are reduced in the background, each as soon as the stage's last B or W has completed it, the rest at REDUCE_GRAD.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fastpipe.runtime.averages import Average
 from fastpipe.runtime.data_parallel import DataParallel, ReplicaError, SilentReplicaError
 
 _HELD_BACK = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
@@ -37,7 +35,13 @@ class Replicated(DataParallel):
         self._set: list[dict[str, bool]] = []
         self._reduces = False
         self._begun = False
-        self._under_way: list[_Average] = []
+        self._early: Average | None = None
+        self._under_way: list[Average] = []
+        modules = [module for wrapper in wrappers for module in wrapper.module.modules()]
+        self._places: dict[int, tuple[nn.Module, str]] = {
+            id(p): (m, name) for m in modules for name, p in m._parameters.items()
+        }
+        self._starts_early = len(wrappers) == 1 and not any(isinstance(m, nn.SyncBatchNorm) for m in modules)
         for wrapper in wrappers:
             _check_options(wrapper, stage)
 
@@ -60,21 +64,37 @@ class Replicated(DataParallel):
     def reshard(self) -> None:
         """Nothing is sharded."""
 
+    def last_backward(self, comes: Callable[[nn.Parameter], bool]) -> None:
+        """Start the average of each bucket as the gradients come."""
+        # The order of collectives must be that of the other replicas, whatever their gradients are. Of two wrappers
+        # either may be first; a SyncBatchNorm has collectives of its own in the backward.
+        if self._reduces and not self._begun and self._starts_early and self._set[0]["require_backward_grad_sync"]:
+            self._early = Average(self.wrappers[0], self._in_place)
+            self._early.watch(comes)
+
     def reduce_grad(self, failed: bool) -> None:
-        """Start the averages."""
+        """Start the averages that have not been started."""
         if not self._reduces or self._begun:
             return
         self._begun = True
         for wrapper, flags in zip(self.wrappers, self._set, strict=True):
             # the user's own no_sync() is kept, too
             if flags["require_backward_grad_sync"]:
-                self._under_way.append(_Average(wrapper, failed))
+                average = self._early or Average(wrapper, self._in_place)
+                self._early = None
+                average.complete(failed)
+                self._under_way.append(average)
+
+    def _in_place(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What stands where the parameter stood when it was wrapped: of a tied weight, an alias while a step runs."""
+        module, name = self._places[id(parameter)]
+        return module.get_parameter(name)
 
     def finish(self, failed: bool, deadline: float) -> None:
         """Await the averages, and put them into ``.grad``."""
         under_way, self._under_way = self._under_way, []
         try:
-            num_failed = [average.finish(deadline) for average in under_way]
+            ends = [average.finish(deadline) for average in under_way]
         except TimeoutError as error:
             raise SilentReplicaError(
                 f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
@@ -82,10 +102,16 @@ class Replicated(DataParallel):
             ) from error
         finally:
             self._restore([average.wrapper for average in under_way])
-        if any(num_failed) and not failed:
-            raise ReplicaError(f"the step failed in {max(num_failed)} of {self.num_replicas} replicas of this stage")
+        # every replica sees the same
+        self._starts_early &= not any(again for _, again in ends)
+        num_failed = max((number for number, _ in ends), default=0)
+        if num_failed and not failed:
+            raise ReplicaError(f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage")
 
     def _restore(self, reduced: Sequence[DistributedDataParallel]) -> None:
+        if self._early is not None:
+            self._early.unwatch()
+            self._early = None
         for wrapper, flags in zip(self.wrappers, self._set, strict=True):
             vars(wrapper).update(flags)
         for wrapper in reduced:
@@ -127,63 +153,3 @@ def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
                 f"stages: the DistributedDataParallel of stage {stage} has {option}, which a pipeline cannot keep, as "
                 "gradients are reduced once a step; leave it out"
             )
-
-
-class _Average:
-    """The gradients of one wrapper, on their way to their average over the replicas.
-
-    Args:
-        wrapper: whose parameters, group and communication hook.
-        failed: send zeros instead, and that they mean nothing.
-    """
-
-    def __init__(self, wrapper: Any, failed: bool) -> None:
-        self.wrapper = wrapper
-        self.buckets = wrapper.reducer._get_zeros_like_grad_buckets()
-        self.parameters: list[nn.Parameter] = [p for bucket in self.buckets for p in bucket.parameters()]
-        # as the reducer does it: a hook gets gradients as they are, without one they are divided before they are summed
-        hooked = bool(wrapper._get_ddp_logging_data().get("comm_hook"))
-        factor = 1.0 if hooked else 1.0 / wrapper.process_group.size()
-        if not failed:
-            _fill(self.parameters, [view for bucket in self.buckets for view in bucket.gradients()], factor)
-        used = [int(p.grad is not None and not failed) for p in self.parameters]
-        self.status = torch.tensor([int(failed), *used], dtype=torch.int32, device=self.buckets[0].buffer().device)
-        work = dist.all_reduce(self.status, group=wrapper.process_group, async_op=True)
-        self.futures = [work.get_future(), *map(wrapper.reducer._run_comm_hook, self.buckets)]
-
-    def finish(self, deadline: float) -> int:
-        """Put the averages into ``.grad``; in how many replicas the step failed.
-
-        Raises:
-            TimeoutError: when they are not there by the deadline.
-        """
-        _, *results = [_awaited(future, deadline) for future in self.futures]
-        num_failed, *used = self.status.tolist()
-        averages = []
-        for bucket, result in zip(self.buckets, results, strict=True):
-            bucket.set_buffer(result[0] if isinstance(result, list | tuple) else result)
-            averages += bucket.gradients()
-        with torch.no_grad():
-            for parameter, average, count in zip(self.parameters, averages, used, strict=True):
-                if count:
-                    parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-                    parameter.grad.copy_(average)
-        return int(num_failed)
-
-
-def _fill(parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor], factor: float) -> None:
-    with torch.no_grad():
-        for parameter, view in zip(parameters, views, strict=True):
-            if parameter.grad is not None and factor == 1.0:
-                view.copy_(parameter.grad)
-            elif parameter.grad is not None:
-                torch.mul(parameter.grad, factor, out=view)
-
-
-def _awaited(future: Any, deadline: float) -> Any:
-    """A future's value; `Future.wait` knows no limit of time."""
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    if not done.wait(max(0.0, deadline - time.monotonic())):
-        raise TimeoutError
-    return future.wait()

@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 
 from fastpipe.program import Program
+from fastpipe.runtime.losses import sum_in_order
 from fastpipe.runtime.microbatch import Rules, merge
+from fastpipe.runtime.reports import Reports
 from fastpipe.timeline import Timeline
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
@@ -21,25 +23,30 @@ Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 Packed = dict[str, list[Any]]
 """Scalars by dtype: their microbatches, and their bytes as text."""
 
+Losses = Packed | dict[int, torch.Tensor]
+"""Those of another process, or as they are, by microbatch."""
+
 
 class StepResult:
     """The outcome of a step. What costs time is made when it is read."""
 
     def __init__(
         self,
-        losses: Sequence[Packed],
-        scaled: Sequence[Packed],
-        outputs: list[Any] | None,
+        losses: Sequence[Losses],
+        scaled: Sequence[Losses],
+        outputs: Mapping[int, Any] | None,
         merge_rules: Rules,
         program: Program,
         spans: Spans,
+        reports: Reports | None = None,
     ) -> None:
         self._packed_losses = losses
         self._packed_scaled = scaled
-        self._outputs = outputs
+        self.found = dict(outputs or {})
         self._merge_rules = merge_rules
         self._program = program
         self._spans = spans
+        self._reports = Reports() if reports is None else reports
 
     @cached_property
     def losses(self) -> list[torch.Tensor] | None:
@@ -52,10 +59,28 @@ class StepResult:
 
     @cached_property
     def loss(self) -> torch.Tensor | None:
-        """The loss of the batch, the same on every rank: the microbatches' shares, summed in ascending order."""
-        if not self._scaled:
-            return None
-        return total_loss(self._scaled)
+        """The loss of the batch, the same on every rank: the microbatches' shares, summed in ascending order.
+
+        It is that of the loss function; what stages added is in `added_losses`.
+        """
+        return sum_in_order(self._scaled) if self._scaled else None
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """What the loss function returned beside the loss, the same on every rank: reduced as ``metrics`` says.
+
+        Raises:
+            ValueError: for a metric that did not come with every microbatch, or a rule for one that there is not.
+        """
+        return self._reports.reduced_metrics()
+
+    @cached_property
+    def added_losses(self) -> dict[str, torch.Tensor]:
+        """What the stages added by `fastpipe.add_loss`, by name and weighed as the loss is, the same on every rank.
+
+        What was differentiated is the sum of all of them and `loss`.
+        """
+        return self._reports.added_losses()
 
     @cached_property
     def outputs(self) -> Any:
@@ -63,7 +88,7 @@ class StepResult:
 
         Where a schedule has two routes, each of the two processes that hold the last stage has its half.
         """
-        return merge(self._outputs, self._merge_rules) if self._outputs else None
+        return merge([self.found[i] for i in sorted(self.found)], self._merge_rules) if self.found else None
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -84,19 +109,17 @@ class StepResult:
         )
 
 
-def total_loss(scaled: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of the microbatches' shares, in ascending order: the only copy of that rule."""
-    total = scaled[0]
-    for share in scaled[1:]:
-        total = total + share
-    return total
-
-
-def _by_microbatch(packed: Sequence[Packed]) -> list[torch.Tensor] | None:
+def _by_microbatch(losses: Sequence[Losses]) -> list[torch.Tensor] | None:
     found: dict[int, torch.Tensor] = {}
-    for part in packed:
-        found.update(unpack_tensors(part))
+    for part in losses:
+        found.update(unpack_tensors(_packed(part)))
     return [found[i] for i in sorted(found)] or None
+
+
+def _packed(losses: Losses) -> Packed:
+    """On the host, whatever they were computed on: one transfer."""
+    tensors = {i: loss for i, loss in losses.items() if isinstance(i, int) and isinstance(loss, torch.Tensor)}
+    return pack_tensors(tensors) if tensors else {str(i): part for i, part in losses.items() if isinstance(part, list)}
 
 
 def pack_tensors(tensors: Mapping[int, torch.Tensor]) -> Packed:

@@ -7,7 +7,7 @@ parameters; REDUCE_GRAD calls `post_backward` of every group of parameters, in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,14 +165,42 @@ class Sharded(DataParallel):
         """In one line."""
         return f"sharded by fully_shard over {self.num_replicas} replicas"
 
+    def _of(self, parameter: nn.Parameter) -> Any:
+        """What FSDP knows of a shard."""
+        found = (known for group in self._groups for known in group.fsdp_params if known.sharded_param is parameter)
+        return next(found, None)
+
     def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gathered parameter, which the forward uses."""
-        for group in self._groups:
-            for found in group.fsdp_params:
-                if found.sharded_param is parameter and hasattr(found, "_unsharded_param"):
-                    leaf: torch.Tensor = found._unsharded_param
-                    return leaf
-        return parameter
+        leaf: torch.Tensor = getattr(self._of(parameter), "_unsharded_param", parameter)
+        return leaf
+
+    def whole_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """That of the gathered parameter."""
+        known = self._of(parameter)
+        if known is None:
+            return parameter.grad
+        waiting: torch.Tensor | None = known.unsharded_accumulated_grad
+        return self.leaf(parameter).grad if waiting is None else waiting
+
+    def put_aside(self) -> Callable[[], None]:
+        """Those of gathered parameters."""
+        known = [parameter for group in self._groups for parameter in group.fsdp_params]
+        leaves = [parameter._unsharded_param for parameter in known if hasattr(parameter, "_unsharded_param")]
+        waiting = [(p, "unsharded_accumulated_grad", p.unsharded_accumulated_grad) for p in known]
+        kept = [*waiting, *((leaf, "grad", leaf.grad) for leaf in leaves)]
+        for owner, name, _ in kept:
+            setattr(owner, name, None)
+
+        def put_back() -> None:
+            for parameter in known:
+                if hasattr(parameter, "_unsharded_param"):
+                    # made in between, if it is none of the leaves
+                    parameter._unsharded_param.grad = None
+            for owner, name, value in kept:
+                setattr(owner, name, value)
+
+        return put_back
 
 
 def _complete(group: Any) -> None:

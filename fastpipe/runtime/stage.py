@@ -15,11 +15,17 @@ import torch
 from torch import nn
 
 from fastpipe.program import Op
-from fastpipe.runtime.chain import Chain, accepted_names
+from fastpipe.runtime.added_losses import AddedLosses, attached
+from fastpipe.runtime.boundary import from_tensors, to_tensors
+from fastpipe.runtime.carried import apart, carried_on, together
+from fastpipe.runtime.chain import Chain, accepted_names, chosen, recomputing
+from fastpipe.runtime.current import Around, Moments
 from fastpipe.runtime.fused import fuse, method_of
 from fastpipe.runtime.generators import StageRandom, pair_region
-from fastpipe.runtime.losses import checked_loss, detached, fitting, returned_loss, scale_loss
-from fastpipe.runtime.tensors import Tensors, boundary_tensors
+from fastpipe.runtime.losses import checked_loss, detached, fitting, loss_and_metrics, returned_loss, scale_loss
+from fastpipe.runtime.recompute import NONE
+from fastpipe.runtime.record import Record, enter
+from fastpipe.runtime.tensors import Tensors, tensors_in
 from fastpipe.runtime.weight_grad import Survey, WeightGradients, make_weight_gradients
 from fastpipe.runtime.wrappers import find_data_parallel, unwrapped
 
@@ -39,62 +45,30 @@ class StageWork:
         kwargs: keyword arguments of the module.
         targets: the loss function's second argument.
         divisors: what each microbatch's loss is divided by before its backward; None for no scaling.
+        loss_scale: what a backward's roots are multiplied by, see `fastpipe.GradScaler`; None for 1.
         output_grads: gradients of the outputs, given by the caller instead of a loss.
         keep_outputs: whether the last stage's outputs are kept.
         reduces: whether gradients are reduced over the replicas of the pipeline in this step.
         losses: out: the loss of each microbatch as the loss function returned it, detached.
         scaled: out: the same after the division.
         outputs: out: the last stage's outputs, detached.
+        metrics: out: what the loss function returned beside the loss.
+        added: out: the losses that the stage added.
     """
 
     args: Sequence[tuple[Any, ...]] | None = None
     kwargs: Sequence[Mapping[str, Any]] | None = None
     targets: Sequence[Any] | None = None
     divisors: Sequence[float] | None = None
+    loss_scale: torch.Tensor | None = None
     output_grads: Sequence[Tensors] | None = None
     keep_outputs: bool = True
     reduces: bool = True
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     scaled: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
-
-
-class _Entry(torch.autograd.Function):
-    """Where a received tensor enters a stage's graph: catches the gradient as autograd made it.
-
-    The gradient of a leaf would be laid out like the leaf, and with it what the previous stage computes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, caught: dict[int, torch.Tensor], index: int) -> torch.Tensor:
-        ctx.caught, ctx.index = caught, index
-        # not a view: a stage may change its input in place
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.caught[ctx.index] = grads[0]
-        return None, None, None
-
-
-def _enter(tensor: torch.Tensor, caught: dict[int, torch.Tensor], index: int) -> torch.Tensor:
-    entered: torch.Tensor = _Entry.apply(tensor, caught, index)  # type: ignore[no-untyped-call]
-    return entered
-
-
-@dataclass
-class _Record:
-    """What a forward leaves for its backward."""
-
-    inputs: Tensors
-    outputs: Tensors
-    caught: dict[int, torch.Tensor]
-    weights: WeightGradients | None
-
-    def input_grads(self) -> Tensors:
-        """After the backward: the gradients of the inputs that require one."""
-        needing = [(i, t) for i, t in enumerate(self.inputs) if t.requires_grad]
-        return tuple(self.caught[i] if i in self.caught else torch.zeros_like(t) for i, t in needing)
+    metrics: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
+    added: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
 
 
 class Stage:
@@ -105,8 +79,13 @@ class Stage:
         module: the slice.
         num_stages: how many slices there are.
         loss_fn: ``loss_fn(output, target)`` on the last stage.
+        recompute: what it does not keep for the backward; see `fastpipe.runtime.recompute`.
+        contexts: what the user puts around every F, and around every B, I and W.
 
     Attributes:
+        accepts: the keyword arguments that the module's forward takes; None for any.
+        later: those that later stages take; None for any.
+        moments: what is current in its actions.
         running: the microbatch whose forward has begun and not ended, if any.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
         has_split: whether an I has run, so that `deferred` is known.
@@ -117,7 +96,15 @@ class Stage:
         fuses: whether it brings a method for fused pairs; see `fastpipe.runtime.fused`.
     """
 
-    def __init__(self, index: int, module: nn.Module, num_stages: int, loss_fn: LossFunction | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        num_stages: int,
+        loss_fn: LossFunction | None = None,
+        recompute: str = NONE,
+        contexts: tuple[Around | None, Around | None] = (None, None),
+    ) -> None:
         self.index = index
         self.module = module
         self.is_first = index == 0
@@ -125,16 +112,22 @@ class Stage:
         self.loss_fn = loss_fn
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
+        self.moments = Moments(index, *contexts)
+        self.later: frozenset[str] | None = None
         self.work = StageWork()
         self.running: int | None = None
         self.random: StageRandom | None = None
         self.modules = list(module.children()) if isinstance(module, Chain) else [module]
-        self.fuses = method_of(self.modules) is not None and self.parallel is None
+        self.recompute = recompute
+        self.fuses = method_of(self.modules) is not None and self.parallel is None and recompute == NONE
+        wrapper = None if self.parallel is None else self.parallel.description
+        self._module_call = recomputing(module, unwrapped(module), recompute, index, wrapper)
         self.deferred: frozenset[int] = frozenset()
         self.has_split = False
         self.peak_held_bytes = 0
+        self._added = AddedLosses()
         self._looks: tuple[bool, ...] | None = None
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, Record] = {}
         self._survey = Survey()
         self._waiting: dict[int, tuple[WeightGradients, int]] = {}
 
@@ -152,7 +145,10 @@ class Stage:
     def output_grads(self, microbatch: int) -> Tensors | None:
         """The caller's gradients of one microbatch's outputs."""
         grads = self.work.output_grads
-        return None if grads is None else grads[microbatch]
+        scale = self.work.loss_scale
+        if grads is None or scale is None:
+            return None if grads is None else grads[microbatch]
+        return tuple(grad * scale for grad in grads[microbatch])
 
     def run(self, microbatch: int, inputs: Tensors) -> Tensors:
         """Call the module; on the last stage also the loss.
@@ -167,15 +163,17 @@ class Stage:
         """
         # stays set when something is raised, so that of two overlapped actions it is known which one failed
         self.running = microbatch
-        outputs = self._call(microbatch, inputs)
+        with self.moments.around_forward():
+            outputs = self._call(microbatch, inputs)
         self.running = None
         return outputs
 
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
-        work = self.work
-        args = self.args_of(microbatch, inputs)
+        args, carried = self.received(microbatch, inputs)
+        kwargs = self._kwargs_of(microbatch, carried)
         try:
-            output = self.module(*args) if work.kwargs is None else self.module(*args, **work.kwargs[microbatch])
+            with AddedLosses() as self._added:
+                output = self._module_call(*args, **kwargs) if kwargs else self._module_call(*args)
         except RuntimeError as error:
             reason = self._dtype_reason(args)
             if reason is None:
@@ -183,14 +181,42 @@ class Stage:
             raise ValueError(reason) from error
         if self.is_last:
             return self._finish(microbatch, output)
-        outputs = boundary_tensors(output, f"stage {self.index}")
+        outputs = self._hand_on(microbatch, output, carried)
         if self.fuses:
             self._looks = tuple(tensor.requires_grad for tensor in outputs)
         return outputs
 
-    def args_of(self, microbatch: int, inputs: Tensors) -> Sequence[Any]:
-        """The positional arguments of the module."""
-        return inputs if self.work.args is None else self.work.args[microbatch]
+    def _hand_on(self, microbatch: int, output: Any, carried: Mapping[str, Any]) -> Tensors:
+        """The tensors for the next stage: the output, what is carried to later ones, and what was added to the loss."""
+        value, values = apart(output)
+        if values or carried:
+            carried = carried_on(carried, values, self.index, self.accepts, self.later)
+        share = self._scaled_up(self._share_added(microbatch))
+        return attached(to_tensors(value, carried, self.index), share, self.index)
+
+    def _share_added(self, microbatch: int) -> torch.Tensor | None:
+        """The share of the losses that this stage added in that of the batch, which are noted."""
+        if not self._added.values:
+            return None
+        self.work.added[microbatch] = self._added.detached()
+        return self._added.share(self._divisor(microbatch)) if torch.is_grad_enabled() else None
+
+    def _scaled_up(self, root: torch.Tensor | None) -> torch.Tensor | None:
+        """What a backward starts from, times the scale of the losses."""
+        scale = self.work.loss_scale
+        return root if scale is None or root is None or not torch.is_grad_enabled() else root * scale
+
+    def _divisor(self, microbatch: int) -> float | None:
+        return None if self.work.divisors is None else self.work.divisors[microbatch]
+
+    def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The positional arguments of the module, and what earlier stages carry."""
+        return from_tensors(inputs) if self.work.args is None else (self.work.args[microbatch], {})
+
+    def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The keyword arguments of the module: of the step, and of what is carried those that it names."""
+        given = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
+        return given if not carried else together(given, chosen(carried, self.accepts), self.index)
 
     @property
     def wants_loss(self) -> bool:
@@ -207,9 +233,10 @@ class Stage:
     ) -> Tensors:
         """As `run`, with the backward of another microbatch; see `fastpipe.runtime.fused.fuse`."""
         self.running = microbatch
-        output, loss = fuse(self, microbatch, inputs, pair, roots, grads)
+        with self.moments.around_forward(), AddedLosses() as self._added:
+            output, loss = fuse(self, microbatch, inputs, pair, roots, grads)
         if not self.is_last:
-            outputs = boundary_tensors(output, f"stage {self.index}")
+            outputs = self._hand_on(microbatch, output, {})
         elif loss is None:
             outputs = self._finish(microbatch, output)
         else:
@@ -231,9 +258,10 @@ class Stage:
 
     def _dtype_reason(self, args: Sequence[Any]) -> str | None:
         """What is wrong when a dtype does not fit the stage; None when it does."""
-        if torch.is_autocast_enabled("cpu"):
+        parameters = list(self.module.parameters())
+        if not parameters or torch.is_autocast_enabled(parameters[0].device.type):
             return None
-        own = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        own = {p.dtype for p in parameters if p.is_floating_point()}
         found = {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
         if not own or not found or found & own:
             return None
@@ -246,14 +274,19 @@ class Stage:
 
     def _finish(self, microbatch: int, output: Any) -> Tensors:
         work = self.work
+        output, values = apart(output)
+        carried_on({}, values, self.index, self.accepts, self.later)
         self._keep(microbatch, output)
         if work.output_grads is not None:
-            return fitting(boundary_tensors(output, "the last stage"), work.output_grads[microbatch])
+            outputs = fitting(tensors_in(output, "the last stage's output"), work.output_grads[microbatch])
+            return attached(outputs, self._scaled_up(self._share_added(microbatch)), self.index)
         if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
             if torch.is_grad_enabled():
                 raise NoLoss
+            self._share_added(microbatch)
             return ()
         if self.loss_fn is not None and work.targets is None:
+            self._share_added(microbatch)
             return ()
         return (self.loss(microbatch, output, None if work.targets is None else work.targets[microbatch]),)
 
@@ -262,10 +295,11 @@ class Stage:
             self.work.outputs[microbatch] = detached(output)
 
     def loss(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
-        """The loss of one microbatch, scaled: its share in that of the batch, which is noted."""
+        """What the backward of one microbatch starts from: the loss's share in that of the batch, which is noted."""
         work = self.work
-        loss = checked_loss(returned_loss(output) if self.loss_fn is None else self.loss_fn(output, target))
-        scaled = scale_loss(loss, None if work.divisors is None else work.divisors[microbatch])
+        found, metrics = (returned_loss(output), {}) if self.loss_fn is None else self._call_loss_fn(output, target)
+        loss = checked_loss(found)
+        scaled = scale_loss(loss, self._divisor(microbatch))
         if torch.is_grad_enabled() and not scaled.requires_grad:
             whose = "the last stage" if self.loss_fn is None else "loss_fn"
             raise ValueError(
@@ -274,7 +308,16 @@ class Stage:
             )
         work.losses[microbatch] = loss.detach()
         work.scaled[microbatch] = scaled.detach()
-        return scaled
+        if metrics:
+            work.metrics[microbatch] = list(metrics.items())
+        share = self._share_added(microbatch)
+        root = self._scaled_up(scaled if share is None else scaled + share)
+        assert root is not None
+        return root
+
+    def _call_loss_fn(self, output: Any, target: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        assert self.loss_fn is not None
+        return loss_and_metrics(self.loss_fn(output, target))
 
     def forward(self, microbatch: int, inputs: Tensors, *, splits: bool = False) -> Tensors:
         """Run one microbatch, and keep what its backward needs unless gradients are off.
@@ -284,12 +327,16 @@ class Stage:
             inputs: what the previous stage handed on.
             splits: whether its backward will come in two parts.
         """
-        if self.random is None:
-            return self._forward(microbatch, inputs, splits)
-        with self.random.forward(microbatch):
+        with self.moments.noted(Op.F, microbatch):
+            if self.random is None:
+                return self._forward(microbatch, inputs, splits)
+            return self._forward_drawing(self.random, microbatch, inputs, splits)
+
+    def _forward_drawing(self, random: StageRandom, microbatch: int, inputs: Tensors, splits: bool) -> Tensors:
+        with random.forward(microbatch):
             outputs = self._forward(microbatch, inputs, splits)
-            if self.random.watches:
-                self.random.note_graph(outputs)
+            if random.watches:
+                random.note_graph(outputs)
             return outputs
 
     def forward_backward(
@@ -316,7 +363,8 @@ class Stage:
         def run(microbatch: int, entered: Tensors) -> Tensors:
             return self.run_fused(microbatch, entered, pair, roots, root_grads)
 
-        with pair_region(self.random, pair.random, microbatch, pair_microbatch):
+        region = pair_region(self.random, pair.random, microbatch, pair_microbatch)
+        with self.moments.noted(Op.F, microbatch), region:
             outputs = self._forward(microbatch, inputs, splits, run)
         if self.random is not None and self.random.watches:
             self.random.note_graph(outputs)
@@ -329,13 +377,13 @@ class Stage:
         if not torch.is_grad_enabled():
             return (run or self.run)(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
-        entered = tuple(_enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
+        entered = tuple(enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
         weights = make_weight_gradients(self._survey) if splits else None
         with weights.armed(backward=False, fused=run is not None) if weights is not None else contextlib.nullcontext():
             outputs = (run or self.run)(microbatch, entered)
         if weights is not None:
             weights.split([t for t in outputs if t.requires_grad], [t for t in entered if t.requires_grad])
-        self._records[microbatch] = _Record(inputs, outputs, caught, weights)
+        self._records[microbatch] = Record(inputs, outputs, caught, weights)
         return outputs
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
@@ -348,9 +396,11 @@ class Stage:
         Returns:
             The gradients of the inputs that require one.
         """
-        if self.random is None:
-            return self._backward(microbatch, grads)
-        with self.random.backward(microbatch):
+        with self.moments.noted(Op.B, microbatch), self.moments.around_backward():
+            return self._differentiate(microbatch, grads)
+
+    def _differentiate(self, microbatch: int, grads: Tensors) -> Tensors:
+        with contextlib.nullcontext() if self.random is None else self.random.backward(microbatch):
             return self._backward(microbatch, grads)
 
     def _backward(self, microbatch: int, grads: Tensors) -> Tensors:
@@ -373,8 +423,8 @@ class Stage:
         weights = self._records[microbatch].weights
         assert weights is not None, "its forward was not told that the backward is split"
         # what is recomputed now are linears, too
-        with weights.armed(backward=True):
-            found = self.backward(microbatch, grads)
+        with self.moments.noted(Op.I, microbatch), self.moments.around_backward(), weights.armed(backward=True):
+            found = self._differentiate(microbatch, grads)
         self.deferred = self.deferred or frozenset(weights.leaves())
         self.has_split = True
         self._waiting[microbatch] = weights, weights.held_bytes()
@@ -384,13 +434,14 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Backward for the weights that were left."""
         weights, _ = self._waiting.pop(microbatch)
-        with contextlib.nullcontext() if self.random is None else self.random.backward(microbatch, whole=False):
+        region = contextlib.nullcontext() if self.random is None else self.random.backward(microbatch, whole=False)
+        with self.moments.noted(Op.W, microbatch), self.moments.around_backward(), region:
             weights.compute()
         if self.parallel is not None and self.parallel.folds:
             self.parallel.fold()
 
     def meet(self, op: int, failed: bool) -> None:
-        """UNSHARD, RESHARD or REDUCE_GRAD; nothing where the stage has no replicas.
+        """UNSHARD, RESHARD or REDUCE_GRAD, or the last B or W before that; nothing where the stage has no replicas.
 
         Args:
             op: which.
@@ -402,8 +453,12 @@ class Stage:
             self.parallel.unshard(failed)
         elif op == Op.RESHARD:
             self.parallel.reshard()
-        else:
+        elif op == Op.REDUCE_GRAD:
             self.parallel.reduce_grad(failed)
+        elif op == Op.B:
+            self.parallel.last_backward(lambda _: True)
+        elif self.has_split:  # else it is not known yet which gradients come in W
+            self.parallel.last_backward(self.waits)
 
     def waits(self, parameter: nn.Parameter) -> bool:
         """Whether the gradient of a parameter is computed in W."""

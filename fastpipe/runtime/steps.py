@@ -10,9 +10,11 @@ import torch
 
 from fastpipe.errors import StepError
 from fastpipe.program import Program
-from fastpipe.runtime.control import DEAD, Control, Reply, dead_among
+from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among
+from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure, LostError, cause_text
-from fastpipe.runtime.inputs import Inputs, Request, check_cuts, stage_works, take_inputs
+from fastpipe.runtime.forked import Home
+from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_given, stage_works, take_inputs
 from fastpipe.runtime.interrupt import Interrupts
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import flags_of
@@ -20,6 +22,7 @@ from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.random_numbers import RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks, Outcome
 from fastpipe.runtime.replicas import Replicas
+from fastpipe.runtime.reports import MetricRules, Reports, Values, Weights, pack, weights_of
 from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans
 from fastpipe.runtime.stage import NoLoss, Stage
 from fastpipe.runtime.transport import TransportError
@@ -38,6 +41,8 @@ class Settings:
         split: how arguments are cut.
         merge: how outputs are joined.
         keep_outputs: whether they are kept at all.
+        metrics: how what the loss function returns beside the loss is reduced.
+        device: what the stages compute on.
     """
 
     loss_fn: Callable[..., Any] | None
@@ -45,6 +50,8 @@ class Settings:
     split: Rules
     merge: Rules
     keep_outputs: bool
+    metrics: MetricRules = "mean"
+    device: torch.device = CPU
 
 
 class Steps:
@@ -62,6 +69,7 @@ class Steps:
     Attributes:
         stages: the local stages.
         known: the shapes that need not be announced again, and what transports call them.
+        loss_scale: gives what a backward's roots are multiplied by; None where they are not.
         broken: why the pipeline cannot go on, if it cannot.
     """
 
@@ -85,12 +93,16 @@ class Steps:
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.known: dict[tuple[Any, ...], int] = {}
+        self._flags: tuple[bool, ...] = ()
+        self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.elsewhere: Failure | None = None
         self.broken: Failure | None = None
         self._interrupts = Interrupts(ranks.interrupt)
+        self._home = Home()
 
     def run(self, request: Request, trace: bool) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
+        self._home.check()
         with self._interrupts.deferred():
             return self._run(request, trace)
 
@@ -103,13 +115,14 @@ class Steps:
             inputs, replies = self._agree_on_inputs(request)
             program = self.plans.program(request.num_microbatches, not request.training)
             signature = (request.training, *(reply["signature"] for reply in replies))
+            weights = self._weights(replies, request)
             with torch.set_grad_enabled(request.training):
-                outcome = self._execute(program, inputs, replies, request, signature)
+                outcome = self._execute(program, inputs, weights, request, signature)
             if self._interrupts.pending and outcome.failure is None:
                 outcome.failure = Failure(next(iter(self.ranks.stages)), "KeyboardInterrupt")
             replies = self._finish(outcome, request, trace)
         except LostError as lost:
-            self._give_up(lost.failure, lost.__cause__)
+            self.give_up(lost.failure, lost.__cause__)
         finally:
             self.replicas.release()
             self.control.end()
@@ -120,7 +133,7 @@ class Steps:
         self._raise_failure(outcome, replies)
         self._remember(signature)
         self.random.done(request.training)
-        return self._result(program, outcome, replies)
+        return self._result(program, outcome, replies, weights)
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
         """Learn how it went for the others, and sum the gradients of stages that two ranks hold."""
@@ -133,7 +146,7 @@ class Steps:
                 raise LostError(Failure(error.peer, str(error), dead=True)) from error
         return replies
 
-    def _give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
+    def give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         """A process is dead or silent: this pipeline is over."""
         self.broken = failure
         self._release()
@@ -163,13 +176,22 @@ class Steps:
             )
             signature = self._signature(request, inputs)
             message |= {"rows": inputs.rows, "whole": inputs.whole, "signature": signature}
+            message |= {"divisors": inputs.divisors, "has_target": inputs.targets is not None}
         except BaseException as found:
             # an iterator may raise anything, and the others must not wait for this rank
             error = found
-        message["kwargs"] = sorted(inputs.kwargs)
+        message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
         return inputs, replies
+
+    def follow(self, plans: Plans, *, forward_only: bool) -> None:
+        """From the next step on run other programs on the same stages."""
+        self.plans, self.forward_only = plans, forward_only
+        self.known.clear()
+        self.ranks.forget()
+        for stage in self.stages:
+            stage.has_split, stage.deferred = False, frozenset()
 
     def meet(self, call: str, make: Callable[[], Reply]) -> list[Reply]:
         """Between steps: every process gives a message, and gets those of all.
@@ -182,6 +204,7 @@ class Steps:
             StepError: when another process could not give its message, or is dead or silent.
             ValueError: when the ranks do not make the same call.
         """
+        self._home.check()
         if self.broken is not None:
             raise self.broken.error()
         message: Reply = {"call": call}
@@ -194,7 +217,7 @@ class Steps:
                 error = found
             return self._agree(message, error, f"failed in {call}")
         except LostError as lost:
-            self._give_up(lost.failure, lost.__cause__)
+            self.give_up(lost.failure, lost.__cause__)
         finally:
             self.control.end()
 
@@ -205,7 +228,7 @@ class Steps:
         replies = self.control.exchange("start", message)
         dead = dead_among(replies)
         if dead is not None:
-            self._give_up(dead)
+            self.give_up(dead)
         if error is not None:
             raise error
         calls = [reply["call"] for reply in replies]
@@ -223,21 +246,35 @@ class Steps:
         for name in request.kwargs:
             if name not in taken:
                 raise ValueError(f"{name}: no stage's forward takes this keyword argument; leave it out")
+        check_given([reply["kwargs"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Whatever may change a shape, a dtype or a gradient flag between stages."""
-        flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
-        autocast = (torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu")))
-        return hash((request.num_microbatches, inputs.signature(), flags, autocast))
+        self._flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
+        kind = self.settings.device.type
+        autocast = (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
+        return hash((request.num_microbatches, inputs.signature(), self._flags, autocast))
+
+    def scale_now(self) -> torch.Tensor | None:
+        """What the roots of this step's backward are multiplied by."""
+        return None if self.loss_scale is None else self.loss_scale()
+
+    def _weights(self, replies: Sequence[Reply], request: Request) -> Weights:
+        """What the microbatches weigh on every rank: by the target where it can be counted, or else by the input."""
+        by_target = sorted(replies, key=lambda reply: not reply["has_target"])
+        rows = next((reply["rows"] for reply in by_target if reply["rows"]), None)
+        given = next((reply["divisors"] for reply in replies if reply["divisors"]), None)
+        return weights_of(self.settings.reduction, given, rows, request.num_microbatches)
 
     def _execute(
-        self, program: Program, inputs: Inputs, replies: Sequence[Reply], request: Request, signature: tuple[Any, ...]
+        self, program: Program, inputs: Inputs, weights: Weights, request: Request, signature: tuple[Any, ...]
     ) -> Outcome:
         stages = self.stages
-        rows = inputs.rows or next((reply["rows"] for reply in replies if reply["rows"]), None)
-        works = stage_works(inputs, stages, request, self.settings.reduction, rows, self.settings.keep_outputs)
+        keep = self.settings.keep_outputs or request.keeps_outputs
+        works = stage_works(inputs, stages, request, weights, keep, self.scale_now())
         for stage, work in zip(stages, works, strict=True):
             stage.begin(work)
+            stage.moments.step = self.random.step_count
         announce = signature not in self.known
         if announce:
             for stage in stages:
@@ -246,7 +283,8 @@ class Steps:
         self.replicas.follow()
         if request.training:
             self.replicas.before_step()
-        self.random.begin(request.training, self.plans.has_pairs(request.num_microbatches))
+        pairs = request.training and self.plans.has_pairs(request.num_microbatches)
+        self.random.begin(request.training, self._flags, pairs)
         outcome = self.ranks.run(program, self._number(signature), announce)
         if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
             outcome.refuse(self.random.check())
@@ -282,8 +320,13 @@ class Steps:
             reply["first"] = asdict(outcome.first or outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
         elif last:
-            reply["losses"] = pack_tensors({i: loss for work in last for i, loss in work.losses.items()})
-            reply["scaled"] = pack_tensors({i: loss for work in last for i, loss in work.scaled.items()})
+            # to pack them is to wait for the device, which nobody need do here who has nobody to tell
+            given = dict if isinstance(self.control, Alone) else pack_tensors
+            reply["losses"] = given({i: loss for work in last for i, loss in work.losses.items()})
+            reply["scaled"] = given({i: loss for work in last for i, loss in work.scaled.items()})
+        if outcome.failure is None:
+            for name in ("metrics", "added"):
+                reply[name] = pack(_by_stage(self.stages, name))
         if trace:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
@@ -292,12 +335,12 @@ class Steps:
         failures = [Failure(**reply["failure"]) for reply in replies if "failure" in reply]
         dead = dead_among(replies) or next((f for f in failures if f.dead), None)
         if dead is not None:
-            self._give_up(dead, outcome.error)
+            self.give_up(dead, outcome.error)
         first = next((Failure(**reply["first"]) for reply in replies if "first" in reply), self.elsewhere)
         if first is None:
             return
         if first.dead:
-            self._give_up(first, outcome.error)
+            self.give_up(first, outcome.error)
         self._release()
         if outcome.error is None or outcome.failure is None:
             raise first.error()
@@ -307,16 +350,25 @@ class Steps:
         outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
         raise outcome.error
 
-    def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> StepResult:
+    def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
         losses, scaled = ([reply[name] for reply in replies if name in reply] for name in ("losses", "scaled"))
         spans = dict(outcome.spans)
         for reply in replies:
             spans.update(unpack_spans(reply.get("spans", {})))
         found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
-        outputs = [found[i] for i in sorted(found)] or None
         for stage in self.stages:
             stage.end()
-        return StepResult(losses, scaled, outputs, self.settings.merge, program, spans)
+        metrics, added = ([reply.get(name, []) for reply in replies] for name in ("metrics", "added"))
+        reports = Reports(metrics, added, weights, self.settings.metrics, program.num_microbatches)
+        return StepResult(losses, scaled, found, self.settings.merge, program, spans, reports)
+
+
+def _by_stage(stages: Sequence[Stage], name: str) -> Values:
+    """What was found in a step by stage and microbatch; of two holders in this process, by both."""
+    values: Values = {}
+    for stage in stages:
+        values.setdefault(stage.index, {}).update(getattr(stage.work, name))
+    return values
 
 
 def _call_text(request: Request) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -29,9 +30,9 @@ class TensorSpec(NamedTuple):
         name = str(self.dtype).removeprefix("torch.")
         return f"{name}{list(self.size)}{'' if self.requires_grad else ' without gradient'}"
 
-    def empty(self) -> torch.Tensor:
-        """A new tensor of this kind, without the gradient flag; torch aligns it to 64 bytes."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+    def empty(self, device: torch.device | None = None) -> torch.Tensor:
+        """A new tensor of this kind, on the CPU unless given, without the gradient flag; aligned to 64 bytes."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
 
 Specs = tuple[TensorSpec, ...]
@@ -85,19 +86,15 @@ def handed_over(tensors: Tensors) -> Tensors:
     return tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
 
 
-def boundary_tensors(value: Any, what: str) -> Tensors:
-    """The tensors that a stage hands to the next one.
+def tensors_in(value: Any, what: str) -> Tensors:
+    """The tensors of a tree, in its order.
 
     Raises:
-        ValueError: when ``value`` is neither a tensor nor a tuple or list of tensors.
+        ValueError: when there are none.
     """
     if isinstance(value, torch.Tensor):
         return (value,)
-    if isinstance(value, tuple | list) and all(isinstance(item, torch.Tensor) for item in value):
-        return tuple(value)
-    found = type(value).__name__
-    if isinstance(value, tuple | list):
-        found += " of " + ", ".join(sorted({type(item).__name__ for item in value}))
-    raise ValueError(
-        f"{what} returned a {found}: a stage hands a tensor, or a tuple or list of tensors, to the next one"
-    )
+    found = tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    if not found:
+        raise ValueError(f"{what} is a {type(value).__name__} without a tensor: give a tensor, or a tree of tensors")
+    return found

@@ -1,10 +1,10 @@
 """Tied weights: one weight under several names, an output layer that is the embedding say, in one stage or in several.
 
 Within a process the names share one Parameter. While a step runs, every stage after the first that uses it sees an
-alias: the same memory with a gradient of its own. So each stage's uses are summed by themselves, whatever the threads
-do, and after the step they are added in the order of a backward, the last stage's first. Where stages are on several
-processes each has a Parameter, and they swap these sums; all add them in the same order, so the weights stay the same
-to the last bit.
+alias: the same memory with a gradient of its own (`shared_weight.py`). So each stage's uses are summed by themselves,
+whatever the threads do, and after the step they are added in the order of a backward, the last stage's first. Where
+stages are on several processes each has a Parameter, and they swap these sums; all add them in the same order, so the
+weights stay the same to the last bit.
 
 The sum is not that of the unsplit model to the last bit, for autograd adds a microbatch's uses to each other before it
 goes on to the next one. To do the same, a gradient a microbatch would have to be kept and sent.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,28 +22,22 @@ from torch import nn
 
 from fastpipe.placement import Placement
 from fastpipe.runtime.chain import Chain
+from fastpipe.runtime.grad_dtype import grad_dtype_of
 from fastpipe.runtime.replicas import Exchange, Replicas, holders_of
-
-Places = list[tuple[nn.Module, str]]
-"""Where a parameter stands: modules and the attributes' names."""
-
-
-@dataclass(frozen=True)
-class Tie:
-    """Names of one weight.
-
-    Attributes:
-        names: in the whole model, in the order of the stages.
-        members: stage and name in the stage's module, for each name.
-    """
-
-    names: tuple[str, ...]
-    members: tuple[tuple[int, str], ...]
-
-    @property
-    def stages(self) -> list[int]:
-        """The stages that use the weight, ascending."""
-        return sorted({stage for stage, _ in self.members})
+from fastpipe.runtime.shared_weight import (
+    Places,
+    Shared,
+    SharedShards,
+    Tie,
+    check_own_replicas,
+    kind_of_tie,
+    local_part,
+    put,
+    shared_weight,
+    sum_of_uses,
+    with_local_part,
+)
+from fastpipe.runtime.wrappers import unwrapped
 
 
 def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | None) -> list[list[str]]:
@@ -85,17 +78,18 @@ def make_ties(groups: Sequence[Sequence[str]], locate: Callable[[str], tuple[int
 
 
 def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
-    """Have the local names of every weight be one Parameter, that of the first.
+    """Have the local names of every weight be one Parameter, that of the first; shards stay what they are.
 
     Raises:
-        ValueError: for a name that is no parameter, or weights of other looks.
+        ValueError: for a name that is no parameter, or weights of other looks or other replicas.
     """
     for tie in ties:
         first: nn.Parameter | None = None
+        sharded = kind_of_tie(tie, modules) == "fully_shard"
         for name, (stage, local) in zip(tie.names, tie.members, strict=True):
             if stage not in modules:
                 continue
-            parameter = parameter_of(modules[stage], local, name)
+            parameter = parameter_of(unwrapped(modules[stage]), local, name)
             if first is None:
                 first = parameter
             if parameter is first:
@@ -105,7 +99,9 @@ def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
                     f"tied: {name} is {parameter.dtype} {tuple(parameter.shape)} and {tie.names[0]} is {first.dtype} "
                     f"{tuple(first.shape)}; only weights that look alike can be one"
                 )
-            _put(places_of(modules[stage], parameter), first)
+            if not sharded or stage == tie.stages[0]:
+                check_own_replicas(tie, stage, modules[stage])
+                put(places_of(modules[stage], parameter), first)
 
 
 def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
@@ -152,68 +148,6 @@ def places_of(module: nn.Module, parameter: nn.Parameter) -> Places:
     return [(m, name) for m in module.modules() for name, found in m._parameters.items() if found is parameter]
 
 
-def _put(places: Places, parameter: nn.Parameter) -> None:
-    for module, name in places:
-        module._parameters[name] = parameter
-
-
-class Shared:
-    """One weight on this process: a Parameter, and an alias for every later stage.
-
-    Args:
-        tie: its names.
-        places: where it stands, for every stage here.
-    """
-
-    def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
-        self.tie = tie
-        self.stages = sorted(places)
-        module, name = places[self.stages[0]][0]
-        self.parameter = module.get_parameter(name)
-        self.places = {stage: places[stage] for stage in self.stages[1:]}
-        self.aliases = {stage: nn.Parameter(self.parameter.detach()) for stage in self.places}
-        self.kept: torch.Tensor | None = None
-
-    def put_in(self) -> None:
-        """Let the later stages see their aliases."""
-        for stage, alias in self.aliases.items():
-            # the memory may be another by now, and so may the wish for a gradient
-            alias.data = self.parameter.data
-            alias.requires_grad_(self.parameter.requires_grad)
-            _put(self.places[stage], alias)
-
-    def take_out(self) -> None:
-        """Let all stages see the Parameter."""
-        for places in self.places.values():
-            _put(places, self.parameter)
-
-    def grads(self) -> dict[int, torch.Tensor | None]:
-        """What each local stage's uses gave."""
-        return {self.stages[0]: self.parameter.grad} | {stage: alias.grad for stage, alias in self.aliases.items()}
-
-    def set_aside(self) -> None:
-        """Keep the gradient there is, so that the step's own stands alone."""
-        self.kept = self.parameter.grad
-        for parameter in (self.parameter, *self.aliases.values()):
-            parameter.grad = None
-
-    def add_up(self, grads: Mapping[int, torch.Tensor | None]) -> None:
-        """The last stage's uses first, as in a backward; then to what was there."""
-        total = None
-        for stage in sorted(grads, reverse=True):
-            total = _added(total, grads[stage])
-        self.parameter.grad = _added(self.kept, total)
-        self.kept = None
-        for alias in self.aliases.values():
-            alias.grad = None
-
-
-def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
-
-
 class TiedWeights(Replicas):
     """What has to be done around a step for tied weights, around what is done for stages that are held twice.
 
@@ -235,7 +169,7 @@ class TiedWeights(Replicas):
             first = weight.tie.stages[0]
             value = self._gathered(weight, dict.fromkeys(weight.stages, weight.parameter.detach()))[first]
             assert value is not None
-            weight.parameter.detach().copy_(value)
+            local_part(weight.parameter.detach()).copy_(local_part(value))
         return self
 
     @contextmanager
@@ -272,27 +206,29 @@ class TiedWeights(Replicas):
         for weight in self.shared:
             weight.take_out()
 
+    def whole_sums(self, whole: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """By name, the gradient of every weight of which only shards are held here: the sum of its stages' uses.
+
+        Args:
+            whole: from a stage's shard to what its uses gave, for the whole weight.
+        """
+        found = {}
+        for weight in self.shared:
+            if isinstance(weight, SharedShards):
+                shards = {weight.stages[0]: weight.parameter, **weight.aliases}
+                own = {stage: whole(shard) for stage, shard in shards.items()}
+                like = torch.empty(weight.parameter.shape, dtype=weight.parameter.dtype, device=weight.parameter.device)
+                gathered = own if self.swaps is None else self.swaps.gather(weight.tie, own, like)
+                found[weight.tie.names[0]] = sum_of_uses(gathered)
+        return found
+
     @property
     def _inside(self) -> Replicas:
         assert self.base is not None
         return self.base
 
     def _gathered(self, weight: Shared, own: Mapping[int, torch.Tensor | None]) -> Mapping[int, torch.Tensor | None]:
-        return own if self.swaps is None else self.swaps.gather(weight, own)
-
-
-def check_not_apart(stage: int, ties: Sequence[Tie], is_parallel: bool) -> None:
-    """Refuse replicas of a stage that shares a weight with another: they reduce its gradient before it is whole.
-
-    Raises:
-        ValueError: with what to do instead.
-    """
-    for tie in ties if is_parallel else ():
-        if stage in tie.stages and len(tie.stages) > 1:
-            raise ValueError(
-                f"stages: stage {stage} has replicas (data parallel) and the tied weight {tie.names[0]}, which the "
-                f"stages {tie.stages} have; untie it, or have all its uses in one stage with partition="
-            )
+        return own if self.swaps is None else self.swaps.gather(weight.tie, own, weight.parameter)
 
 
 def users_of(tie: Tie, placement: Placement) -> dict[int, list[int]]:
@@ -326,24 +262,33 @@ class Swaps:
         self.placement = placement
         self.exchange = exchange
 
-    def gather(self, weight: Shared, own: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
-        """What every stage's uses gave, those of other processes too."""
-        held = users_of(weight.tie, self.placement)
+    def gather(
+        self, tie: Tie, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
+    ) -> dict[int, torch.Tensor | None]:
+        """What every stage's uses gave, those of other processes too.
+
+        Args:
+            tie: the weight.
+            own: what those of this process gave.
+            like: a tensor that looks as each of them.
+        """
+        held = users_of(tie, self.placement)
         found = dict(own)
         for a, b in sorted((a, b) for a in held for b in held if a < b):
             if self.rank in (a, b) and set(held[a]) != set(held[b]):
                 peer = b if self.rank == a else a
-                found |= self._swap(peer, held[peer], max(map(len, held.values())), weight, own)
-        return {stage: found[stage] for stage in weight.tie.stages}
+                found |= self._swap(peer, held[peer], max(map(len, held.values())), own, like)
+        return {stage: found[stage] for stage in tie.stages}
 
     def _swap(
-        self, peer: int, stages: Sequence[int], count: int, weight: Shared, own: Mapping[int, torch.Tensor | None]
+        self, peer: int, stages: Sequence[int], count: int, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
     ) -> dict[int, torch.Tensor | None]:
         mine = [own[stage] for stage in sorted(own)] + [None] * (count - len(own))
         there = torch.tensor([grad is not None for grad in mine])
-        tensors = [torch.zeros_like(weight.parameter) if grad is None else grad for grad in mine]
+        empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
+        tensors = [empty if grad is None else local_part(grad) for grad in mine]
         given, *theirs = self.exchange(peer, [there, *tensors])
-        return {stage: theirs[i] if given[i] else None for i, stage in enumerate(stages)}
+        return {stage: with_local_part(like, theirs[i]) if given[i] else None for i, stage in enumerate(stages)}
 
 
 def make_tied(
@@ -368,9 +313,9 @@ def make_tied(
     for tie in ties:
         names = {stage: name for stage, name in reversed(tie.members) if stage in modules}
         if len(tie.stages) > 1 and names:
-            shared.append(
-                Shared(tie, {s: places_of(modules[s], modules[s].get_parameter(n)) for s, n in names.items()})
-            )
+            own = {stage: unwrapped(modules[stage]) for stage in names}
+            places = {stage: places_of(own[stage], own[stage].get_parameter(name)) for stage, name in names.items()}
+            shared.append(shared_weight(tie, places, kind_of_tie(tie, modules)))
     if not shared:
         return make()
     swaps = None if exchange is None else Swaps(rank, placement, exchange)

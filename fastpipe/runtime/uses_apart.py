@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from fastpipe.runtime.tied import Places, Shared, Tie, parameter_of, twin, with_parameters
+from fastpipe.runtime.shared_weight import Places, Shared, Tie
+from fastpipe.runtime.tied import parameter_of, twin, with_parameters
 
 
 @contextmanager

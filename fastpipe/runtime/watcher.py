@@ -22,8 +22,8 @@ _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 
 OnFailure = Callable[[Failure], None]
-OnDeath = Callable[[int, int], None]
-"""Called with a dead rank and the step, from the watcher's thread; may raise what a store that is gone raises."""
+OnDeath = Callable[[Any, Failure, int], None]
+"""Called with the thread's store, a death and the step, from the watcher's thread; may raise what the store raises."""
 
 
 class Watcher:
@@ -80,7 +80,7 @@ class Watcher:
         Raises:
             RuntimeError: when the store is gone.
         """
-        first = Failure(**json.loads(self.store.compare_set(_key(self.step), "", json.dumps(asdict(failure)))))
+        first = note_failure(self.store, failure, self.step)
         if first == failure:
             self._published = self.step
         self.neighbours.ring()
@@ -129,8 +129,9 @@ class Watcher:
         """Report what is wrong in a step; False when there is no store to look into."""
         try:
             for rank in sorted(self._dead):
-                self.on_death(rank, step)
-                self._report(Failure(rank, DIED, dead=True), step)
+                death = Failure(rank, DIED, dead=True)
+                self._report(death, step)
+                self.on_death(store, death, step)
             if store.check([_key(step)]):
                 self._report(Failure(**json.loads(store.get(_key(step)))), step)
         except RuntimeError as error:
@@ -150,6 +151,15 @@ class Watcher:
         with self._lock:
             if self._on_failure is not None and self.step == step:
                 self._on_failure(failure)
+
+
+def note_failure(store: Any, failure: Failure, step: int) -> Failure:
+    """Write down the first failure of a step; the one that stands there.
+
+    Raises:
+        RuntimeError: when the store is gone.
+    """
+    return Failure(**json.loads(store.compare_set(_key(step), "", json.dumps(asdict(failure)))))
 
 
 def _key(step: int) -> str:

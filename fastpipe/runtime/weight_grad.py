@@ -231,14 +231,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Any) -> Any:
-        ctx.save_for_backward(inputs, weight)
+        # not in the order of autograd's own node: a checkpoint that ran with that one sees by the shapes that it is not
+        ctx.save_for_backward(weight, inputs)
         ctx.later = later
         return torch.mm(inputs, weight.t()) if bias is None else torch.addmm(bias, inputs, weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        inputs, weight = ctx.saved_tensors
+        weight, inputs = ctx.saved_tensors
         for_inputs = _input_gradient(inputs, grad, weight) if ctx.needs_input_grad[0] else None
         for_weight = _weight_gradient(inputs, grad, weight) if ctx.needs_input_grad[1] else None
         for_bias = grad.sum(0) if ctx.needs_input_grad[2] else None

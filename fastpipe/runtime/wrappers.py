@@ -95,7 +95,8 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
 def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
-    return DistributedDataParallel(module, process_group=group)
+    # else torch begins with one bucket for all, and makes smaller ones only when its own reducer has been at work
+    return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
 
 
 def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: int, num_routes: int) -> None:

@@ -148,3 +148,16 @@ def wrong_gradients(pipe: Pipeline, reference: Reference) -> list[str]:
         same = found is expected if found is None or expected is None else same_bits(found, expected)
         wrong += [] if same else [name]
     return wrong
+
+
+def two_steps(pipe: Pipeline, wrap: str, replica: int) -> list[list[str]]:
+    """A step, and another that adds to it: what is wrong after each, none of it the losses."""
+    reference = Reference(pipe)
+    wrong = []
+    for number in range(2):
+        if number and wrap == "fsdp":
+            reference.put_aside()
+        loss = pipe.step(batch(number, replica)[0], target=batch(number, replica)[1]).loss
+        assert float(loss) == reference.step(number)[replica]
+        wrong.append(wrong_gradients(pipe, reference))
+    return wrong

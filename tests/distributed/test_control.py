@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from fastpipe.runtime.control import DEAD, dead_among
 from fastpipe.runtime.failure import Failure, LostError
-from fastpipe.runtime.group import membership
+from fastpipe.runtime.group import crowd, membership
 from fastpipe.runtime.processes import Processes
 from tests.conftest import skip_without_native
+from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
 from tests.promptly import promptly
 
@@ -36,10 +37,10 @@ def way(request: pytest.FixtureRequest) -> str:
 def control(way: str, timeout: float = 20.0, *, bells: bool = True) -> Iterator[Processes]:
     """This process's, connected to the others."""
     member = membership(None, torch.device("cpu"))
-    made = Processes(member.store(), member.rank, member.size, timeout)
+    made = Processes(member.store(), member.rank, member.size, timeout, crowd())
     if way == "store":
         made._board.offer = lambda: {"no_board": "a test"}  # type: ignore[method-assign]
-    if not bells:
+    if not bells and "FASTPIPE_HOST" not in os.environ:
         made._neighbours.identity = lambda: {"host": "", "pid": 0, "bell": 0}  # type: ignore[method-assign]
     try:
         replies = made.setup({"own": member.rank})
@@ -167,11 +168,11 @@ def test_nothing_is_done_in_a_step_where_nothing_happens(group_of: Callable[[int
     assert group_of(2).run(rest, "board", 3) == [(0, 0), (0, 0)]
 
 
-def die(way: str, note: str) -> tuple[dict[str, Any], list[Failure], float]:
+def die(way: str, note: str, hosts: str = "") -> tuple[dict[str, Any], list[Failure], float]:
     """Rank 1 dies in a step; what the others heard while they computed, and what they find at its end."""
     heard: list[Failure] = []
     told = threading.Event()
-    with control(way) as own:
+    with on_hosts(hosts), control(way, bells=not hosts) as own:
         own.begin(lambda failure: (heard.append(failure), told.set()))
         own.exchange("start", {})
         if dist.get_rank() == 1:
@@ -186,9 +187,37 @@ def die(way: str, note: str) -> tuple[dict[str, Any], list[Failure], float]:
         return again, [dead, *heard], time.monotonic() - float(Path(note).read_text())
 
 
+def die_while_waited_for(way: str, note: str) -> tuple[dict[str, Any], float]:
+    """Rank 1 dies when all others wait for it already."""
+    with control(way) as own:
+        own.begin(lambda failure: None)
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            Path(note).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = own.exchange("start", {})[1]
+        return found, time.monotonic() - float(Path(note).read_text())
+
+
+def test_a_death_wakes_who_waits(way: str, tmp_path: Path) -> None:
+    with ranks(3) as group:
+        group.start(die_while_waited_for, way, str(tmp_path / "note"))
+        for found, seconds in group.results([0, 2]):
+            assert found == {DEAD: "its process died"} and promptly(seconds)
+
+
 def test_a_death_is_noticed(way: str, tmp_path: Path) -> None:
     with ranks(3) as group:
         group.start(die, way, str(tmp_path / "note"))
+        for again, failures, seconds in group.results([0, 2]):
+            assert again == {DEAD: "its process died"} and promptly(seconds)
+            assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", dead=True)}
+
+
+def test_a_death_is_told_to_other_hosts(tmp_path: Path) -> None:
+    """Rank 0 is alone on its host, and in no transfer with the one that dies: a neighbour of that one tells it."""
+    with ranks(3) as group:
+        group.start(die, "store", str(tmp_path / "note"), "abb")
         for again, failures, seconds in group.results([0, 2]):
             assert again == {DEAD: "its process died"} and promptly(seconds)
             assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", dead=True)}

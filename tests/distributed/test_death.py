@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime.failure import Failure, LostError
 from tests.conftest import skip_without_native
+from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.promptly import promptly
 from tests.runtime.checks import rows_for, train_and_compare
@@ -43,15 +44,25 @@ class Stopping(torch.nn.Module):
 
 
 def train_until(
-    victim: int, at_call: int, number: int, note: str, executor: str, schedule: str, timeout: float, steps: int
+    victim: int,
+    at_call: int,
+    number: int,
+    note: str,
+    executor: str,
+    schedule: str,
+    timeout: float,
+    steps: int,
+    transport: str = "process_group",
+    hosts: str = "",
 ) -> dict[str, Any]:
     """Runs on every rank; rank ``victim`` gets the signal in the midst of a step, or before the one after ``steps``."""
     case = CASES["plain"]
     mine = dist.get_rank() == victim
     stages = [Stopping(at_call if mine else -1, number, note) for _ in range(2 * SIZE)]
-    pipe = Pipeline(
-        stages, schedule, COUNT, case.loss_fn, executor=executor, transport="process_group", timeout=timeout
-    )
+    with on_hosts(hosts):
+        options = {"executor": executor, "transport": transport, "timeout": timeout}
+        pipe = Pipeline(stages, schedule, COUNT, case.loss_fn, **options)
+    assert pipe.transport.kind == ("mixed" if hosts else transport)
     try:
         for batch in case.batches(steps, rows_for(COUNT)):
             pipe.step(*batch.args, target=batch.target)

@@ -32,9 +32,8 @@ def fail_and_recover(scenario: Scenario, transport: str) -> dict[str, Any]:
     }
 
 
-def check(group: Ranks, scenario: Scenario, transport: str) -> None:
+def check(answers: list[dict[str, Any]], scenario: Scenario) -> None:
     """The failing rank raises its own exception, and all others where it happened."""
-    answers = group.run(fail_and_recover, scenario, transport)
     stage = answers[0]["stage"]
     ((rank, action),) = answers[0]["places"]
     place = f"rank {rank}, stage {stage}, action {action}, microbatch {scenario.microbatch}"
@@ -65,7 +64,8 @@ SHARED = [("1f1b", 2, False, 0), ("1f1b", 2, True, 2), ("dualpipev", 3, False, 2
 def test_everybody_learns_of_it(
     schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
 ) -> None:
-    check(group_of(4), Scenario(schedule, stage, 1, step, backward, executor), "process_group")
+    scenario = Scenario(schedule, stage, 1, step, backward, executor)
+    check(group_of(4).run(fail_and_recover, scenario, "process_group"), scenario)
 
 
 @pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED)
@@ -73,4 +73,5 @@ def test_over_shared_memory_too(
     schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
 ) -> None:
     skip_without_native()
-    check(group_of(4), Scenario(schedule, stage, 1, step, backward, executor), "shared_memory")
+    scenario = Scenario(schedule, stage, 1, step, backward, executor)
+    check(group_of(4).run(fail_and_recover, scenario, "shared_memory"), scenario)

@@ -1,5 +1,6 @@
 """Ctrl-C in the midst of a step: on one rank, on all of them at any time; nothing hangs and nothing is left behind."""
 
+import os
 import signal
 import sys
 import time
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from fastpipe import Pipeline, StepError
 from tests.conftest import skip_without_native
@@ -16,7 +19,7 @@ from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, Stopping
 from tests.distributed.test_shared_memory import names
 from tests.runtime.checks import rows_for
-from tests.runtime.models import CASES
+from tests.runtime.models import CASES, Block
 
 WAYS = [("native", "shared_memory"), ("python", "shared_memory"), ("native", "process_group")]
 
@@ -61,6 +64,49 @@ def test_in_a_forward(
             assert answer["type"] == "StepError"
             assert answer["text"] == f"the step failed on rank {interrupted[0]}: KeyboardInterrupt"
     assert len({answer["again"] for answer in answers}) == 1
+
+
+class Impatient(nn.Module):
+    """Gets two SIGINTs in one of its forwards: the second one raises KeyboardInterrupt there."""
+
+    def __init__(self, at_call: int) -> None:
+        super().__init__()
+        self.block = Block()
+        self.at_call = at_call
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 == self.at_call:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("the second one did not wait")
+        return self.block(x)
+
+
+def interrupted_in_a_pair(victim: int, way: dict[str, str]) -> dict[str, Any]:
+    """Runs on every rank; a backward is under way in the helper thread when the forward beside it is left."""
+    case = CASES["plain"]
+    layers = [Impatient(2 * COUNT + 4 if dist.get_rank() == victim else -1) for _ in range(SIZE)]
+    pipe = Pipeline(layers, "1f1b_overlap", COUNT, case.loss_fn, timeout=20, overlap="always", **way)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    for _ in range(2):
+        pipe.step(*batch.args, target=batch.target)
+    together = pipe._steps.ranks.pair_counts().together
+    with pytest.raises((KeyboardInterrupt, StepError)) as caught:
+        pipe.step(*batch.args, target=batch.target)
+    again = [float(pipe.step(*batch.args, target=batch.target).loss) for _ in range(2)]
+    return {"type": caught.type, "text": str(caught.value), "together": together, "again": again}
+
+
+def test_a_second_one_inside_a_pair(way: dict[str, str], group_of: Callable[[int], Ranks]) -> None:
+    victim = 1
+    answers = group_of(SIZE).run(interrupted_in_a_pair, victim, way)
+    assert answers[victim]["together"] > 0
+    for rank, answer in enumerate(answers):
+        assert answer["type"] is (KeyboardInterrupt if rank == victim else StepError)
+        assert rank == victim or answer["text"].startswith(f"the step failed on rank {victim}, stage {victim}, action")
+        assert answer["again"] == answers[0]["again"] and len(set(answer["again"])) == 1
 
 
 def train_until_interrupted(way: dict[str, str], note: str) -> NoReturn:

@@ -1,6 +1,5 @@
 """Random numbers and overlapped pairs where ranks are processes."""
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from fastpipe import Pipeline
 from tests.distributed.ranks import Ranks
-from tests.runtime.test_pairs import Layer, Own, compare, layers_of, make
+from tests.runtime.paired import Layer, Own, compare, layers_of, make
 
 
 def same_masks(schedule: str, executor: str, overlap: str, p: float) -> tuple[int, int, int]:
@@ -71,13 +70,3 @@ def other_count() -> str:
 def test_ranks_that_count_steps_differently_are_refused(group_of: Callable[[int], Ranks]) -> None:
     for text in group_of(2).run(other_count):
         assert "rank 1: step with num_microbatches=8 and step_count=1" in text
-
-
-def ranks_here() -> tuple[int, int]:
-    """Runs on every rank."""
-    pipe = make(layers_of(Layer, 2), "1f1b", "auto", num_ranks=None)
-    return pipe._num_ranks_here, len(os.sched_getaffinity(0))
-
-
-def test_ranks_of_one_host_are_counted(group_of: Callable[[int], Ranks]) -> None:
-    assert [count for count, _ in group_of(2).run(ranks_here)] == [2, 2]

@@ -56,14 +56,16 @@ def choose(without: int, transport: str) -> str:
 
 @pytest.mark.parametrize("without", [-1, 0, 2])
 def test_all_choose_the_same(without: int, group_of: Callable[[int], Ranks]) -> None:
+    """Those that can share memory do; who insists that all do is told who cannot."""
     auto = group_of(4).run(choose, without, "auto")
     shared = group_of(4).run(choose, without, "shared_memory")
-    chosen = "shared_memory, lanes directed, 4 processes of one host"
+    chosen = insisted = "shared_memory, lanes directed, 4 processes of one host"
     if without >= 0:
-        chosen = f"process_group, lanes directed (no shared memory: rank {without}: native extension"
-        assert all(f"transport = 'shared_memory': rank {without}: native extension" in text for text in shared)
+        able = ", ".join(str(rank) for rank in range(4) if rank != without)
+        chosen = f"mixed, lanes directed: shared memory within ranks ({able}), four gloo groups elsewhere"
+        insisted = f"transport = 'shared_memory': rank {without}: native extension"
     assert all(chosen in text for text in auto)
-    assert without >= 0 or all(chosen in text for text in shared)
+    assert all(insisted in text for text in shared)
 
 
 def test_the_variable_says_what_auto_means() -> None:
@@ -91,10 +93,10 @@ def test_nobody_waits_for_ever_for_one_who_chose_otherwise() -> None:
 @pytest.mark.parametrize(("victim", "at_call"), [(0, 3), (2, 20), (3, 20)])
 def test_killed(victim: int, at_call: int, executor: str, tmp_path: Path) -> None:
     """In the first step, which announces, and in a later one."""
-    with ranks(SIZE, environment=SHARED) as group:
-        group.start(
-            train_until, victim, at_call, int(signal.SIGKILL), str(tmp_path / "note"), executor, "1f1b", 60.0, 3
-        )
+    with ranks(SIZE) as group:
+        note = str(tmp_path / "note")
+        arguments = (victim, at_call, int(signal.SIGKILL), note, executor, "1f1b", 60.0, 3, "shared_memory")
+        group.start(train_until, *arguments)
         check(group.results(others(victim)), victim, WITHIN)
 
 

@@ -44,7 +44,17 @@ def assert_same(pipe: Pipeline, result: StepResult, unsplit: nn.Module, referenc
         local = [reference.outputs[i] for i in outputs_here(pipe)]
         found, expected = tensors_in([result.outputs]), tensors_in([merge(local, None)])
         assert len(found) == len(expected) and all(map(same_bits, found, expected)), "the outputs differ"
+    assert_same_reports(result, reference)
     assert not (wrong := unequal(pipe, unsplit)), f"the gradients of {wrong} differ"
+
+
+def assert_same_reports(result: StepResult, reference: Reference) -> None:
+    """Metrics and added losses are the reference's."""
+    for found, expected in ((result.metrics, reference.metrics), (result.added_losses, reference.added_losses)):
+        assert found.keys() == expected.keys()
+        for name in found:
+            pair = tensors_in([found[name]]), tensors_in([expected[name]])
+            assert pair[1] and all(map(same_bits, *pair)), (name, found[name], expected[name])
 
 
 def outputs_here(pipe: Pipeline) -> list[int]:

@@ -78,7 +78,7 @@ class FaultyTraining:
         return self.scenario.stage % self.pipe.num_stages
 
     def _stage(self, index: int) -> nn.Module:
-        num_stages = 2 * 4 if self.scenario.schedule in ("dualpipev", "interleaved_1f1b") else 4
+        num_stages = 2 * 4 if self.scenario.schedule in ("dualpipev", "interleaved_1f1b", "zbv") else 4
         fails = index == self.scenario.stage % num_stages
         if self.scenario.num_routes > 1 and dist.is_initialized():
             fails = fails and dist.get_rank() == index

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from fastpipe import add_loss
 from fastpipe.runtime.microbatch import Rules
+from tests.runtime.tree_models import BytesFirst, OneDict, Tree, decoder, u_net
 
 WIDTH = 6
 
@@ -26,6 +29,31 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x)) + 0.5 * x
+
+
+class Balanced(nn.Module):
+    """Adds two losses of its own, as a mixture of experts does; one of them is computed beside what it hands on.
+
+    Args:
+        recomputes: whether all of it is in a checkpoint.
+    """
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.block = Block()
+        self.router = nn.Linear(WIDTH, 3)
+        self.recomputes = recomputes
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        share = torch.softmax(self.router(x), dim=-1).mean(dim=0)
+        add_loss(0.1 * (share * share).sum(), "balance")
+        y = self.block(x)
+        add_loss(0.01 * y.square().mean(), "size")
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
+        return out
 
 
 class Embed(nn.Module):
@@ -171,6 +199,13 @@ def squared(output: Any, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(first, target)
 
 
+def measured(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A loss with metrics of several kinds."""
+    wrong = (output - target).abs()
+    metrics = {"error": wrong.mean(), "hits": (wrong < 0.5).sum(), "rows": len(output), "by_column": wrong.sum(dim=0)}
+    return squared(output, target), metrics
+
+
 @dataclass(frozen=True)
 class Batch:
     """One batch: arguments, keyword arguments, target."""
@@ -215,7 +250,7 @@ class Case:
 
     make: Callable[[int], list[nn.Module]]
     batch: Callable[[int], Batch] = _plain
-    loss_fn: Callable[[Any, Any], torch.Tensor] = squared
+    loss_fn: Callable[[Any, Any], Any] = squared
     split: Rules = None
 
     def layers(self, num_layers: int) -> list[nn.Module]:
@@ -235,6 +270,10 @@ def _each(make: Callable[[], nn.Module]) -> Callable[[int], list[nn.Module]]:
     return lambda n: [make() for _ in range(n)]
 
 
+def _squared_hidden(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return squared(output["hidden"], target)
+
+
 def _turned(n: int) -> list[nn.Module]:
     return [Turned(back=bool(i % 2)) for i in range(n - n % 2)] + [Block() for _ in range(n % 2)]
 
@@ -249,6 +288,9 @@ def _frozen(n: int, which: Callable[[int], bool]) -> list[nn.Module]:
 
 CASES: dict[str, Case] = {
     "plain": Case(_each(Block)),
+    "added_losses": Case(lambda n: [Balanced() if i % 3 != 1 else Block() for i in range(n)]),
+    "added_and_recomputed": Case(_each(lambda: Balanced(recomputes=True))),
+    "metrics": Case(_each(Block), loss_fn=measured),
     "input_with_gradient": Case(_each(Block), _with_gradient),
     "tokens": Case(
         lambda n: [Embed(), *(Block() for _ in range(n - 1))],
@@ -268,6 +310,11 @@ CASES: dict[str, Case] = {
     "frozen_first": Case(lambda n: _frozen(n, lambda i: i < n // 2)),
     "frozen_last": Case(lambda n: _frozen(n, lambda i: i >= n // 2)),
     "frozen_but_one": Case(lambda n: _frozen(n, lambda i: i != 1)),
+    "tree": Case(_each(Tree)),
+    "one_dict": Case(_each(OneDict), loss_fn=_squared_hidden),
+    "bytes_first": Case(_each(BytesFirst), loss_fn=lambda output, target: squared(output[1], target)),
+    "carried": Case(lambda n: decoder(n, Block)),
+    "u_net": Case(lambda n: u_net(n, Block)),
     "double": Case(
         lambda n: [Block().double() for _ in range(n)],
         lambda rows: Batch((_rows(rows, WIDTH).double(),), _rows(rows, WIDTH).double()),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.runtime.examples import SECONDS, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,6 +34,20 @@ def test_it_goes_on_with_other_ranks(resume: Any, tmp_path: Path, capsys: pytest
     assert [loss for part in parts for loss in part] == whole
     assert whole[-1] < 0.8 * whole[0]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["step3", "step4", "step6", "step7", "step8"]
+
+
+def printed(shown: str) -> list[str]:
+    return re.findall(r"^  step +\d+  loss (\d+\.\d+)$", shown, flags=re.MULTILINE)
+
+
+@pytest.mark.timeout(3 * SECONDS)
+def test_processes_go_on_where_threads_stopped(tmp_path: Path) -> None:
+    one = ["--folder", str(tmp_path / "a"), "--until"]
+    begun = run("resume.py", *one, "3", "--ranks", "4", "--schedule", "dualpipev")
+    went_on = run("resume.py", *one, "5", "--schedule", "1f1b", processes=2)
+    assert "1f1b on 2 ranks, from step3" in went_on
+    whole = run("resume.py", "--folder", str(tmp_path / "b"), "--until", "5", "--ranks", "1", "--schedule", "gpipe")
+    assert len(printed(whole)) == 5 and printed(begun) + printed(went_on) == printed(whole)
 
 
 def test_an_incomplete_checkpoint_is_not_taken(resume: Any, tmp_path: Path) -> None:

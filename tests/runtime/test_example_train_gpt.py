@@ -19,7 +19,19 @@ torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--width", "32", "--context", "32", "--sample", "8"]
 STEPS = ["--steps", "3"]
-PARTS = ["text", "model", "pipeline", "executor", "check", "validation", "bigram", "bubble", "picture", "sample"]
+PARTS = [
+    "text",
+    "model",
+    "pipeline",
+    "executor",
+    "check",
+    "validation",
+    "bigram",
+    "bubble",
+    "picture",
+    "plan",
+    "sample",
+]
 
 
 def losses(shown: str) -> str:
@@ -74,6 +86,9 @@ def test_a_bubble_is_predicted_and_measured(here):
     shown = here("--ranks", "4", "--executor", "python")
     assert re.search(r"^  bubble      predicted 11\.1% if .*, \d+\.\d% with their measured times$", shown, re.MULTILINE)
     assert re.search(r"^ {14}measured  \d+\.\d%", shown, re.MULTILINE)
+    gain = r"\d+\.\d -> \d+\.\d ms (a step )?\([-+]\d+\.\d%\)"
+    assert re.search(rf"^  plan        .*: predicted {gain}$", shown, re.MULTILINE)
+    assert re.search(rf"^ {{14}}measured  {gain}, the median of 5 in turns$", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize("arguments", ["--ranks 4", "--ranks 2 --schedule 1f1b", "--schedule interleaved_1f1b"])

@@ -130,9 +130,9 @@ def test_describe_says_where_it_is_cut_and_how_unevenly() -> None:
     assert cut(lambda stage: nn.Linear(4, 4)) == ""
 
 
-@pytest.mark.parametrize("cut", ["3,2,", "-1,4,4", "3;2;2", "flops"])
+@pytest.mark.parametrize("cut", ["3,2,", "-1,4,4", "3;2;2", "Layers"])
 def test_a_layout_that_is_none(cut: str) -> None:
-    with pytest.raises(ValueError, match=rf"partition = '{cut}': use 'layers', 'parameters', or the number of layers"):
+    with pytest.raises(ValueError, match=rf"partition = '{cut}': use 'layers', 'parameters', 'flops'"):
         Pipeline(uneven(), "1f1b", 4, squared, num_ranks=3, partition=cut)
 
 

@@ -52,6 +52,14 @@ def test_only_what_depends_on_a_change_is_compiled(tree: NativeTree) -> None:
     assert changed == {"core", "torch-2"}
 
 
+def test_a_source_in_a_bundle_is_compiled_when_it_changes(tree: NativeTree) -> None:
+    first = tree.object_times()
+    touch(tree.root / "csrc/torch/alone.cpp")
+    tree.build()
+    second = tree.object_times()
+    assert {name for name in first if second[name] != first[name]} == {"torch-1"}
+
+
 def test_another_torch_means_a_new_build(tree: NativeTree) -> None:
     before = tree.library("_runtime").stat().st_mtime_ns
     for record in tree.root.glob("**/_build_info.json"):

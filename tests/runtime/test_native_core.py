@@ -210,7 +210,7 @@ def test_the_state_of_one_thread_can_be_given_to_a_run_in_another():
     stage.begin(StageWork(args=[(torch.ones(ROWS, WIDTH),)], targets=[torch.ones(ROWS, WIDTH)]))
     with torch.inference_mode():
         state = native.load().ThreadState()
-    arguments = (1, True, [(stage.run, None, None, None, None, None, ())], print)
+    arguments = (1, True, [(stage.run, None, None, None, None, None, (), -1, None, (0, (0, 0, 0)))], print)
     thread = threading.Thread(target=lambda: executor._native.run(*arguments, state=state))
     thread.start()
     thread.join()

@@ -1,10 +1,9 @@
-"""Pairs of a forward and a backward: together, in order, by the modules' own method; the bits are the same."""
+"""Pairs of a forward and a backward, together and in order; the bits are the same."""
 
 import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,96 +13,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import Pipeline
-from fastpipe.runtime.pairs import IN_ORDER, MEASURED, NUM_KEPT, NUM_SAMPLES, TOGETHER, PairClock, pair_policy
-from fastpipe.runtime.stage import Chain
-from fastpipe.testing import Fault, reference_step
+from fastpipe.runtime.pairs import (
+    FIRST_KEPT,
+    IN_ORDER,
+    MEASURED,
+    NUM_KEPT,
+    NUM_SAMPLES,
+    TOGETHER,
+    PairClock,
+    pair_policy,
+)
+from fastpipe.testing import Fault
 from tests.runtime.checks import same_bits, unequal
-
-WIDTH = 6
-PAIRED = ["dualpipev", "dualpipe", "1f1b_overlap", "interleaved_overlap"]
-
-
-class Layer(nn.Module):
-    """A layer, with a dropout if asked for, in a checkpoint or not."""
-
-    def __init__(self, p: float = 0.0, recomputes: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(p)
-        self.recomputes = recomputes
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.dropout(self.linear(x)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
-        return out
-
-
-class Own(Layer):
-    """As one would write a layer for DualPipe."""
-
-    calls = 0
-
-    @classmethod
-    def overlapped_forward_backward(
-        cls,
-        module0: nn.Module,
-        inputs0: list[torch.Tensor],
-        criterion0: Callable[..., torch.Tensor] | None,
-        labels0: list[torch.Tensor],
-        module1: nn.Module,
-        loss1: torch.Tensor | None,
-        outputs1: Sequence[torch.Tensor],
-        output_grads1: Sequence[torch.Tensor],
-    ) -> Any:
-        assert isinstance(inputs0, list) and isinstance(labels0, list) and (criterion0 is None) == (not labels0)
-        assert (loss1 is None) == bool(outputs1) and len(outputs1) == len(output_grads1)
-        Own.calls += 1
-        outputs0 = [module0(*inputs0)]
-        loss0 = None if criterion0 is None else criterion0(*outputs0, *labels0)
-        if loss1 is not None:
-            loss1.backward()
-            loss1.detach_()
-        else:
-            options = {"keep_graph": False, "create_graph": False, "allow_unreachable": True, "accumulate_grad": True}
-            engine = torch.autograd.Variable._execution_engine
-            engine.run_backward(tuple(outputs1), tuple(output_grads1), **options)
-        return outputs0, loss0
-
-
-def layers_of(make: Callable[[], nn.Module], count: int) -> list[nn.Module]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return [make() for _ in range(count)]
-
-
-def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(17, WIDTH, generator=generator) for _ in "xy")
-    return x, y
-
-
-def make(layers: Sequence[nn.Module], schedule: str, executor: str, **options: Any) -> Pipeline:
-    options = {"num_ranks": 2, "num_microbatches": 8, "loss_fn": nn.functional.mse_loss} | options
-    torch.manual_seed(5)
-    return Pipeline(layers, schedule, executor=executor, **options)
-
-
-def num_stages(schedule: str, num_ranks: int) -> int:
-    return num_ranks * (1 if schedule in ("dualpipe", "1f1b_overlap") else 2)
-
-
-def compare(pipe: Pipeline, unsplit: Sequence[nn.Module], steps: int = 3, **options: Any) -> None:
-    for step in range(steps):
-        x, y = batch(step)
-        result = pipe.step(x, target=y)
-        numbers = options | ({"seed": 5, "step_count": step} if options else {})
-        reference = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss, **numbers)
-        assert result.loss is not None and same_bits(result.loss, reference.loss)
-        assert all(map(same_bits, result.losses or [], reference.losses))
-        assert not pipe.is_last or torch.equal(result.outputs, torch.cat(reference.outputs))
-        assert not (wrong := unequal(pipe, Chain(dict(enumerate(unsplit))))), wrong
+from tests.runtime.paired import PAIRED, WIDTH, Layer, Own, batch, compare, layers_of, make, model_of, num_stages
 
 
 @pytest.mark.parametrize("overlap", ["always", "never", "auto"])
@@ -145,9 +67,59 @@ def test_dropout_inside_checkpoints_with_torchs_own_generator(schedule: str, exe
     assert pipes[0]._steps.ranks.pair_counts().together == 0
 
 
-def model_of(pipe: Pipeline) -> Chain:
-    """The layers of a pipeline with one layer a stage."""
-    return Chain({stage.index: stage.modules[0] for stage in sorted(pipe._stages, key=lambda stage: stage.index)})
+def count_pairs(pipe: Pipeline, of_backward: set[int]) -> tuple[int, int]:
+    """How many pairs a step has, and in how many the backward is of one of these stages."""
+    pairs = [action.parts for rank in pipe.schedule for action in rank if len(action.parts) == 2]
+    return len(pairs), sum(backward.stage in of_backward for _, backward in pairs)
+
+
+def test_describe_names_the_stages_that_force_pairs_in_order(executor: str) -> None:
+    """And these pairs, and no others, do go in order."""
+    layers = [Layer(0.3), Layer(), Layer(recomputes=True), Layer()]
+    pipe = make(layers, "dualpipev", executor, overlap="always")
+    assert "; in order: where random numbers or buffers meet a recompute, which the first step shows" in pipe.describe()
+    for step in range(3):
+        x, y = batch(step)
+        pipe.step(x, target=y)
+        pipe.eval_step(x, target=y)
+    words = "; in order: pairs with a backward of stages 2, which recompute, as stages 0 draw random numbers; so far"
+    assert words in pipe.describe()
+    total, forced = count_pairs(pipe, {2})
+    counts = pipe._steps.ranks.pair_counts()
+    assert 0 < forced < total and counts.in_order == total + 2 * forced and counts.total == 3 * total
+
+
+def test_describe_names_stages_that_cannot_overlap_with_themselves(executor: str) -> None:
+    pipe = make([Layer(), Layer(recomputes=True)], "1f1b_overlap", executor, overlap="always")
+    for step in range(2):
+        x, y = batch(step)
+        pipe.step(x, target=y)
+    assert "; in order: stages 1 with themselves, as they recompute, which writes buffers like" in pipe.describe()
+    assert "in order:" not in make(layers_of(Layer, 2), "1f1b_overlap", executor, overlap="never").describe()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_an_interrupt_inside_a_pair(backward: bool, executor: str) -> None:
+    """It comes through, the other half of the pair comes to its end, and the next step works."""
+    microbatch = 4
+    faulty = Fault(Layer(), 2 * 8 + microbatch, KeyboardInterrupt(), backward=backward)
+    pipe = make([faulty, *layers_of(Layer, 3)], "dualpipev", executor, overlap="always")
+    kind = "B" if backward else "F"
+    parts = {str(part) for rank in pipe.schedule for action in rank if len(action.parts) == 2 for part in action.parts}
+    assert f"0{kind}{microbatch}" in parts
+    for step in range(2):
+        x, y = batch(step)
+        pipe.step(x, target=y)
+    assert pipe._steps.ranks.pair_counts().together > 0
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(x, target=y)
+    unsplit = model_of(pipe)
+    losses = [pipe.step(x, target=y).loss for _ in range(2)]
+    output = x
+    for index in range(4):
+        output = unsplit.get_submodule(str(index))(output)
+    assert losses[0] is not None and same_bits(*losses)
+    torch.testing.assert_close(losses[0], nn.functional.mse_loss(output, y).detach())
 
 
 def test_what_draws_and_recomputes_nothing_goes_together(executor: str) -> None:
@@ -202,91 +174,6 @@ def test_what_is_settled_is_not_measured() -> None:
         pipe.step(batch()[0], target=batch()[1])
     (held,) = pipe._steps.ranks._executors.values()
     assert pipe._steps.ranks.pair_counts().together > 0 and not held[0]._pairs._clocks  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("schedule", PAIRED)
-def test_the_modules_own_method(schedule: str, executor: str) -> None:
-    count = num_stages(schedule, 2)
-    pipe = make(layers_of(Own, count), schedule, executor)
-    Own.calls = 0
-    compare(pipe, layers_of(Layer, count))
-    pairs = sum(bool(action.pair_stage >= 0) for rank in pipe.schedule for action in rank)
-    assert Own.calls == 3 * pairs == pipe._steps.ranks.pair_counts().fused > 0
-
-
-@pytest.mark.parametrize("rng", [None, "per_microbatch"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_method_with_everything_else(reduction: str, rng: str | None, executor: str) -> None:
-    """Dropout, checkpoints, weights of rows, and ranks that are threads."""
-    p = 0.3 if rng else 0.0
-    pipe = make(layers_of(lambda: Own(p, recomputes=True), 4), "dualpipev", executor, rng=rng, loss_reduction=reduction)
-    unsplit = layers_of(lambda: Layer(p), 4)
-    for step in range(2):
-        x, y = batch(step)
-        result = pipe.step(x, target=y)
-        options = {"rng": rng, "seed": 5, "step_count": step} if rng else {}
-        reference = reference_step(
-            unsplit, (x, y), pipe.schedule, nn.functional.mse_loss, loss_reduction=reduction, **options
-        )
-        assert result.loss is not None and same_bits(result.loss, reference.loss)
-        assert not unequal(pipe, Chain(dict(enumerate(unsplit))))
-    assert pipe._steps.ranks.pair_counts().fused > 0
-
-
-def test_output_gradients_instead_of_a_loss(executor: str) -> None:
-    pipes = [make(layers_of(kind, 4), "dualpipev", executor, loss_fn=None) for kind in (Own, Layer)]
-    x, y = batch()
-    for pipe in pipes:
-        pipe.step(x, output_grad=y)
-    assert not unequal(pipes[0], model_of(pipes[1]))
-    assert pipes[0]._steps.ranks.pair_counts().fused > 0
-
-
-def test_a_chain_of_layers_is_no_module_of_its_own(executor: str) -> None:
-    pipe = make(layers_of(Own, 8), "dualpipev", executor)
-    Own.calls = 0
-    compare(pipe, layers_of(Layer, 8), steps=1)
-    assert Own.calls == 0 and "overlapped_forward_backward" not in pipe.describe()
-
-
-def bad(returned: Callable[[Any, Any], Any], backward: bool = True) -> type[nn.Module]:
-    """A layer whose method returns something else, or runs no backward."""
-
-    class Bad(Own):
-        @classmethod
-        def overlapped_forward_backward(cls, *args: Any) -> Any:
-            *given, loss1, outputs1, grads1 = args
-            if backward:
-                return returned(*super().overlapped_forward_backward(*args))
-            module0, inputs0, criterion0, labels0, _ = given
-            output = module0(*inputs0)
-            return [output], None if criterion0 is None else criterion0(output, *labels0)
-
-    return Bad
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda outputs, loss: None, r"returned a NoneType: return \(outputs0, loss0\)"),
-        (lambda outputs, loss: (outputs, loss, loss), r"returned a tuple of 3"),
-        (lambda outputs, loss: (None, loss), "returned a NoneType for outputs0"),
-        (lambda outputs, loss: (outputs * 2, loss), "returned 2 outputs, and the forward of the stage 1"),
-        (lambda outputs, loss: ([o.detach() for o in outputs], loss), "returned outputs without a graph"),
-        (lambda outputs, loss: (outputs, outputs[0].sum() if loss is None else loss), "criterion0 was None"),
-        (lambda outputs, loss: (outputs, None), "another loss0 than criterion0 gave"),
-        (lambda outputs, loss: (outputs, loss if loss is None else 2 * loss), "another loss0 than criterion0 gave"),
-        (None, "did not run the backward"),
-    ],
-)
-def test_what_a_method_does_wrong(returned: Any, message: str, executor: str) -> None:
-    kind = bad(returned) if returned else bad(lambda outputs, loss: None, backward=False)
-    pipe = make(layers_of(kind, 4), "dualpipev", executor)
-    x, y = batch()
-    with pytest.raises(ValueError, match=message) as caught:
-        pipe.step(x, target=y)
-    assert "overlapped_forward_backward of stage" in str(caught.value)
-    assert any("OVERLAP_F_B" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -446,9 +333,13 @@ def test_what_was_faster_is_kept_for_long(wins: bool) -> None:
             clock.note(found[-1], (1.0 if found[-1] == wins else 2.0) + outlier)
         return found
 
-    for faster in (wins, not wins):
+    kept = [FIRST_KEPT]
+    while kept[-1] < NUM_KEPT:
+        kept.append(2 * kept[-1])
+    for number, count in enumerate([*kept, NUM_KEPT]):
+        faster = wins if number % 2 else not wins
         assert sum(ways(2 * NUM_SAMPLES, faster)) == NUM_SAMPLES
-        assert ways(NUM_KEPT, faster) == [faster] * NUM_KEPT
+        assert ways(count, faster) == [faster] * count
 
 
 def test_it_is_told_how_pairs_run(executor: str) -> None:

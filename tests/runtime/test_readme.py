@@ -17,6 +17,8 @@ from tests.conftest import HAS_TORCH
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
 GUIDE = (REPOSITORY / "docs/guide.md").read_text()
+TRAINING = (REPOSITORY / "docs/training.md").read_text()
+HUGGING_FACE = (REPOSITORY / "docs/hugging-face.md").read_text()
 QUICKSTART_LINES = 20
 SECONDS = 240
 NOT_RUN = ("make", "pip")
@@ -103,6 +105,16 @@ def test_the_readme_s_examples_run(block: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("block", blocks(GUIDE, "python"), ids=itertools.count(1))
 def test_the_guide_s_examples_run(block: str, folder: Path) -> None:
+    run(["python", "-c", block], folder)
+
+
+@pytest.mark.parametrize("block", blocks(TRAINING, "python"), ids=itertools.count(1))
+def test_the_examples_about_training_run(block: str, folder: Path) -> None:
+    run(["python", "-c", block], folder)
+
+
+@pytest.mark.parametrize("block", blocks(HUGGING_FACE, "python"), ids=itertools.count(1))
+def test_the_examples_about_hugging_face_run(block: str, folder: Path) -> None:
     run(["python", "-c", block], folder)
 
 

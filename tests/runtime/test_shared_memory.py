@@ -36,7 +36,9 @@ class Links(SharedMemory):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         if not self.links:
-            self.links = [runtime.SharedMemoryLink(r, program.num_ranks) for r in range(program.num_ranks)]
+            self.links = [
+                runtime.SharedMemoryLink(r, program.num_ranks, program.num_ranks) for r in range(program.num_ranks)
+            ]
             for own, link in enumerate(self.links):
                 for other, peer in enumerate(self.links):
                     if other != own:
@@ -241,9 +243,16 @@ def test_a_silent_peer_is_given_up(ranks_of: type[NativeRanks]) -> None:
 
 
 @needs_extension
+def test_a_rank_looks_before_it_sleeps_where_a_core_is_free() -> None:
+    runtime: Any = native.load()
+    cores = len(os.sched_getaffinity(0))
+    assert [runtime.SharedMemoryLink(0, 2, here).spins for here in (cores - 1, cores)] == [True, False]
+
+
+@needs_extension
 def test_memory_is_sealed() -> None:
     runtime: Any = native.load()
-    _, descriptor, _ = runtime.SharedMemoryLink(0, 2).address()
+    _, descriptor, _ = runtime.SharedMemoryLink(0, 2, 2).address()
     with pytest.raises(OSError):
         os.ftruncate(descriptor, 1)
 
@@ -252,7 +261,7 @@ def test_memory_is_sealed() -> None:
 @pytest.mark.parametrize("wrong", [{"descriptor": 0}, {"nonce": 1}, {"process": 2**22 + 1}])
 def test_what_is_not_a_board_is_refused(wrong: dict[str, int]) -> None:
     runtime: Any = native.load()
-    one, other = (runtime.SharedMemoryLink(rank, 2) for rank in range(2))
+    one, other = (runtime.SharedMemoryLink(rank, 2, 2) for rank in range(2))
     address = dict(zip(("process", "descriptor", "nonce"), other.address(), strict=True)) | wrong
     with pytest.raises(RuntimeError, match="shared memory"):
         one.connect(1, **address)

@@ -9,7 +9,6 @@ from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.runtime.stage import Chain
-from fastpipe.runtime.tied import Tie, check_not_apart
 from fastpipe.testing import Fault, reference_step
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Block, Embed, squared
@@ -196,15 +195,6 @@ def test_it_is_described(executor: str) -> None:
     assert "tied        0.table.weight = 7.weight (stages [0, 1])" in text
     assert "7 of 14 parameters wait for W" in text
     assert "*.weight" not in text.partition("whole in I")[2].replace("table.weight", "")
-
-
-def test_replicas_of_a_part_of_its_uses_are_refused() -> None:
-    tie = Tie(("0.a", "5.a"), ((0, "0.a"), (2, "5.a")))
-    check_not_apart(1, [tie], True)
-    check_not_apart(2, [tie], False)
-    check_not_apart(0, [Tie(("0.a", "1.a"), ((0, "0.a"), (0, "1.a")))], True)
-    with pytest.raises(ValueError, match=r"stage 2 has replicas .* tied weight 0.a, which the stages \[0, 2\] have"):
-        check_not_apart(2, [tie], True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""The transport between several processes: they find out together who can share memory with whom, and choose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fastpipe.runtime import native
+from fastpipe.runtime.failure import first_line
+from fastpipe.runtime.group import Membership
+from fastpipe.runtime.host import host_name
+from fastpipe.runtime.mixed import Circles, Mixed
+from fastpipe.runtime.process_group import ProcessGroups
+from fastpipe.runtime.shared_memory import SharedMemory
+from fastpipe.runtime.transport import Transport
+
+Offer = dict[str, Any]
+Exchange = Callable[[str, dict[str, Any]], Sequence[dict[str, Any]]]
+
+_SAME = {
+    "host": "they are not all on one host",
+    "user": "they are not all of one user",
+    "torch": "they do not all run the same torch",
+    "machine": "they are not all of one machine type",
+}
+"""What must be the same on processes that share memory, and what is said if it is not."""
+
+
+def between_processes(
+    choice: str, exchange: Exchange, member: Membership, device: torch.device, timeout: float, num_ranks_here: int
+) -> Transport:
+    """The transport for several processes. All call it, and all get the same answer.
+
+    Args:
+        choice: ``"auto"``, ``"shared_memory"`` or ``"process_group"``; the same on all of them.
+        exchange: how they tell each other something: ``(phase, message) -> messages of all``.
+        member: this process's place.
+        device: what it computes on.
+        timeout: seconds to wait for the others.
+        num_ranks_here: how many ranks compute on this host: only where a core is free a rank looks before it sleeps.
+
+    Raises:
+        ValueError: for ``"shared_memory"`` where it cannot be; it says why.
+    """
+    if choice not in ("auto", "shared_memory", "process_group"):
+        raise ValueError(f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto', 'shared_memory' or 'process_group'")
+    if choice == "process_group":
+        return ProcessGroups(member, timeout)
+    link, circles, why = find_circles(exchange, member, device, num_ranks_here)
+    if len(circles) == 1:
+        return SharedMemory(link, member, timeout)
+    if choice == "shared_memory":
+        raise ValueError(f"transport = 'shared_memory': {why}; use 'auto' or 'process_group'")
+    groups = ProcessGroups(member, timeout)
+    if len(circles) == member.size:
+        groups.why = f"no shared memory: {why}"
+        return groups
+    alone = [member.rank] in circles
+    return Mixed(None if alone else SharedMemory(link, member, timeout), groups, circles, member.rank, why)
+
+
+def find_circles(
+    exchange: Exchange, member: Membership, device: torch.device, num_ranks_here: int
+) -> tuple[Any, Circles, str]:
+    """Connect this process to those that it can share memory with.
+
+    Returns:
+        Its side of the shared memory, who shares it with whom, and why not all do.
+    """
+    link, offer = _offer(member, device, num_ranks_here)
+    offers = exchange("offer of shared memory", offer)
+    circles = _alike(offers)
+    mates = next(circle for circle in circles if member.rank in circle)
+    # one may be forbidden what another is allowed, so they agree on the outcome, too
+    answers = exchange("connection by shared memory", {"why": _connect(link, member.rank, mates, offers)})
+    failed = [f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]]
+    kept = []
+    for circle in circles:
+        connected = not any(answers[rank]["why"] for rank in circle)
+        kept += [circle] if connected else [[rank] for rank in circle]
+    return link, kept, _obstacle(offers) or next(iter(failed), "")
+
+
+def _offer(member: Membership, device: torch.device, num_ranks_here: int) -> tuple[Any, Offer]:
+    """This rank's side, and what the others need to know of it."""
+    runtime: Any = native.load()
+    if runtime is None:
+        return None, {"cannot": native.native_status()}
+    if device.type != "cpu":
+        return None, {"cannot": f"the stages are on {device.type}"}
+    try:
+        link = runtime.SharedMemoryLink(member.rank, member.size, num_ranks_here)
+    except RuntimeError as error:
+        return None, {"cannot": first_line(error)}
+    identity = {"host": host_name(), "user": os.geteuid(), "torch": torch.__version__, "machine": os.uname().machine}
+    return link, identity | {"address": link.address()}
+
+
+def _alike(offers: Sequence[Offer]) -> list[list[int]]:
+    """The ranks that may share memory with each other, by the lowest of each."""
+    found: dict[Any, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        alone = "cannot" in offer or not offer["host"]
+        found.setdefault(rank if alone else tuple(offer[name] for name in _SAME), []).append(rank)
+    return list(found.values())
+
+
+def _obstacle(offers: Sequence[Offer]) -> str:
+    """Why not all of them can share memory, or nothing."""
+    for rank, offer in enumerate(offers):
+        if "cannot" in offer:
+            return f"rank {rank}: {offer['cannot']}"
+    for name, why in _SAME.items():
+        if len({offer[name] for offer in offers}) > 1:
+            return why
+    return "" if offers[0]["host"] else "this system does not tell which processes are on one host"
+
+
+def _connect(link: Any, own: int, mates: Sequence[int], offers: Sequence[Offer]) -> str:
+    """Open what the others of a circle offer; why it cannot be, or nothing."""
+    try:
+        for rank in mates:
+            if rank != own:
+                link.connect(rank, *offers[rank]["address"])
+    except RuntimeError as error:
+        return first_line(error)
+    return ""

@@ -1,0 +1,99 @@
+"""split: a model as the list of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpipe.runtime.chain import Layers, as_layers
+from fastpipe.runtime.layer_costs import left_alone
+from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
+from fastpipe.runtime.split.plain import RowLayers
+from fastpipe.runtime.split.trial import row_of_modules
+
+
+def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
+    """The layers of a model, for ``Pipeline(stages=)``.
+
+    Layers are the model's own modules, not copies, and `Pipeline.state_dict` has the unsplit model's keys. What cannot
+    be split is refused; nothing is left out.
+
+    Args:
+        model: one of these.
+
+            * An ``nn.Sequential`` or a list: its members.
+            * A causal language model of Hugging Face's transformers (Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma,
+              Gemma 2): the embedding, every block, and the norm with the head. What is returned has ``loss_fn`` and
+              ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``; `Pipeline.step` takes the token ids and, by
+              name, ``attention_mask`` and ``position_ids``, on every rank.
+            * Another module with an ``nn.ModuleList`` of blocks, given an example: what its forward does before the
+              first block, every block, and every module after them. Each block must take what the one before it
+              returned and nothing else, and so must what comes after; this is found out by running the example, and
+              the layers are compared with the model on it.
+        example: for the last kind: one microbatch, as the model takes it.
+        kwargs: the same, by name; only what comes before the blocks can use them.
+
+    Returns:
+        A list of modules, which also knows the names of the whole model.
+
+    Raises:
+        ValueError, TypeError: for a model that it cannot split, with the reason and what to do.
+    """
+    if not isinstance(model, nn.Module | Sequence):
+        raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or the list of its layers")
+    if isinstance(model, nn.Module) and is_hugging_face(model):
+        return DecoderLayers(model)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+        return _row(model, example, kwargs)
+    layers = as_layers(model)
+    if not layers:
+        raise ValueError("model has no layers: give at least one")
+    return layers
+
+
+def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> RowLayers:
+    """The layers of a module with a list of blocks, compared with it on the example."""
+    if not example and not kwargs:
+        raise ValueError(
+            f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to find out "
+            "what its forward does"
+        )
+    with torch.random.fork_rng(), torch.no_grad():
+        state = torch.get_rng_state()
+        with left_alone(model):
+            row, expected = row_of_modules(model, example, kwargs)
+        layers = RowLayers(model, row)
+        _check_complete(model, layers)
+        torch.set_rng_state(state)
+        with left_alone(model):
+            found = _in_a_row(layers, example, kwargs)
+    if not torch.equal(found, expected):
+        raise ValueError(
+            f"model: its layers in a row do not give what the whole gives ({type(model).__name__}); hand over the "
+            "model's layers as a list"
+        )
+    return layers
+
+
+def _in_a_row(layers: RowLayers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        value = layers[0](*example, **kwargs)
+        for layer in layers[1:]:
+            value = layer(value)
+    except Exception as error:
+        raise ValueError(
+            f"model: its layers in a row fail where the whole does not ({error}); does its forward use blocks, or what "
+            "comes after them, before the first block? Hand over the model's layers as a list"
+        ) from error
+    return value
+
+
+def _check_complete(model: nn.Module, layers: RowLayers) -> None:
+    """Every parameter is in some layer: a forward that uses a module of the row early would show here or in the run."""
+    found = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
+    if missing:
+        raise ValueError(f"model: no layer has {missing[0]}; hand over the model's layers as a list")

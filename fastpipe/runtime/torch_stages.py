@@ -1,0 +1,197 @@
+"""Stages as torch.distributed.pipelining has them, taken as they are.
+
+A ``PipelineStage`` is a module with its index; what else it knows fastpipe finds out by itself. A model that
+``pipeline()`` traced (a ``Pipe``) is stages and a graph between them, in which a value may skip stages. Here a stage
+hands on to the next one alone, so a traced stage is wrapped to hand on what later stages need, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+
+
+def _known(module: str, name: str) -> type:
+    """A class of torch, if anybody has imported it; who has not has none of its objects."""
+    found = sys.modules.get(f"torch.distributed.pipelining.{module}")
+    return getattr(found, name, type(None)) if found is not None else type(None)
+
+
+def torch_stages(stages: Any) -> list[Any]:
+    """The stage objects of torch that are given: one, a list, or the values of a dict; empty for anything else."""
+    base = _known("stage", "_PipelineStageBase")
+    if isinstance(stages, Mapping):
+        listed = list(stages.values())
+    elif isinstance(stages, Sequence) and not isinstance(stages, str):
+        listed = list(stages)
+    else:
+        listed = [stages]
+    return listed if stages is not None and any(isinstance(stage, base) for stage in listed) else []
+
+
+def is_traced(stages: Any) -> bool:
+    """Whether a model is given that ``pipeline()`` of torch traced."""
+    return stages is not None and isinstance(stages, _known("_IR", "Pipe"))
+
+
+def group_of(stages: Any) -> Any:
+    """The process group that torch's stages were made with; None where they name none."""
+    return next((stage.group for stage in torch_stages(stages) if getattr(stage, "group", None) is not None), None)
+
+
+def device_of(stages: Any) -> torch.device | None:
+    """What torch's stages compute on; None where there are none of them."""
+    if is_traced(stages):
+        return next((parameter.device for parameter in stages.parameters()), None)
+    return next((torch.device(stage.device) for stage in torch_stages(stages) if hasattr(stage, "device")), None)
+
+
+def from_torch(
+    stages: Any, num_stages: int, tied: Sequence[Sequence[str]] | None
+) -> tuple[Any, Sequence[Sequence[str]] | None]:
+    """Stages and ties as fastpipe knows them; anything that is not torch's comes back as it is.
+
+    Args:
+        stages: what the user gave.
+        num_stages: how many stages the schedule has.
+        tied: what the user declared; weights that a traced model uses in several stages are added.
+
+    Raises:
+        ValueError, TypeError: naming ``stages``, and what to give instead.
+    """
+    if is_traced(stages):
+        _check_count(stages.num_stages, num_stages, "the traced model")
+        return _traced(stages), [*(tied or ()), *_shared_names(stages)] or None
+    listed = torch_stages(stages)
+    if not listed:
+        return stages, tied
+    base = _known("stage", "_PipelineStageBase")
+    found: dict[int, nn.Module] = {}
+    for stage in listed:
+        if not isinstance(stage, base):
+            raise TypeError(f"stages has a {type(stage).__name__} beside torch's stages: give one kind or the other")
+        index = stage.stage_index  # type: ignore[attr-defined]
+        _check_count(stage.num_stages, num_stages, f"PipelineStage {index}")  # type: ignore[attr-defined]
+        if index in found:
+            raise ValueError(f"stages has PipelineStage {index} twice: give every stage of this process once")
+        if stage.dw_builder is not None:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"stages: PipelineStage {index} has a dw_builder; leave it out, as fastpipe splits backwards itself"
+            )
+        found[index] = _module_of(stage)
+    return found, tied
+
+
+def _check_count(there: int, num_stages: int, what: str) -> None:
+    if there != num_stages:
+        raise ValueError(
+            f"stages: {what} is of {there} stages and the schedule has {num_stages}: use stages_per_rank, or another "
+            "number of ranks, or split the model again"
+        )
+
+
+def _module_of(stage: Any) -> nn.Module:
+    """What a stage object runs."""
+    info = getattr(stage, "pipe_info", None)
+    module: nn.Module = stage.submod
+    return module if info is None else TracedStage(module, Route(info.graph, stage.stage_index), whole_names=False)
+
+
+def _traced(pipe: Any) -> dict[int, nn.Module]:
+    """Every stage of a traced model. Parameters keep their names, unless two stages have one of the same name."""
+    modules = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
+    names = [name for module in modules for name in module.state_dict()]
+    whole_names = len(names) == len(set(names))
+    graph = pipe.split_gm.graph
+    return {i: TracedStage(m, Route(graph, i), whole_names=whole_names) for i, m in enumerate(modules)}
+
+
+def _shared_names(pipe: Any) -> list[list[str]]:
+    """The names of every weight that several stages of a traced model use: torch has copied it for each of them."""
+    index = {f"submod_pp_{i}": i for i in range(pipe.num_stages)}
+    return [[f"{index[module]}.{name}" for module, name in users.items()] for users in pipe.replicated_params]
+
+
+class Route:
+    """What one stage of a traced model is given, and hands on: whatever it or a later one needs.
+
+    Args:
+        graph: of the stages.
+        index: which stage.
+
+    Attributes:
+        takes: the nodes of the values that it is given, in their order.
+        gives: the nodes of those that it hands on; of the last stage, those of the model's outputs.
+        call: the node of its own call.
+    """
+
+    def __init__(self, graph: fx.Graph, index: int) -> None:
+        nodes = list(graph.nodes)
+        calls = [node for node in nodes if node.op == "call_module"]
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        outputs = next(node for node in nodes if node.op == "output").all_input_nodes
+        self.call = calls[index]
+        self.takes = inputs if index == 0 else _handed_on(calls, inputs, outputs, index - 1)
+        last = index == len(calls) - 1
+        self.gives = outputs if last else _handed_on(calls, inputs, outputs, index)
+
+    def run(self, module: nn.Module, values: Sequence[Any]) -> Any:
+        """Call the stage's module among the values that go by."""
+        if len(values) != len(self.takes):
+            names = ", ".join(node.name for node in self.takes)
+            raise TypeError(f"the traced model takes {len(self.takes)} inputs by position ({names}); got {len(values)}")
+        known = dict(zip(self.takes, values, strict=True))
+        output = module(*fx.node.map_arg(self.call.args, known.__getitem__))
+        known[self.call] = output
+        for node in self.call.users:
+            if node.target is operator.getitem:
+                known[node] = output[node.args[1]]
+        given = tuple(known[node] for node in self.gives)
+        return given[0] if len(given) == 1 else given
+
+
+def _handed_on(
+    calls: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], index: int
+) -> list[fx.Node]:
+    """The values that are there when a stage has run, and that later ones or the model's outputs need."""
+    there = [*inputs]
+    for call in calls[: index + 1]:
+        parts = [node for node in call.users if node.target is operator.getitem]
+        there += parts or [call]
+    needed = {node for call in calls[index + 1 :] for node in call.all_input_nodes} | set(outputs)
+    return [node for node in there if node in needed]
+
+
+class TracedStage(nn.Module):
+    """A stage of a traced model, under the names that its parameters have in the model.
+
+    Args:
+        module: what torch made of it. Its parameters, buffers and submodules are this module's own.
+        route: what goes in and out.
+        whole_names: whether no other stage has the same names.
+    """
+
+    def __init__(self, module: nn.Module, route: Route, *, whole_names: bool) -> None:
+        super().__init__()
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        # in a tuple, so that it is not registered as a submodule: the names would begin with it
+        self.traced = (module,)
+        self.route = route
+        self.whole_names = whole_names
+
+    def forward(self, *values: Any) -> Any:
+        """Run the stage among the values that go by."""
+        return self.route.run(self.traced[0], values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of its module, around the same route."""
+        made = type(self)(copy.deepcopy(self.traced[0], memo), self.route, whole_names=self.whole_names)
+        made.training = self.training
+        return made

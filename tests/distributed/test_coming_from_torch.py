@@ -1,0 +1,189 @@
+"""docs/coming-from-torch.md: its scripts train alike; torch's stages and schedules run as they are."""
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from fastpipe import Pipeline, Schedule, check_parity
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_step import caught
+from tests.runtime.traced_models import WIDTH, Skipping, traced
+
+GroupOf = Callable[[int], Ranks]
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs/coming-from-torch.md").read_text()
+SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+SECONDS = 110
+
+pytestmark = pytest.mark.timeout(4 * SECONDS)
+
+
+def losses(script: str, folder: Path) -> set[tuple[str, str]]:
+    """Step and loss, as two processes print them."""
+    path = folder / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"step (\d): loss (\d\.\d{6})", done.stdout)
+    assert len(found) == 6, done.stdout
+    return set(found)
+
+
+def test_all_scripts_have_the_same_losses(tmp_path: Path) -> None:
+    by_torch, *others = [losses(script, tmp_path) for script in SCRIPTS]
+    assert len(by_torch) == 3 and others == [by_torch] * 3
+    ordered = [float(loss) for _, loss in sorted(by_torch)]
+    assert ordered == sorted(ordered, reverse=True) and ordered[0] > ordered[-1]
+
+
+def test_lines_are_counted() -> None:
+    for script, who in zip(SCRIPTS, ("torch", "fastpipe"), strict=False):
+        assert who in script
+    (row,) = re.findall(r"\| lines of the script above \| (\d+) \| (\d+) \|", PAGE)
+    assert [int(count) for count in row] == [len([line for line in s.splitlines() if line]) for s in SCRIPTS[:2]]
+
+
+def stages_of(layers: list[nn.Module], indices: list[int], num_stages: int = 4) -> list[Any]:
+    cut = len(layers) // num_stages
+    return [
+        PipelineStage(nn.Sequential(*layers[i * cut : i * cut + cut]), i, num_stages, torch.device("cpu"))
+        for i in indices
+    ]
+
+
+def made_layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)]
+
+
+def run_torch_files(folder: str, executor: str) -> None:
+    """Both of torch's formats, its own stages."""
+    rank = dist.get_rank()
+    layers = made_layers()
+    stages = stages_of(layers, [rank, rank + 2])
+    zero_bubble = ScheduleInterleavedZeroBubble(stages, n_microbatches=4)
+    lowered = _PipelineScheduleRuntime(stages, 4)
+    lowered.pipeline_order = zero_bubble.pipeline_order
+    lowered._prepare_schedule_with_comms(zero_bubble.pipeline_order)
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(3))
+    for name in ("compute_only", "compute_comms"):
+        path = Path(folder) / f"{name}{rank}.csv"
+        lowered._dump_csv(path, format=name)
+        given: Any = stages if name == "compute_only" else {stage.stage_index: stage for stage in stages}
+        pipe = Pipeline(given, Schedule.from_csv(path, name=name), loss_fn=nn.functional.mse_loss, executor=executor)
+        parity = check_parity(pipe, made_layers(), (x, y))
+        assert parity.ok, parity
+        assert [n for n, _ in pipe.named_parameters()][0] == f"{rank}.0.0.weight"
+
+
+def test_torch_s_stages_run_torch_s_files(executor: str, group_of: GroupOf, tmp_path: Path) -> None:
+    group_of(2).run(run_torch_files, str(tmp_path), executor)
+
+
+def one_group(executor: str) -> tuple[int, int]:
+    """The stages' own group: two pipelines of two processes each."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    layers = made_layers()
+    part = nn.Sequential(*layers[4 * (rank % 2) :][:4])
+    stage = PipelineStage(part, rank % 2, 2, torch.device("cpu"), group=groups[rank // 2])
+    pipe = Pipeline(stage, "1f1b", 4, nn.functional.mse_loss, executor=executor)
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(rank // 2))
+    assert check_parity(pipe, layers, (x, y)).ok
+    return pipe.rank, pipe.num_ranks
+
+
+def test_the_group_of_the_stages_is_used(executor: str, group_of: GroupOf) -> None:
+    assert group_of(4).run(one_group, executor) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+
+
+def built(executor: str) -> None:
+    """Stages built of a traced model, several a rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Skipping()
+    twin = copy.deepcopy(model)
+    pipe = traced(model, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+    stages = [pipe.build_stage(index, torch.device("cpu")) for index in (rank, 3 - rank)]
+    x, shift, y = torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(3))
+    parity = check_parity(Pipeline(stages, "zbv", 4, nn.functional.mse_loss, executor=executor), twin, ((x, shift), y))
+    assert parity.ok, parity
+
+
+def test_stages_built_of_a_traced_model(executor: str, group_of: GroupOf) -> None:
+    group_of(2).run(built, executor)
+
+
+def refused() -> dict[str, Any]:
+    rank = dist.get_rank()
+    layers = made_layers()
+    right, vshaped = stages_of(layers, [rank, rank + 2]), stages_of(layers, [rank, 3 - rank])
+    builder = PipelineStage(layers[0], 0, 4, torch.device("cpu"), dw_builder=lambda: print)
+    cases: dict[str, tuple[Any, str]] = {
+        "number": (right, "1f1b"),
+        "place": (vshaped, "interleaved_1f1b"),
+        "twice": ([right[0], right[0]], "interleaved_1f1b"),
+        "mixed": ([right[0], layers[0]], "interleaved_1f1b"),
+        "builder": ([builder, right[1]], "interleaved_1f1b"),
+    }
+    return {
+        name: caught(lambda given=given, schedule=schedule: Pipeline(given, schedule, 4, nn.functional.mse_loss))
+        for name, (given, schedule) in cases.items()
+    }
+
+
+def test_what_does_not_fit_is_refused(group_of: GroupOf) -> None:
+    zero, _ = group_of(2).run(refused)
+    expected = {
+        "number": "PipelineStage 0 is of 4 stages and the schedule has 2",
+        "place": "lacks stage 2, which this process computes",
+        "twice": "PipelineStage 0 twice",
+        "mixed": "stages has a Sequential beside torch's stages",
+        "builder": "has a dw_builder; leave it out",
+    }
+    assert all(text in zero[name][1] for name, text in expected.items()), zero
+
+
+def told_of_torch() -> dict[str, Any]:
+    """What the page says of torch, and the same here."""
+    rank = dist.get_rank()
+    x, y = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(3))
+    grads: dict[str, list[torch.Tensor]] = {"torch": [], "fastpipe": []}
+
+    def note(who: str, module: nn.Module) -> None:
+        grads[who].append(next(module.parameters()).grad.clone())  # type: ignore[union-attr]
+
+    (stage,) = stages_of(made_layers(), [rank], num_stages=2)
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    for call in ("step", "step", "eval"):
+        getattr(schedule, call)(*([x] if rank == 0 else []), **({} if rank == 0 else {"target": y}))
+        note("torch", stage.submod)
+    schedule._loss_fn = lambda output, target: output.square().mean()
+    rows = schedule.eval(x[:15]) if rank == 0 else schedule.eval(target=y[:15])
+
+    pipe = Pipeline(made_layers(), "1f1b", 4, nn.functional.mse_loss)
+    for call in ("step", "step", "eval_step"):
+        getattr(pipe, call)(x, target=y)
+        note("fastpipe", pipe.stage_modules[rank])
+    ours = pipe.step(x[:15], target=y[:15]).outputs
+    factors = {who: [float((grad / found[0]).mean()) for grad in found] for who, found in grads.items()}
+    return factors | {"rows": None if rank == 0 else [len(rows), len(ours)]}
+
+
+def test_what_the_page_says_of_torch_is_so(group_of: GroupOf) -> None:
+    for answer in group_of(2).run(told_of_torch):
+        assert answer["torch"] == pytest.approx([1, 1.25, 1.25 / 4], rel=1e-3)
+        assert answer["fastpipe"] == pytest.approx([1, 2, 2], rel=1e-3)
+    assert answer["rows"] == [16, 15]

@@ -1,0 +1,177 @@
+"""Ranks on several hosts: shared memory within each, process groups between them, in one step of one program."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpipe import Pipeline
+from fastpipe.runtime import native
+from tests.distributed.hosts import on_hosts
+from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.test_death import COUNT, SIZE, WITHIN, others, train_until
+from tests.distributed.test_death import check as check_death
+from tests.distributed.test_failure import check, fail_and_recover
+from tests.runtime.checks import same_bits, train_and_compare
+from tests.runtime.faults import Scenario
+from tests.runtime.models import CASES
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason=native.native_status())
+TWO_AND_TWO = "aabb"
+
+
+def compare(executors: list[str], hosts: str, schedule: str, case: str = "plain") -> str:
+    """Runs on every rank, with an executor each."""
+    executor = executors[dist.get_rank() % len(executors)]
+    with on_hosts(hosts):
+        return train_and_compare(case, schedule, 8, executor=executor).describe()
+
+
+@pytest.mark.parametrize("executors", [["native"], ["python"], ["native", "python"]], ids="-".join)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev", "dualpipe"])
+def test_bits(schedule: str, executors: list[str], group_of: Callable[[int], Ranks]) -> None:
+    for rank, text in enumerate(group_of(4).run(compare, executors, TWO_AND_TWO, schedule)):
+        words = "mixed, lanes directed: shared memory within ranks (0, 1), (2, 3), four gloo groups elsewhere"
+        assert f"{words} (they are not all on one host); rank {rank}: shared memory with {rank ^ 1}, groups" in text
+
+
+# A neighbour is far away, the next but one near; one rank is alone; a V and a loop that cross hosts at every step.
+@pytest.mark.parametrize(
+    ("hosts", "schedule", "case"),
+    [("abab", "1f1b", "plain"), ("abbb", "zbv", "two_tensors"), ("abab", "interleaved_1f1b", "plain")]
+    + [("aaba", "dualpipe", "plain"), ("abca", "dualpipev", "plain")],
+)
+def test_any_ranks_may_be_on_a_host(
+    hosts: str, schedule: str, case: str, executor: str, group_of: Callable[[int], Ranks]
+) -> None:
+    for text in group_of(4).run(compare, [executor], hosts, schedule, case):
+        assert "mixed, lanes directed" in text
+
+
+def choose(hosts: str, without: int, transport: str) -> str:
+    """Runs on every rank; one cannot load the extension."""
+    load = native.load
+    if dist.get_rank() == without:
+        native.load = lambda: None
+    try:
+        with on_hosts(hosts):
+            pipe = train_and_compare("plain", "1f1b", 4, executor="python", transport=transport)
+        dist.barrier()  # it must not be gone while others still connect to it
+        return pipe.transport.describe()
+    except ValueError as error:
+        return str(error)
+    finally:
+        native.load = load
+
+
+@pytest.mark.parametrize(
+    ("hosts", "without", "expected"),
+    [
+        ("aaaa", -1, "shared_memory, lanes directed, 4 processes of one host"),
+        ("abcd", -1, "process_group, lanes directed (no shared memory: they are not all on one host)"),
+        ("aaaa", 2, "mixed, lanes directed: shared memory within ranks (0, 1, 3), four gloo groups elsewhere (rank 2:"),
+        ("aabb", 2, "mixed, lanes directed: shared memory within ranks (0, 1), four gloo groups elsewhere (rank 2:"),
+        ("abbc", 2, "process_group, lanes directed (no shared memory: rank 2: native extension"),
+    ],
+)
+def test_what_is_chosen(hosts: str, without: int, expected: str, group_of: Callable[[int], Ranks]) -> None:
+    assert all(text.startswith(expected) for text in group_of(4).run(choose, hosts, without, "auto"))
+
+
+def test_shared_memory_alone_is_refused(group_of: Callable[[int], Ranks]) -> None:
+    expected = "transport = 'shared_memory': they are not all on one host; use 'auto' or 'process_group'"
+    assert group_of(4).run(choose, TWO_AND_TWO, -1, "shared_memory") == [expected] * 4
+
+
+def forbid(hosts: str) -> str:
+    """Runs on every rank; rank 3 may not open what rank 2 offers."""
+    runtime: Any = native.load()
+    link = runtime.SharedMemoryLink
+
+    class Forbidden(link):  # type: ignore[misc, valid-type]
+        def connect(self, *_: Any) -> None:
+            raise RuntimeError("shared memory: not permitted")
+
+    if dist.get_rank() == 3:
+        runtime.SharedMemoryLink = Forbidden
+    try:
+        with on_hosts(hosts):
+            return train_and_compare("plain", "1f1b", 4).transport.describe()
+    finally:
+        runtime.SharedMemoryLink = link
+
+
+def test_a_host_where_it_is_forbidden_does_without(group_of: Callable[[int], Ranks]) -> None:
+    two, one = group_of(4).run(forbid, TWO_AND_TWO), group_of(4).run(forbid, "aaaa")
+    assert all(text.startswith("mixed, lanes directed: shared memory within ranks (0, 1), four gloo") for text in two)
+    assert all("(no shared memory: rank 3: shared memory: not permitted)" in text for text in one)
+
+
+def many_steps(executor: str, hosts: str) -> list[bool]:
+    """Runs on every rank: training and evaluation by turns, with inputs of several sizes, large ones among them."""
+    case = CASES["plain"]
+    layers = [torch.nn.Linear(64, 64) for _ in range(2 * SIZE)]
+    with on_hosts(hosts):
+        pipe = Pipeline(layers, "interleaved_1f1b", COUNT, case.loss_fn, executor=executor)
+    alike = []
+    for rows in (COUNT, 3000, 16, 6000):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        losses = [pipe.step(x, target=x).loss for _ in range(2)]
+        losses += [pipe.eval_step(x, target=x).loss for _ in range(2)]
+        alike += [same_bits(losses[0], other) for other in losses[1:] if other is not None]
+    return alike
+
+
+def test_sizes_and_kinds_of_steps_change(executor: str, group_of: Callable[[int], Ranks]) -> None:
+    for alike in group_of(4).run(many_steps, executor, TWO_AND_TWO):
+        assert alike == [True] * 12
+
+
+# --- failures
+
+
+def fail_on_hosts(scenario: Scenario, hosts: str) -> dict[str, Any]:
+    """Runs on every rank."""
+    with on_hosts(hosts):
+        return fail_and_recover(scenario, "auto")
+
+
+FAILURES = [("1f1b", stage, backward, 2 * (stage % 2)) for stage in range(4) for backward in (False, True)]
+FAILURES += [(schedule, 3, backward, 2) for schedule in ("zbv", "dualpipev") for backward in (False, True)]
+FAILURES += [("interleaved_1f1b", 5, False, 0), ("dualpipe", 0, True, 2)]
+
+
+@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), FAILURES)
+def test_a_failure_is_known_on_all_hosts(
+    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
+) -> None:
+    scenario = Scenario(schedule, stage, 1, step, backward, executor)
+    check(group_of(4).run(fail_on_hosts, scenario, TWO_AND_TWO), scenario)
+
+
+# --- deaths
+
+
+@pytest.mark.parametrize(
+    ("victim", "when", "hosts"),
+    [
+        (1, "first step", TWO_AND_TWO),
+        (2, "later step", TWO_AND_TWO),
+        (3, "between steps", TWO_AND_TWO),
+        (0, "later step", "abbb"),  # alone on its host, where nobody sees it die
+    ],
+)
+def test_killed(victim: int, when: str, hosts: str, executor: str, tmp_path: Path) -> None:
+    """Everybody says so at once, on its own host and on the other one."""
+    at_call = {"first step": 3, "later step": 2 * COUNT + 3, "between steps": -1}[when]
+    note = str(tmp_path / "note")
+    with ranks(SIZE) as group:
+        arguments = (victim, at_call, int(signal.SIGKILL), note, executor, "1f1b", 60.0, 3, "auto", hosts)
+        group.start(train_until, *arguments)
+        check_death(group.results(others(victim)), victim, WITHIN)

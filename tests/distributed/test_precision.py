@@ -1,0 +1,102 @@
+"""Mixed precision over several processes: one verdict about infinite gradients, and gradients summed in fp32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import GradScaler, Pipeline
+from fastpipe.runtime.stage import Chain
+from fastpipe.testing import reference_step
+from tests.distributed.meshes import batch as mesh_batch
+from tests.distributed.meshes import build, mesh
+from tests.distributed.ranks import Ranks
+from tests.runtime.checks import unequal
+from tests.runtime.models import CASES, Block, squared
+
+GroupOf = Callable[[int], Ranks]
+
+
+def skipped_by_all(schedule: str, executor: str) -> list[Any]:
+    """In the second step one gradient of the last stage is made infinite, on the rank that has it."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(8), schedule, 4, squared, executor=executor)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = GradScaler(pipe, init_scale=8.0)
+    report = []
+    for number, batch in enumerate(case.batches(3, 9)):
+        before = [p.detach().clone() for p in pipe.parameters()]
+        pipe.step(*batch.args, target=batch.target)
+        if number == 1 and pipe.is_last:
+            list(pipe.parameters())[-1].grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        report.append((scaler.get_scale(), any(map(torch.equal, before, pipe.parameters()))))
+    return report
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+def test_one_infinite_gradient_is_everybodys(schedule: str, executor: str, group_of: GroupOf) -> None:
+    for report in group_of(2).run(skipped_by_all, schedule, executor):
+        assert report == [(8.0, False), (4.0, True), (4.0, False)]
+
+
+def different_scales() -> str:
+    pipe = Pipeline(CASES["plain"].layers(4), "1f1b", 4, squared)
+    scaler = GradScaler(pipe, init_scale=8.0 * (1 + pipe.rank))
+    batch = CASES["plain"].batches(1, 9)[0]
+    pipe.step(*batch.args, target=batch.target)
+    with pytest.raises(ValueError) as caught:
+        scaler.step(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+def test_ranks_with_different_scales_are_refused(group_of: GroupOf) -> None:
+    for text in group_of(2).run(different_scales):
+        assert text.startswith("the scale is 8 on rank 0, 16 on rank 1: make the scaler and call update on every rank")
+
+
+def sharded() -> str:
+    over = mesh()
+    pipe = build("fsdp", "1f1b", "auto", over)
+    with pytest.raises(ValueError) as caught:
+        GradScaler(pipe)
+    with pytest.raises(ValueError) as other:
+        build("ddp", "1f1b", "auto", over, grad_dtype=torch.float32)
+    replica = over.get_local_rank("dp")
+    pipe.step(mesh_batch(0, replica)[0], target=mesh_batch(0, replica)[1])
+    return f"{caught.value}\n{other.value}"
+
+
+def test_what_replicas_cannot_do_is_said(group_of: GroupOf) -> None:
+    for text in group_of(4).run(sharded):
+        assert "sharded by fully_shard over 2 replicas, so no rank sees all of a gradient; use bf16" in text
+        assert "is in DistributedDataParallel over 2 replicas, which reduces gradients as its parameters are" in text
+
+
+def tied() -> list[nn.Module]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Block().bfloat16() for _ in range(8)]
+    layers[7].linear.weight = layers[0].linear.weight
+    return layers
+
+
+def in_fp32(schedule: str, executor: str, transport: str) -> list[str]:
+    pipe = Pipeline(tied(), schedule, 4, squared, executor=executor, transport=transport, grad_dtype=torch.float32)
+    unsplit = Chain(dict(enumerate(tied())))
+    wrong = []
+    for batch in CASES["bfloat16"].batches(2, 9):
+        pipe.step(*batch.args, target=batch.target)
+        pair = (batch.args, batch.target)
+        reference_step(unsplit, pair, pipe.schedule, squared, grad_dtype=torch.float32, ties=pipe._ties)
+        wrong += unequal(pipe, unsplit)
+    return wrong + [name for name, p in pipe.named_parameters() if p.grad.dtype is not torch.float32]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+def test_tied_gradients_in_fp32(schedule: str, transport: str, executor: str, group_of: GroupOf) -> None:
+    assert group_of(2).run(in_fp32, schedule, executor, transport) == [[], []]

@@ -1,0 +1,56 @@
+"""Stages that recompute, in several processes and with replicas: the bits of the unsplit model."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.meshes import build, mesh, two_steps
+from tests.distributed.ranks import Ranks
+from tests.runtime.checks import train_and_compare
+
+GroupOf = Callable[[int], Ranks]
+
+
+def compare(schedule: str, executor: str, transport: str) -> None:
+    for way in ("full", "layers"):
+        train_and_compare("added_losses", schedule, 8, executor=executor, transport=transport, steps=2, recompute=way)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe", "chimera"])
+def test_processes(schedule: str, transport: str, executor: str, group_of: GroupOf) -> None:
+    group_of(2).run(compare, schedule, executor, transport)
+
+
+def train(wrap: str, schedule: str, way: str, executor: str) -> list[list[str]]:
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe = build(wrap, schedule, executor, over, recompute=way)
+    return two_steps(pipe, wrap, replica)
+
+
+@pytest.mark.parametrize("way", ["full", "layers"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_replicas(wrap: str, schedule: str, way: str, executor: str, group_of: GroupOf) -> None:
+    assert group_of(4).run(train, wrap, schedule, way, executor) == [[[], []]] * 4
+
+
+def refused() -> str:
+    """A module of the user's own in a wrapper: its forward would run twice, and with it the wrapper's."""
+    over = mesh()
+
+    def stage(module: nn.Module, replicas: DeviceMesh) -> nn.Module:
+        return DistributedDataParallel(nn.Sequential(*module.children()), process_group=replicas.get_group())
+
+    with pytest.raises(ValueError) as caught:
+        build(stage, "1f1b", "auto", over, recompute="full")
+    return str(caught.value)
+
+
+def test_a_wrapper_is_not_run_twice(group_of: GroupOf) -> None:
+    for rank, text in enumerate(group_of(4).run(refused)):
+        assert f"stage {rank % 2} is in DistributedDataParallel over 2 replicas" in text and "within it" in text

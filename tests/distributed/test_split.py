@@ -1,0 +1,98 @@
+"""Hugging Face decoder models whose stages are processes, and cuts on which processes have to agree."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastpipe
+from tests.distributed.test_step import GroupOf, caught
+from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder
+from tests.runtime.test_bits import TRAINING, microbatches_for
+
+
+def train_all(kind: str, schedules: list[str], executor: str) -> int:
+    for schedule in schedules:
+        count = microbatches_for(schedule, dist.get_world_size())
+        assert count is not None
+        # both ways between processes
+        transport = "process_group" if executor == "python" else "auto"
+        train_decoder(kind, schedule, count, steps=1, executor=executor, transport=transport)
+    return len(schedules)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_every_schedule(kind: str, executor: str, group_of: GroupOf) -> None:
+    answers = group_of(2).run(train_all, kind, TRAINING, executor, timeout=100)
+    assert answers == [len(TRAINING)] * 2
+
+
+def cut_apart(folder: str) -> dict[str, Any]:
+    """Costs that differ from process to process, a checkpoint, and what is refused."""
+    rank = dist.get_rank()
+    model = decoder("llama")
+    layers = fastpipe.split(model)
+    ids, mask, labels = padded_batch(8)
+    seconds = [1.0, 1, 1, 1, 9, 1, 1, 1] if rank else [9.0, 1, 1, 1, 1, 1, 1, 1]
+    measured = fastpipe.runtime.cuts.layer_costs
+    fastpipe.runtime.cuts.layer_costs = lambda given, *args, by: seconds if by == "seconds" else measured(given, by=by)
+    try:
+        pipe = fastpipe.Pipeline(layers, "1f1b", 4, layers.loss_fn, partition="seconds", example=ids[:2])
+    finally:
+        fastpipe.runtime.cuts.layer_costs = measured
+    pipe.step(ids, attention_mask=mask, target=labels)
+    fastpipe.save_checkpoint(folder, pipe)
+    options = {"partition": "flops", "example": ids[:2]}
+
+    def build(**over: Any) -> Any:
+        return caught(lambda: fastpipe.Pipeline(layers, "1f1b", 4, layers.loss_fn, **{**options, **over}))
+
+    return {
+        "cut": [line for line in pipe.describe().splitlines() if line.startswith("partition")],
+        "keys": list(pipe.state_dict()),
+        "flops": build(),
+        "one differs": build(**({"partition": "memory"} if rank else {})),
+        "one has no example": build(**({} if rank else {"example": None})),
+        "one wrong later": build(**({"executor": "none"} if rank else {})),
+    }
+
+
+def test_processes_cut_alike(group_of: GroupOf, tmp_path: Any) -> None:
+    zero, one = group_of(2).run(cut_apart, str(tmp_path / "saved"), timeout=60)
+    assert zero["cut"] == one["cut"] == ["partition   layers 0 | 1-7; stage 0 has most seconds, 12.5% above the mean"]
+    assert zero["flops"][0] == one["flops"][0] == "nothing"
+    for answer in (zero, one):
+        assert answer["one differs"][0] == "ValueError" and "do not build the same pipeline" in answer["one differs"][1]
+    assert zero["one has no example"][0] == "ValueError" and one["one has no example"][0] == "StepError"
+    assert one["one wrong later"][0] == "ValueError" and zero["one wrong later"][0] == "StepError"
+    keys = decoder("llama").state_dict().keys()
+    assert set(zero["keys"]) | set(one["keys"]) == set(keys) and len(one["keys"]) > LAYERS - 2
+    plain = decoder("llama", initializer_range=0.5)
+    state = {"model": plain.state_dict()}
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    plain.load_state_dict(state["model"])
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), decoder("llama").parameters(), strict=True))
+
+
+def step_apart(executor: str) -> dict[str, Any]:
+    """Steps to which the ranks give other masks, and one after each of them; the last process has the mask."""
+    rank = dist.get_rank()
+    layers = fastpipe.split(decoder("llama"))
+    options = {"loss_reduction": layers.num_tokens, "executor": executor}
+    pipe = fastpipe.Pipeline(layers, "1f1b", 4, layers.loss_fn, **options)
+    ids, mask, labels = padded_batch(8)
+    parts = list(mask.split(2))
+    masks = {"a mask": mask if rank else None, "of one microbatch": parts if rank else [*parts[:3], None]}
+    found = {}
+    for name, own in masks.items():
+        found[name] = caught(lambda own=own: pipe.step(ids, attention_mask=own, target=labels))
+        pipe.step(ids, attention_mask=mask, target=labels)
+    pipe.step(ids, attention_mask=None, target=labels)
+    return found
+
+
+def test_a_mask_that_some_ranks_do_not_give_is_refused(executor: str, group_of: GroupOf) -> None:
+    for answer in group_of(2).run(step_apart, executor, timeout=100):
+        for kind, text, *_ in answer.values():
+            assert kind == "ValueError" and "attention_mask: it is None on ranks [0], and not" in text, text

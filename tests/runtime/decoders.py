@@ -1,0 +1,70 @@
+"""Small Hugging Face decoder models, randomly initialised, and one step of each against the unsplit model's."""
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+
+import fastpipe
+from fastpipe.testing import reference_step
+from tests.runtime.checks import assert_same
+
+VOCABULARY = 61
+TOKENS = 12
+LAYERS = 8
+"""Of every model here: the embedding, six blocks, the norm with the head."""
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": LAYERS - 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    # without it the unsplit model's attention reads from a cache, whose layout gives other last bits
+    "use_cache": False,
+}
+
+
+def decoder(kind: str, attention: str = "sdpa", *, tied: bool = True, dropout: float = 0.0, **others: Any) -> Any:
+    """A causal language model; the same numbers at every call."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        own = {"n_embd": 32, "n_head": 4, "embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout}
+    else:
+        own = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        own |= {"head_dim": 8, "attention_dropout": dropout}
+    config = transformers.AutoConfig.for_model(kind, tie_word_embeddings=tied, **(COMMON | own | others))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.train()
+
+
+def padded_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, a padding mask of other lengths in every row, and labels; a third of the rows is full."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
+    lengths = torch.tensor([TOKENS if row % 3 == 0 else 2 + (row * 5) % (TOKENS - 2) for row in range(rows)])
+    mask = (torch.arange(TOKENS) < lengths[:, None]).long()
+    return ids, mask, ids.masked_fill(mask == 0, -100)
+
+
+def train_decoder(
+    kind: str, schedule: str, count: int, *, steps: int = 2, attention: str = "sdpa", **options: Any
+) -> None:
+    """Steps that accumulate, each compared with the unsplit model's, bit for bit."""
+    model = decoder(kind, attention)
+    unsplit = copy.deepcopy(model)
+    layers = fastpipe.split(model)
+    reduction = {"loss_reduction": layers.num_tokens}
+    pipe = fastpipe.Pipeline(layers, schedule, count, layers.loss_fn, **reduction, **options)
+    for step in range(steps):
+        ids, mask, labels = padded_batch(2 * count + 1 + step)
+        result = pipe.step(ids, attention_mask=mask, target=labels)
+        batch = (ids, labels)
+        kwargs = {"attention_mask": mask}
+        reference = reference_step(
+            unsplit, batch, pipe.schedule, layers.loss_fn, **reduction, kwargs=kwargs, ties=pipe._ties
+        )
+        reference.outputs = [output.logits for output in reference.outputs]
+        assert_same(pipe, result, unsplit, reference)

@@ -1,0 +1,209 @@
+"""What crosses a boundary between stages: every tree as it was; what cannot cross is refused by name."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fastpipe
+from fastpipe import Pipeline
+from fastpipe.runtime.boundary import from_tensors, to_tensors
+from fastpipe.runtime.carried import names_later
+from tests.runtime.checks import same_bits
+from tests.runtime.models import WIDTH, Block, squared
+from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up
+
+EXECUTORS = ["python", "native"]
+
+
+def crossed(value: Any, **carried: Any) -> tuple[Any, dict[str, Any]]:
+    return from_tensors(to_tensors(value, carried, 1))
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    leaves, structure = pytree.tree_flatten(found)
+    wanted, shape = pytree.tree_flatten(expected)
+    assert structure == shape
+    for leaf, other in zip(leaves, wanted, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert leaf is other
+        else:
+            assert type(leaf) is type(other) and repr(leaf) == repr(other)
+
+
+TENSORS = (torch.ones(2), torch.arange(3), torch.ones(2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("value", [TENSORS[0], TENSORS, list(TENSORS), ()], ids=["one", "tuple", "list", "none"])
+def test_tensors_cross_as_they_are(value: Any) -> None:
+    given = (value,) if isinstance(value, torch.Tensor) else tuple(value)
+    assert to_tensors(value, {}, 0) == given
+    assert from_tensors(given) == (given, {})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        (TENSORS[0], None),
+        {"a": [TENSORS[1], {"b": (TENSORS[2], 3)}]},
+        (Pair(*TENSORS[:2]), 1.5, -0.0, 0.0, math.nan, True, 1, 0, 2**80, -(2**63), "text", b"bytes", torch.float16),
+        State(TENSORS[0], 7, None),
+        OrderedDict(z=TENSORS[0], a=[]),
+        torch.arange(5, dtype=torch.uint8),
+        (torch.arange(5, dtype=torch.uint8), TENSORS[0]),
+        [[TENSORS[0]]],
+        ((TENSORS[0], TENSORS[1]),),
+    ],
+)
+def test_a_tree_crosses(value: Any) -> None:
+    for _ in range(2):  # the second time from what is known
+        args, carried = crossed(value, memory=TENSORS[1], nothing=None)
+        assert_alike(args, tuple(value) if type(value) in (tuple, list) else (value,))
+        assert_alike(carried, {"memory": TENSORS[1], "nothing": None})
+        args, carried = crossed(value)
+        assert_alike(args, tuple(value) if type(value) in (tuple, list) else (value,))
+        assert carried == {}
+
+
+def test_values_that_stages_change_are_their_own() -> None:
+    sent = to_tensors((TENSORS[0], {1, 2}), {}, 0)
+    from_tensors(sent)[0][1].add(3)
+    assert from_tensors(sent)[0][1] == {1, 2}
+
+
+def test_numbers_do_not_change_the_length() -> None:
+    lengths = {len(to_tensors((TENSORS[0], n, float(n)), {}, 0)[0]) for n in (0, 1, 255, 256, 70000, 2**40, -(2**62))}
+    assert len(lengths) == 1
+
+
+class Opaque:
+    """Has a tensor in it, and no pytree knows."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Opaque(TENSORS[0]), "stage 3 handed on a Opaque that cannot be sent .*it has a tensor in it.*register"),
+        (nn.Linear(1, 1), "stage 3 handed on a Linear"),
+        (threading.Lock(), "stage 3 handed on a lock"),
+        (lambda: 1, "stage 3 handed on a function"),
+    ],
+)
+def test_what_cannot_cross_is_named(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_tensors((TENSORS[0], value), {}, 3)
+
+
+def test_names_that_later_stages_take() -> None:
+    first: dict[str, list[str] | None] = {"0": ["x"], "3": ["mask"]}
+    second: dict[str, list[str] | None] = {"1": ["scale", "x"], "2": []}
+    assert names_later([first, second], 0) == {"scale", "x", "mask"}
+    assert names_later([first, second], 1) == {"mask"}
+    assert names_later([first, second], 3) == frozenset()
+    assert names_later([first, {"2": None}], 1) is None
+
+
+class Nosy(Block):
+    """Counts what comes to it."""
+
+    def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        self.seen = sorted(others)
+        return super().forward(x)
+
+
+def pipeline(layers: list[nn.Module], executor: str = "auto", **options: Any) -> Pipeline:
+    options = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": squared, "num_ranks": len(layers), **options}
+    return Pipeline(layers, executor=executor, **options)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(8, WIDTH), "target": torch.randn(8, WIDTH)}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_value_travels_no_farther_than_it_is_named(executor: str) -> None:
+    layers = [Rotary(), Attends(), Block(), Block()]
+    pipe = pipeline(layers, executor)
+    sent: dict[int, set[int]] = {}
+    for stage in pipe._stages:
+        run = stage.run
+
+        def watched(microbatch: int, inputs: Any, run: Any = run, index: int = stage.index) -> Any:
+            sent.setdefault(index, set()).add(len(inputs))
+            return run(microbatch, inputs)
+
+        stage.run = watched  # type: ignore[method-assign]
+    data = batch()
+    pipe.step(data["x"], target=data["target"])
+    # a plan, the output, a mask, a tuple of two, the memory; after the last that names them the output alone
+    assert sent == {0: {0}, 1: {6}, 2: {1}, 3: {1}}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_layer_that_takes_anything_gets_all(executor: str) -> None:
+    layers = [Rotary(), Block(), Nosy(), Block()]
+    pipeline(layers, executor, loss_fn=None).eval_step(batch()["x"])
+    assert layers[2].seen == ["mask", "memory", "rotary"]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_value_that_nobody_takes_is_refused(executor: str) -> None:
+    data = batch()
+    for layers in ([Rotary(), Block(), Block()], [Block(), Rotary()], [Block(), Down(), Rotary()]):
+        with pytest.raises(ValueError, match=r"carry: stage \d carries '\w+', and no later layer's forward names it"):
+            pipeline(layers, executor).step(data["x"], target=data["target"])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_value_given_twice_is_refused(executor: str) -> None:
+    data = batch()
+    with pytest.raises(ValueError, match="mask: it was given to step, and a layer before stage 1 carries"):
+        pipeline([Rotary(), Attends()], executor).step(
+            data["x"], target=data["target"], mask=torch.ones(8, WIDTH, dtype=torch.bool)
+        )
+
+
+def test_carry_needs_a_value() -> None:
+    with pytest.raises(ValueError, match="there is nothing to carry"):
+        fastpipe.carry(TENSORS[0])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("cut", [[2, 1, 1], [1, 2, 1], [1, 1, 2], [1, 1, 1, 1]], ids=str)
+def test_the_cut_does_not_matter(executor: str, cut: list[int]) -> None:
+    """Within a stage and between stages layers get the same arguments."""
+    torch.manual_seed(0)
+    layers = [Down(), Down(), Up(), Up()]
+    data = batch()
+    whole = pipeline(layers, executor, num_ranks=1).step(data["x"], target=data["target"])
+    expected = [p.grad for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    result = pipeline(layers, executor, num_ranks=len(cut), partition=cut).step(data["x"], target=data["target"])
+    assert same_bits(result.loss, whole.loss)
+    assert all(map(same_bits, [p.grad for layer in layers for p in layer.parameters()], expected))
+
+
+class Listing(nn.Module):
+    """Returns a list, which is several arguments, within a stage as between two."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        return [x, x + 1] if y is None else x + y
+
+
+@pytest.mark.parametrize("cut", [[2, 1], [1, 2]], ids=str)
+def test_a_list_is_several_arguments_wherever_the_cut_is(cut: list[int]) -> None:
+    layers = [Block(), Listing(), Listing()] if cut == [2, 1] else [Listing(), Listing(), Block()]
+    assert pipeline(layers, num_ranks=2, partition=cut, loss_fn=None).eval_step(torch.randn(8, WIDTH)).outputs.shape

@@ -1,0 +1,155 @@
+"""Pipelines that are cut by FLOPs, seconds or memory of an example."""
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import Pipeline, check_parity, layer_costs, make_schedule, partition, split
+from fastpipe.testing import reference_step
+from tests.runtime.checks import assert_same
+from tests.runtime.decoders import decoder, padded_batch
+
+WIDTHS = [4, 64, 64, 8, 8, 8, 8, 4]
+
+
+def uneven() -> list[nn.Module]:
+    """Wide layers at one end."""
+    torch.manual_seed(0)
+    return [nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)]
+
+
+@pytest.mark.parametrize("by", ["flops", "seconds", "memory"])
+def test_a_pipeline_is_cut_by_its_example(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate(itertools.repeat(1.0))
+    if by == "seconds":
+        monkeypatch.setattr("fastpipe.runtime.layer_costs._now", lambda layer: next(clock))
+    layers, unsplit = uneven(), nn.Sequential(*uneven())
+    example = torch.randn(3, 4)
+    costs = layer_costs(layers, example, by=by)
+    pipe = Pipeline(layers, "1f1b", 3, nn.functional.mse_loss, num_ranks=3, partition=by, example=example)
+    counts = [len(list(pipe.stage_modules[stage].children())) for stage in range(3)]
+    parts = partition(costs, 3)
+    assert counts == [len(part) for part in parts] and sum(counts) == len(layers)
+    sums = [sum(costs[layer] for layer in part) for part in parts]
+    assert max(sums) == min(
+        max(sum(costs[:a]), sum(costs[a:b]), sum(costs[b:])) for a, b in itertools.combinations(range(1, 7), 2)
+    )
+    unit = {"flops": "FLOPs", "seconds": "seconds", "memory": "bytes"}[by]
+    excess = max(sums) * 3 / sum(sums) - 1
+    assert f"stage {sums.index(max(sums))} has most {unit}, {excess:.1%} above the mean" in pipe.describe()
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    result = pipe.step(x, target=y)
+    assert_same(pipe, result, unsplit, reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss))
+
+
+def test_several_arguments_are_a_tuple() -> None:
+    class Add(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    layers = [Add(), *uneven()]
+    example = (torch.randn(2, 4), torch.randn(2, 4))
+    pipe = Pipeline(layers, "gpipe", 2, nn.functional.mse_loss, num_ranks=2, partition="flops", example=example)
+    assert "layers 0-2 | 3-7" in pipe.describe()
+
+
+def test_memory_is_parameters_twice_and_activations() -> None:
+    layers = [nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False).requires_grad_(False), nn.Tanh()]
+    rows = 5
+    # a frozen layer keeps nothing for its weight, and has no gradient; tanh keeps its result
+    assert layer_costs(layers, torch.randn(rows, 4), by="memory") == [4 * (2 * 32 + rows * 4), 4 * 16, 4 * rows * 2]
+
+
+def test_flops_are_counted_without_computing() -> None:
+    class Refuses(torch.autograd.Function):
+        """Says that it was computed with."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            assert isinstance(x, torch._subclasses.FakeTensor)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Refuses.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    rows = 3
+    assert layer_costs([Layer(4, 4), Layer(4, 4)], torch.randn(rows, 4)) == [4 * rows * 16, 6 * rows * 16]
+    wide = [nn.Linear(200_000, 200_000, device="meta"), nn.Linear(200_000, 4, device="meta")]
+    example = torch.empty(rows, 200_000, device="meta")
+    assert layer_costs(wide, example) == [4.0 * rows * 200_000**2, 6.0 * rows * 200_000 * 4]
+
+
+def test_flops_of_layers_that_look_at_values_are_counted_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    layers = [Looks(4, 4), nn.Linear(4, 4)]
+    with caplog.at_level(logging.INFO, "fastpipe"):
+        assert layer_costs(layers, torch.ones(3, 4)) == [2 * 96, 3 * 96]
+        assert layer_costs(layers, -torch.ones(3, 4)) == [0, 2 * 96]
+    assert "counted in a real run" in caplog.text
+
+
+def test_decoders_are_cut_by_what_their_layers_cost() -> None:
+    """The embedding is free of FLOPs, and a block is more than the head."""
+    model = decoder("llama")
+    unsplit = copy.deepcopy(model)
+    layers = split(model)
+    ids, mask, labels = padded_batch(9)
+    costs = layer_costs(layers, ids[:2], attention_mask=mask[:2])
+    assert costs[0] == 0 and len(set(costs[1:-1])) == 1 and costs[1] > costs[-1] > 0
+    options = {"loss_reduction": layers.num_tokens}
+    pipe = Pipeline(layers, "1f1b", 4, layers.loss_fn, num_ranks=3, partition="flops", example=ids[:2], **options)
+    assert "partition   layers 0-2 | 3-4 | 5-7; stage 2 has most FLOPs" in pipe.describe()
+    result = pipe.step(ids, attention_mask=mask, target=labels)
+    options |= {"kwargs": {"attention_mask": mask}, "ties": pipe._ties}
+    reference = reference_step(unsplit, (ids, labels), pipe.schedule, layers.loss_fn, **options)
+    reference.outputs = [output.logits for output in reference.outputs]
+    assert_same(pipe, result, unsplit, reference)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"partition": "flops"}, "partition = 'flops': pass one microbatch as example="),
+        ({"partition": "layers", "example": torch.ones(2, 4)}, "example is given and partition = 'layers' needs none"),
+        ({"example": torch.ones(2, 4)}, "leave it out, or set partition to one of 'flops', 'seconds', 'memory'"),
+        ({"partition": "time"}, "partition = 'time': use 'layers', 'parameters', 'flops', 'seconds', 'memory', or the"),
+        (
+            {"partition": "flops", "example": torch.ones(2, 4), "num_ranks": 8},
+            "stages has 7 layers and the schedule has 8",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Pipeline(uneven(), "1f1b", 2, nn.functional.mse_loss, **{"num_ranks": 2, **options})
+
+
+def test_stages_that_are_cut_already_are_refused() -> None:
+    stages = dict(enumerate(uneven()[:2]))
+    with pytest.raises(ValueError, match="these stages are cut already"):
+        Pipeline(stages, "1f1b", 2, None, num_ranks=2, partition="flops", example=torch.ones(2, 4))
+
+
+def test_layers_of_a_split_model_move() -> None:
+    """Another plan puts them on other ranks; they stay the unsplit model's."""
+    model = decoder("llama")
+    layers = split(model)
+    options = {"num_ranks": 2, "loss_reduction": layers.num_tokens}
+    pipe = Pipeline(layers, "interleaved_1f1b", 4, layers.loss_fn, **options)
+    pipe.replan(make_schedule("zbv", num_ranks=2, num_microbatches=4))
+    assert pipe.schedule.name == "zbv" and pipe.state_dict().keys() == model.state_dict().keys()
+    ids, mask, labels = padded_batch(8)
+    assert check_parity(pipe, model, (ids, labels), kwargs={"attention_mask": mask}).ok

@@ -1,0 +1,234 @@
+"""Stages that recompute: the bits of those that do not, one recompute a microbatch, the memory that is predicted."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from fastpipe import CostModel, Pipeline, check_parity, simulate
+from fastpipe.runtime.stage import Chain
+from fastpipe.testing import reference_step
+from tests.runtime.checks import assert_same, rows_for, same_bits, train_and_compare, unequal
+from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, squared
+from tests.runtime.paired import PAIRED, Own
+from tests.runtime.test_losses import FOUR, whole
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), FOUR)
+def test_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
+    options = {"num_ranks": num_ranks, "executor": executor, "recompute": "full", "steps": 2}
+    train_and_compare("added_losses", schedule, num_microbatches, **options)
+
+
+@pytest.mark.parametrize("way", ["full", "layers"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_boundary(case: str, way: str, executor: str) -> None:
+    options = {"num_ranks": 2, "num_layers": 9, "executor": executor, "recompute": way}
+    if case != "in_place":
+        train_and_compare(case, "dualpipev", 5, **options)
+        return
+    # what was changed cannot be computed again: torch says so
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train_and_compare(case, "dualpipev", 5, **options)
+
+
+@pytest.mark.parametrize("way", ["full", "layers"])
+@pytest.mark.parametrize("schedule", PAIRED)
+def test_pairs(schedule: str, way: str, executor: str) -> None:
+    options = {"num_ranks": 2, "executor": executor, "overlap": "always", "recompute": way}
+    train_and_compare("plain", schedule, 8, num_layers=8, **options)
+
+
+class Counted(nn.Module):
+    """Counts its forwards, and how many of its inner activations are alive at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls, self.most = 0, 0
+        self.made: list[StorageWeakRef] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = torch.tanh(self.first(x))
+        self.made = [ref for ref in self.made if not ref.expired()] + [StorageWeakRef(hidden.untyped_storage())]
+        self.most = max(self.most, len(self.made))
+        return torch.tanh(self.second(hidden))
+
+
+COUNTED = Case(lambda n: [Counted() for _ in range(n)])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipev", "dualpipe", "gpipe"])
+@pytest.mark.parametrize("way", ["full", "layers", "none"])
+def test_one_recompute_a_microbatch(way: str, schedule: str, executor: str) -> None:
+    pipe = Pipeline(COUNTED.layers(8), schedule, 8, squared, num_ranks=2, executor=executor, recompute=way)
+    batch = COUNTED.batches(1, 16)[0]
+    for _ in range(2):
+        pipe.step(*batch.args, target=batch.target)
+    pipe.eval_step(*batch.args)
+    layers = [m for stage in pipe._stages for m in stage.module.modules() if isinstance(m, Counted)]
+    microbatches = 4 if schedule == "dualpipe" else 8  # of a holder
+    assert {layer.calls for layer in layers} == {microbatches * (2 * (1 if way == "none" else 2) + 1)}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipev"])
+def test_one_recompute_by_the_layers_own_checkpoint(schedule: str, reentrant: bool, executor: str) -> None:
+    class Own(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=reentrant)
+            return out
+
+    case = Case(lambda n: [Own() for _ in range(n)], lambda rows: CASES["input_with_gradient"].batch(rows))
+    unsplit, batch = whole(case, 8), case.batches(1, 17)[0]
+    pipe = Pipeline(case.layers(8), schedule, 8, squared, num_ranks=2, executor=executor)
+    result = pipe.step(*batch.args, target=batch.target)
+    assert_same(pipe, result, unsplit, reference_step(unsplit, (batch.args, batch.target), pipe.schedule, squared))
+    layers = [m for stage in pipe._stages for m in stage.module.modules() if isinstance(m, Own)]
+    assert {layer.calls for layer in layers} == {2 * 8}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe"])
+def test_what_is_held_is_what_the_simulator_predicts(schedule: str, executor: str) -> None:
+    """Inner activations of one layer a stage; what passes from stage to stage counts nothing."""
+    cost = CostModel(stage_bytes=1, forward=2)
+    batch = COUNTED.batches(1, 16)[0]
+    found = {}
+    for way, recompute in (("none", 0), ("full", 1)):
+        pipe = Pipeline(COUNTED.layers(4), schedule, 8, squared, num_ranks=4, executor=executor, recompute=way)
+        pipe.step(*batch.args, target=batch.target)
+        predicted = simulate(pipe.schedule, replace(cost, recompute=recompute))
+        held = [next(pipe.stage_modules[stage].children()).most for stage in range(4)]
+        # a forward in progress holds its own for a moment
+        assert held == [max(1, round(count)) for count in predicted.peak_bytes], way
+        found[way] = held
+    assert sum(found["full"]) < sum(found["none"])
+
+
+def test_a_policy_is_asked_for_every_stage(executor: str) -> None:
+    asked = []
+
+    def policy(stage: int, module: nn.Module) -> str:
+        asked.append((stage, len(list(module.children()))))
+        return ("none", "full", "layers", "full")[stage]
+
+    pipe = Pipeline(COUNTED.layers(8), "1f1b", 4, squared, num_ranks=4, executor=executor, recompute=policy)
+    assert sorted(asked) == [(stage, 2) for stage in range(4)]
+    batch = COUNTED.batches(1, 16)[0]
+    pipe.step(*batch.args, target=batch.target)
+    layers = [m for stage in range(4) for m in pipe.stage_modules[stage].children()]
+    assert [layer.calls for layer in layers] == [4, 4, 8, 8, 8, 8, 8, 8]
+    assert "recompute   full: stages 1, 3\nrecompute   layers: stage" in pipe.describe()
+
+
+class Drops(nn.Module):
+    """Draws random numbers, and has buffers that a second forward would change again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm, self.dropout = Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.dropout(self.block(x)))
+
+
+DROPS = Case(lambda n: [Drops() for _ in range(n)])
+
+
+@pytest.mark.parametrize("way", ["full", "layers"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipev", "interleaved_zb"])
+def test_random_numbers_and_buffers_are_those_of_the_forward(schedule: str, way: str, executor: str) -> None:
+    options = {"num_ranks": 2, "executor": executor, "rng": "per_microbatch", "overlap": "always"}
+    torch.manual_seed(5)
+    pipe = Pipeline(DROPS.layers(8), schedule, 4, squared, recompute=way, **options)
+    torch.manual_seed(5)
+    plain = Pipeline(DROPS.layers(8), schedule, 4, squared, **options)
+    unsplit = DROPS.layers(8)
+    for step, batch in enumerate(DROPS.batches(3, rows_for(4))):
+        results = [p.step(*batch.args, target=batch.target) for p in (pipe, plain)]
+        reference_step(
+            unsplit, (batch.args, batch.target), pipe.schedule, squared, rng="per_microbatch", seed=5, step_count=step
+        )
+        assert same_bits(results[0].loss, results[1].loss)
+        assert not (wrong := unequal(pipe, Chain(dict(enumerate(unsplit))))), wrong
+        for (name, found), expected in zip(
+            nn.ModuleDict({str(k): m for k, m in pipe.stage_modules.items()}).named_buffers(),
+            nn.ModuleDict({str(k): m for k, m in plain.stage_modules.items()}).buffers(),
+            strict=True,
+        ):
+            assert same_bits(found, expected), name
+
+
+def test_stages_of_ones_own_are_recomputed_as_a_whole(executor: str) -> None:
+    unsplit = whole(COUNTED, 4)
+    layers = COUNTED.layers(4)
+    pipe = Pipeline(lambda s: layers[s], "zb_h1", 4, squared, num_ranks=4, executor=executor, recompute="full")
+    batch = COUNTED.batches(1, 16)[0]
+    pipe.step(*batch.args, target=batch.target)
+    reference_step(unsplit, (batch.args, batch.target), pipe.schedule, squared)
+    for layer, other in zip(layers, unsplit.children(), strict=True):
+        assert layer.calls == 8
+        assert all(same_bits(a.grad, b.grad) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
+
+
+def test_a_method_for_pairs_is_left_alone_where_stages_recompute(executor: str) -> None:
+    layers = [Own() for _ in range(4)]
+    pipe = Pipeline(layers, "dualpipev", 8, squared, num_ranks=2, executor=executor, recompute="full")
+    batch = CASES["plain"].batches(1, 17)[0]
+    before = Own.calls
+    assert check_parity(pipe, layers, (batch.args, batch.target)).ok
+    assert Own.calls == before
+
+
+def test_added_losses_are_not_added_again(executor: str) -> None:
+    case = Case(lambda n: [Balanced(recomputes=i % 2 == 0) for i in range(n)])
+    for way in ("full", "layers"):
+        unsplit, batch = whole(case, 4), case.batches(1, 9)[0]
+        pipe = Pipeline(case.layers(4), "zbv", 4, squared, num_ranks=2, executor=executor, recompute=way)
+        result = pipe.step(*batch.args, target=batch.target)
+        assert_same(pipe, result, unsplit, reference_step(unsplit, (batch.args, batch.target), pipe.schedule, squared))
+
+
+class Failing(nn.Module):
+    """Raises when it is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls, self.at = 0, 5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            raise OverflowError("again")
+        return self.linear(x)
+
+
+def test_a_recompute_that_fails_is_the_backwards_failure(executor: str) -> None:
+    layers = [Failing(), *CASES["plain"].layers(1)]
+    pipe = Pipeline(layers, "gpipe", 4, squared, num_ranks=2, executor=executor, recompute="full")
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    with pytest.raises(OverflowError, match="again") as caught:
+        pipe.step(x, target=y)
+    assert any("0B" in note and "stage 0" in note for note in caught.value.__notes__)
+    pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"recompute": "some"}, "recompute = 'some': use 'none', 'full'"),
+        ({"recompute": None}, "recompute = None"),
+        ({"recompute": lambda stage, module: stage == 0}, "recompute returned True for stage 0: return 'none'"),
+        ({"recompute": "layers", "stages": lambda s: Block()}, "stage 0 is one module, a Block, .* use 'full'"),
+    ],
+)
+def test_policies_that_are_none(options: dict[str, Any], text: str) -> None:
+    options = {"stages": CASES["plain"].layers(2), **options}
+    with pytest.raises(ValueError, match=text):
+        Pipeline(schedule="1f1b", num_microbatches=4, loss_fn=squared, num_ranks=2, **options)

@@ -1,0 +1,234 @@
+"""fastpipe.split of Sequentials, and of modules with a list of blocks: the same model, the same names, or a refusal."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastpipe
+from fastpipe.testing import reference_step
+from tests.runtime.checks import assert_same, same_bits
+
+VOCABULARY, WIDTH, TOKENS = 31, 16, 7
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.mix(self.norm(x)))
+
+
+class Decoder(nn.Module):
+    """Everything that may stand before the blocks: positions, a parameter and a buffer of its own, dropout."""
+
+    def __init__(self, *, tied: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.ModuleDict(
+            {
+                "tokens": nn.Embedding(VOCABULARY, WIDTH),
+                "positions": nn.Embedding(TOKENS, WIDTH),
+                "drop": nn.Dropout(dropout),
+                "blocks": nn.ModuleList(Block() for _ in range(6)),
+                "norm": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("scale", torch.tensor(0.7))
+        self.register_buffer("unsaved", torch.tensor(0.1), persistent=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.inner["tokens"].weight
+
+    def embed(self, ids: torch.Tensor, offset: int) -> torch.Tensor:
+        x = self.inner["tokens"](ids) + self.inner["positions"]((torch.arange(ids.shape[1]) + offset) % TOKENS)
+        return self.inner["drop"](x * self.scale + self.shift + self.unsaved)
+
+    def forward(self, ids: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        x = self.embed(ids, offset)
+        for block in self.inner["blocks"]:
+            x = block(x)
+        return self.head(self.inner["norm"](x))
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch(rows: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (rows, TOKENS), generator=torch.Generator().manual_seed(rows))
+    return ids, ids.roll(-1, dims=1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 4), ("1f1b", 9), ("zbv", 2), ("dualpipev", 2)])
+def test_a_module_with_a_list_of_blocks(schedule: str, num_ranks: int, tied: bool, executor: str) -> None:
+    model = Decoder(tied=tied)
+    unsplit = copy.deepcopy(model)
+    ids, target = batch()
+    layers = fastpipe.split(model, ids[:2])
+    assert len(layers) == 9
+    pipe = fastpipe.Pipeline(layers, schedule, 4, loss_fn, num_ranks=num_ranks, executor=executor)
+    for kwargs in ({}, {"offset": 3}):
+        result = pipe.step(ids, target=target, **kwargs)
+        reference = reference_step(unsplit, (ids, target), pipe.schedule, loss_fn, kwargs=kwargs, ties=pipe._ties)
+        assert_same(pipe, result, unsplit, reference)
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert {name for name, _ in pipe.named_parameters()} == {name for name, _ in model.named_parameters()}
+    assert (
+        "tied        head.weight = inner.tokens.weight" in pipe.describe()
+    ) == tied or "tied        inner" in pipe.describe()
+
+
+def test_modes_reach_what_comes_before_the_blocks() -> None:
+    model = Decoder(dropout=0.5)
+    ids, target = batch()
+    pipe = fastpipe.Pipeline(fastpipe.split(model, ids[:2]), "1f1b", 3, loss_fn, num_ranks=3, rng="per_microbatch")
+    torch.manual_seed(1)
+    dropped = pipe.step(ids, target=target).loss
+    unsplit = Decoder(dropout=0.5)
+    options = {"rng": "per_microbatch", "ties": pipe._ties}
+    reference = reference_step(
+        fastpipe.split(unsplit, ids[:2]), (ids, target), pipe.schedule, loss_fn, seed=pipe._seed, **options
+    )
+    assert same_bits(dropped, reference.loss)
+    assert fastpipe.check_parity(pipe, fastpipe.split(model, ids[:2]), (ids, target)).ok
+    kept = pipe.eval().eval_step(ids, target=target).outputs
+    assert same_bits(kept, model.eval()(ids)) or torch.allclose(kept, model(ids), atol=1e-6)
+    assert not torch.allclose(dropped, pipe.eval_step(ids, target=target).loss)
+
+
+def test_split_leaves_the_model_alone() -> None:
+    model = Decoder(dropout=0.5)
+    model.inner["norm"] = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, TOKENS)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    fastpipe.split(model, batch()[0])
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model.training and all(p.grad is None for p in model.parameters())
+
+
+def test_sequentials_keep_their_names() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        OrderedDict(first=nn.Linear(4, 4), act=nn.Tanh(), again=nn.Linear(4, 4), last=nn.Linear(4, 2))
+    )
+    for layers in (model, fastpipe.split(model)):
+        pipe = fastpipe.Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+        assert pipe.state_dict().keys() == model.state_dict().keys()
+        parity = fastpipe.check_parity(pipe, model, (torch.randn(4, 4), torch.randn(4, 2)))
+        assert parity.ok, parity
+    assert [*fastpipe.split([*model])] == [*model]
+    tied = fastpipe.Pipeline(
+        model, "1f1b", 2, nn.functional.mse_loss, num_ranks=2, tied=[("first.weight", "again.weight")]
+    )
+    assert "first.weight = again.weight" in tied.describe()
+
+
+class Wrong(Decoder):
+    """A decoder whose forward does ``what`` with its hidden states."""
+
+    def __init__(self, what: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.what(self, self.embed(ids, 0))
+
+
+def through(
+    model: Decoder, x: torch.Tensor, between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+) -> torch.Tensor:
+    for block in model.inner["blocks"]:
+        x = between(block(x))
+    return x
+
+
+def ending(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+    return model.head(model.inner["norm"](x))
+
+
+WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "a skip over all blocks": (
+        lambda m, x: ending(m, through(m, x) + x),
+        "something between inner.blocks.5 and inner.norm",
+    ),
+    "between blocks": (
+        lambda m, x: ending(m, through(m, x, lambda x: x * 2)),
+        "between inner.blocks.0 and inner.blocks.1",
+    ),
+    "in place": (
+        lambda m, x: ending(m, through(m, x, lambda x: x.mul_(2))),
+        "between inner.blocks.0 and inner.blocks.1",
+    ),
+    "after the head": (lambda m, x: ending(m, through(m, x)) * 2, "something after head"),
+    "in place after the head": (lambda m, x: ending(m, through(m, x)).mul_(2), "something after head"),
+    "functional head": (
+        lambda m, x: nn.functional.linear(m.inner["norm"](through(m, x)), m.head.weight),
+        "something after inner.norm",
+    ),
+    "another order": (
+        lambda m, x: ending(m, through(m, m.inner["blocks"][5](x))),
+        "its forward called inner.blocks.5, inner",
+    ),
+    "a block left out": (
+        lambda m, x: ending(m, m.inner["blocks"][0](x)),
+        "its forward called inner.blocks.0, inner.norm, head",
+    ),
+    "the norm twice": (
+        lambda m, x: m.head(m.inner["norm"](m.inner["norm"](through(m, x)))),
+        "inner.norm is called twice",
+    ),
+    "blocks early": (
+        lambda m, x: ending(m, through(m, x + m.inner["blocks"][3].mix.weight.mean())),
+        "fail where the whole does not .'_End' object has no attribute 'mix'",
+    ),
+    "the norm early": (
+        lambda m, x: ending(m, through(m, m.inner["norm"](x))),
+        "in a row do not give what the whole gives",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_row_is_refused(what: str) -> None:
+    forward, text = WRONG[what]
+    with pytest.raises(ValueError, match=text):
+        fastpipe.split(Wrong(forward), batch()[0])
+
+
+def test_a_block_with_more_arguments_is_refused() -> None:
+    class Masked(Block):
+        def forward(self, x: torch.Tensor, mask: Any = None) -> torch.Tensor:
+            return super().forward(x)
+
+    def forward(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+        for block in model.inner["blocks"]:
+            x = block(x, mask=torch.ones(1))
+        return ending(model, x)
+
+    model = Wrong(forward)
+    model.inner["blocks"] = nn.ModuleList(Masked() for _ in range(3))
+    with pytest.raises(ValueError, match=r"inner.blocks.1 is given 1 more arguments than what inner.blocks.0 returned"):
+        fastpipe.split(model, batch()[0])
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="Decoder: give one microbatch as an example, as in split"):
+        fastpipe.split(Decoder())
+    with pytest.raises(ValueError, match="Linear without an nn.ModuleList of blocks"):
+        fastpipe.split(nn.Linear(2, 2), torch.randn(2, 2))
+    with pytest.raises(ValueError, match="model has no layers"):
+        fastpipe.split([])
+    with pytest.raises(TypeError, match="model is a int: give an nn.Module"):
+        fastpipe.split(3)  # type: ignore[arg-type]

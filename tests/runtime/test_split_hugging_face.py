@@ -1,0 +1,233 @@
+"""Hugging Face decoder models over a pipeline: the unsplit model's losses and gradients, under its names."""
+
+import copy
+import re
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fastpipe
+from fastpipe.runtime.split.hugging_face import SUPPORTED
+from fastpipe.testing import reference_step
+from tests.runtime.checks import same_bits, unequal
+from tests.runtime.decoders import LAYERS, VOCABULARY, decoder, padded_batch, train_decoder
+from tests.runtime.test_bits import TRAINING, microbatches_for
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_every_schedule(kind: str, schedule: str, executor: str) -> None:
+    """With padding of other lengths in every microbatch, and tied embeddings on the first and the last stage."""
+    count = microbatches_for(schedule, 2)
+    assert count is not None
+    train_decoder(kind, schedule, count, num_ranks=2, executor=executor)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_every_kind_of_model(kind: str, attention: str) -> None:
+    """A layer a stage, so that every boundary there is is crossed."""
+    if (kind, attention) == ("gemma2", "sdpa"):
+        pytest.skip("transformers has no such attention for Gemma 2")
+    train_decoder(kind, "1f1b", 3, steps=1, num_ranks=LAYERS, attention=attention)
+    train_decoder(kind, "zbv", 4, steps=1, num_ranks=2, attention=attention)
+
+
+def test_blocks_that_differ_get_the_mask_of_their_kind() -> None:
+    """Every other block sees a few tokens back only; which one it is goes by its number in the whole model."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"] * 2
+    model = decoder("qwen2", layer_types=kinds, sliding_window=3, use_sliding_window=True)
+    narrow = decoder("qwen2", layer_types=kinds[1:] + kinds[:1], sliding_window=3, use_sliding_window=True)
+    layers = fastpipe.split(model)
+    ids, mask, labels = padded_batch(4)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=4, loss_reduction=layers.num_tokens)
+    batch = (ids, labels)
+    assert fastpipe.check_parity(pipe, model, batch, kwargs={"attention_mask": mask}).ok
+    assert not torch.equal(model(ids).logits, narrow(ids).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_names_are_the_unsplit_models(kind: str, tied: bool) -> None:
+    model = decoder(kind, tied=tied)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    pipe = fastpipe.Pipeline(fastpipe.split(model), "zbv", 4, lambda output, _: output.mean(), num_ranks=2)
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+    state = pipe.state_dict()
+    assert state.keys() == expected.keys() and all(same_bits(state[name], expected[name]) for name in state)
+    assert ("tied        " in pipe.describe()) == tied
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    pipe.load_state_dict(expected)
+    assert all(same_bits(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_loads_into_the_plain_model(tmp_path: Any) -> None:
+    model, other = decoder("llama"), decoder("llama", initializer_range=0.5)
+    layers = fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "dualpipev", 4, layers.loss_fn, num_ranks=2)
+    fastpipe.save_checkpoint(tmp_path / "saved", pipe)
+    state = {"model": other.state_dict()}
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    other.load_state_dict(state["model"])
+    ids, mask, _ = padded_batch(4)
+    assert same_bits(other(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
+
+
+def test_the_loss_is_the_unsplit_models_over_all_labels() -> None:
+    """Microbatches with few labels, and one with none, count as their labels do."""
+    model = decoder("llama")
+    ids, mask, labels = padded_batch(6)
+    labels[2:4] = -100
+    layers = fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    result = pipe.step(ids, attention_mask=mask, target=labels)
+    assert result.losses is not None and result.losses[1] == 0
+    found = {name: p.grad for name, p in pipe.named_parameters()}
+    model.zero_grad()
+    expected = model(ids, attention_mask=mask, labels=labels).loss
+    expected.backward()
+    torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    plain = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, num_ranks=2)
+    unweighted = plain.eval_step(ids, attention_mask=mask, target=labels).loss
+    assert abs(unweighted - expected) > 0.01
+
+
+def test_num_tokens() -> None:
+    labels = torch.tensor([[5, 6, -100, 7], [-100, -100, -100, -100]])
+    assert fastpipe.split(decoder("gpt2")).num_tokens(labels) == 2
+
+
+def test_positions_of_ones_own() -> None:
+    model = decoder("gpt2")
+    layers = fastpipe.split(model)
+    ids, mask, labels = padded_batch(4)
+    positions = (torch.arange(ids.shape[1]) + torch.arange(4)[:, None]).contiguous()
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=4)
+    kwargs = {"attention_mask": mask, "position_ids": positions}
+    found = pipe.eval_step(ids, target=labels, **kwargs).outputs
+    torch.testing.assert_close(found, model(ids, **kwargs).logits)
+    assert not torch.allclose(found, model(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_gradient_checkpointing(kind: str, executor: str) -> None:
+    """With dropout, whose masks must be the recompute's, too; once a block, also where I and W are split."""
+    model = decoder(kind, dropout=0.2)
+    unsplit = copy.deepcopy(model)
+    model.gradient_checkpointing_enable()
+    calls: list[int] = []
+    for block in model.model.layers if kind == "llama" else model.transformer.h:
+        block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    layers = fastpipe.split(model)
+    options = {"rng": "per_microbatch", "loss_reduction": layers.num_tokens}
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, layers.loss_fn, num_ranks=2, executor=executor, **options)
+    ids, mask, labels = padded_batch(8)
+    result = pipe.step(ids, attention_mask=mask, target=labels)
+    assert len(calls) == 2 * 4 * (LAYERS - 2)
+    kwargs = {"attention_mask": mask}
+    whole = fastpipe.split(unsplit)
+    reference = reference_step(
+        whole, (ids, labels), pipe.schedule, whole.loss_fn, kwargs=kwargs, ties=pipe._ties, **options
+    )
+    assert same_bits(result.loss, reference.loss) and not unequal(pipe, unsplit)
+
+
+def test_compiled_blocks_and_stages(executor: str) -> None:
+    """What dynamo and autograd make of a stage, with I and W split; not inductor's code, which rounds otherwise."""
+    torch._dynamo.reset()
+    ids, mask, labels = padded_batch(8)
+    for whole_stages in (False, True):
+        model = decoder("llama", num_hidden_layers=2)
+        unsplit = copy.deepcopy(model)
+        if not whole_stages:
+            for block in model.model.layers:
+                block.compile(backend="aot_eager")
+        layers = fastpipe.split(model)
+        options = {"num_ranks": 2, "loss_reduction": layers.num_tokens, "executor": executor}
+        pipe = fastpipe.Pipeline(layers, "zbv", 4, layers.loss_fn, **options)
+        for module in pipe.stage_modules.values() if whole_stages else ():
+            module.compile(backend="aot_eager", fullgraph=True)
+        result = pipe.step(ids, attention_mask=mask, target=labels)
+        kwargs = {"attention_mask": mask}
+        options = {"loss_reduction": layers.num_tokens, "kwargs": kwargs, "ties": pipe._ties}
+        reference = reference_step(unsplit, (ids, labels), pipe.schedule, layers.loss_fn, **options)
+        torch.testing.assert_close(result.loss, reference.loss, rtol=1e-6, atol=0)
+        expected = dict(unsplit.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
+        waiting = sum(len(stage.deferred) for stage in pipe._stages)
+        assert waiting == (0 if whole_stages else 1), (
+            "only the head, which is not compiled with the blocks, waits for W"
+        )
+
+
+def test_a_stage_has_its_own_modules_only() -> None:
+    layers = fastpipe.split(decoder("llama", tied=False))
+    first, middle, last = (layers.chain(part) for part in (range(2), range(2, 4), range(4, LAYERS)))
+    names = [{re.sub(r"\.\w+$", "", name) for name in part.state_dict()} for part in (first, middle, last)]
+    assert {name.split(".")[2] for name in names[1]} == {"1", "2"}
+    assert "model.embed_tokens" in names[0] and "lm_head" in names[2] and "model.norm" in names[2]
+    assert not names[0] & names[1] | names[1] & names[2]
+    middle.eval()
+    assert [layers[i].model.layers.get_submodule(str(i - 1)).training for i in (1, 2, 3, 4)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    config = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    bert = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("bert", is_decoder=True, intermediate_size=32, **config)
+    )
+    with pytest.raises(ValueError, match="model_type 'bert'.*split knows gemma, .*as a list"):
+        fastpipe.split(bert)
+    with pytest.raises(ValueError, match="model is a LlamaModel: split takes the causal language model"):
+        fastpipe.split(decoder("llama").model)
+    odd = decoder("llama")
+    odd.model.extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"has other parts than split knows of \(extra\)"):
+        fastpipe.split(odd)
+    short = decoder("llama")
+    short.config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="model has 6 blocks and config.num_hidden_layers = 3"):
+        fastpipe.split(short)
+    with pytest.raises(ValueError, match="add_cross_attention"):
+        fastpipe.split(decoder("gpt2", add_cross_attention=True))
+
+
+def test_a_forward_that_changes_hidden_states_between_blocks_is_refused() -> None:
+    """What a later version of a model may do, and what its stages could not."""
+    model = decoder("llama")
+    layers = fastpipe.split(model)
+    stage = layers.chain(range(LAYERS))
+    blocks = stage.model.layers
+    blocks.begin(None)
+    hidden = blocks[0](torch.randn(1, 3, 32), position_embeddings=(torch.ones(1, 3, 8), torch.zeros(1, 3, 8)))
+    with pytest.raises(ValueError, match="changes what goes from one block to the next"):
+        blocks[1](hidden + 1)
+
+
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder("llama")
+    monkeypatch.setattr(metadata, "version", lambda name: {"transformers": "4.57.1"}[name])
+    with pytest.raises(ValueError, match=r"transformers 4.57.1 is too old for split: install transformers>=5.4"):
+        fastpipe.split(model)
+
+
+def test_a_keyword_that_no_stage_takes_is_refused() -> None:
+    layers = fastpipe.split(decoder("llama"))
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2)
+    ids, _, labels = padded_batch(4)
+    with pytest.raises(ValueError, match="output_hidden_states"):
+        pipe.step(ids, target=labels, output_hidden_states=True)

@@ -1,0 +1,154 @@
+"""Streams and events of a step, on a device that keeps account of them: tests/runtime/devices/fake_device.cpp.
+
+It stands in for a GPU as far as order is concerned: which stream waits for which, who may use memory again, and whether
+the host waits. What a GPU does besides is not checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastpipe
+from tests.conftest import skip_without_native
+from tests.runtime.devices.steps import CASES, NUM_STEPS
+
+torch = pytest.importorskip("torch")
+ROOT = Path(__file__).parents[2]
+SECONDS = 200
+
+BUILD = """
+import sys
+from torch.utils import cpp_extension
+source, folder = sys.argv[1:]
+cpp_extension.load("fake_device", [source], ["-O0", "-DAT_PER_OPERATOR_HEADERS"], build_directory=folder)
+"""
+
+RACES = """
+import sys, torch
+from pathlib import Path
+from tests.runtime.devices import fake
+account = fake.load(Path(sys.argv[1]))
+x, side = torch.ones(8).to("fake"), torch.Stream(device="fake")
+account.reset()
+def races():
+    found = account.races()
+    account.reset()
+    return [race.split(" on stream")[0] for race in found]
+with side:
+    y = x * 2
+z = y + 1
+print(races(), "is read before it is written")
+torch.accelerator.current_stream().wait_stream(side)
+z = y + 1
+print(races(), "after a wait")
+with side:
+    y.mul_(2)
+print(races(), "is written while it is read")
+side.wait_stream(torch.accelerator.current_stream())
+with side:
+    y.mul_(2)
+print(races(), "after a wait")
+torch.accelerator.current_stream().wait_stream(side)
+z = y + 1
+del y
+with side:
+    w = x * 3
+print([race.partition(" of")[0] for race in races()], "is given out while it is read")
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake device, compiled in another process, since to load it here would give torch a device for good."""
+    folder = tmp_path_factory.mktemp("fake_device")
+    run("-c", BUILD, str(ROOT / "tests/runtime/devices/fake_device.cpp"), str(folder))
+    return folder / "fake_device.so"
+
+
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | variables
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def lines_of(process: subprocess.Popen[str]) -> list[str]:
+    out, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, errors[-3000:]
+    return out.splitlines()
+
+
+def run(*arguments: str) -> list[str]:
+    return lines_of(start(*arguments))
+
+
+@pytest.mark.timeout(SECONDS + 100)
+def test_the_account_finds_races(library: Path) -> None:
+    assert run("-c", RACES, str(library)) == [
+        "['aten::add'] is read before it is written",
+        "[] after a wait",
+        "['aten::mul'] is written while it is read",
+        "[] after a wait",
+        "['memory'] is given out while it is read",
+    ]
+
+
+@pytest.mark.timeout(SECONDS + 100)
+@pytest.mark.parametrize("name", ["native", "python"])
+def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, name: str) -> None:
+    """Every schedule's use of memory comes after its writer, no memory is used again too early, the host never waits,
+    and the bits are those of the unsplit model on that device."""
+    if name == "native":
+        skip_without_native()
+    lines = run("-m", "tests.runtime.devices.steps", str(library), name)
+    found: dict[str, dict[str, Any]] = dict(zip(CASES, map(json.loads, lines), strict=True))
+    for case, account in found.items():
+        assert account["same"], case
+        assert account["races"] == [], case
+        assert account["waits"] == {}, case
+        assert account["waits to read the loss"] == 1, case
+    if name == "python":
+        return
+    assert found["one stage a rank"]["events"] == 0, "one stream needs no order"
+    assert found["pairs in order"]["streams"] == 1
+    assert found["pairs"]["streams"] == 1 + 4, "the caller's, and one a stage"
+    assert "together (each stage has its own stream" in found["pairs"]["pairs"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="device = 'cuda': torch .* sees no such device here; pass device='cpu'"):
+        fastpipe.Pipeline([torch.nn.Linear(2, 2)], "gpipe", 2, num_ranks=1, device="cuda")
+
+
+@pytest.mark.timeout(SECONDS + 100)
+@pytest.mark.parametrize("name", ["native", "python"])
+def test_messages_between_processes_are_waited_for_by_streams(library: Path, name: str, tmp_path: Path) -> None:
+    """The process groups of a device: what is sent stays until it is sent, what is received into is free, and who
+    consumes it waits for it; the host waits for the losses alone, when the step's work is queued."""
+    if name == "native":
+        skip_without_native()
+    cases = ("one stage each of two", "pairs", "split backward", "several stages a rank", "two routes")
+    arguments = ("-m", "tests.runtime.devices.steps", str(library), name, *cases)
+    meeting = {"FILE": str(tmp_path / "meeting"), "WORLD_SIZE": "2", "FASTPIPE_TRANSPORT": "process_group"}
+    ranks = [start(*arguments, RANK=str(rank), **meeting) for rank in range(2)]
+    try:
+        for rank, lines in enumerate([lines_of(process) for process in ranks]):
+            found: dict[str, dict[str, Any]] = dict(zip(cases, map(json.loads, lines), strict=True))
+            for case, account in found.items():
+                where = f"{case}, rank {rank}"
+                assert account["same"], where
+                assert account["races"] == [], where
+                assert set(account["waits"]) <= {"copy to the host"}, where
+                assert sum(account["waits"].values()) <= 2 * NUM_STEPS, where
+    finally:
+        for process in ranks:
+            process.kill()

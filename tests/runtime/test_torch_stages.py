@@ -1,0 +1,89 @@
+"""Models that torch.distributed.pipelining traced, as they are: against the model that was traced."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import Pipeline, check_parity
+from fastpipe.testing import reference_step
+from tests.runtime.checks import same_bits
+from tests.runtime.models import squared
+from tests.runtime.traced_models import WIDTH, Sharing, Skipping, traced
+
+ROWS, COUNT = 16, 8
+
+
+def skipping() -> nn.Module:
+    torch.manual_seed(0)
+    return Skipping()
+
+
+def batch() -> tuple[Any, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, shift, y = torch.randn(3, ROWS, WIDTH, generator=generator)
+    return (x, shift), y
+
+
+def pipe_of(model: nn.Module, schedule: str = "1f1b", **options: Any) -> Pipeline:
+    given = traced(model, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+    return Pipeline(given, schedule, COUNT, squared, **{"num_ranks": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"), [("1f1b", 4), ("zbv", 2), ("dualpipev", 2), ("interleaved_1f1b", 2)]
+)
+def test_a_traced_model_trains_as_the_model(schedule: str, num_ranks: int, executor: str) -> None:
+    model = skipping()
+    pipe = pipe_of(copy.deepcopy(model), schedule, num_ranks=num_ranks, executor=executor)
+    inputs, y = batch()
+    for _ in range(2):
+        result = pipe.step(*inputs, target=y)
+        expected = reference_step(model, (inputs, y), pipe.schedule, squared)
+        assert same_bits(result.loss, expected.loss)
+    grads = dict(pipe.named_parameters())
+    assert grads.keys() == dict(model.named_parameters()).keys()
+    assert all(same_bits(grads[name].grad, parameter.grad) for name, parameter in model.named_parameters())
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert same_bits(pipe.state_dict()["norm.running_var"], model.state_dict()["norm.running_var"])
+
+
+def test_a_traced_model_on_two_routes_is_copied(executor: str) -> None:
+    model = skipping()
+    pipe = pipe_of(copy.deepcopy(model), "dualpipe", executor=executor)
+    inputs, y = batch()
+    assert check_parity(pipe, model, (inputs, y)).ok
+
+
+def test_a_weight_of_two_traced_stages_is_tied(executor: str) -> None:
+    torch.manual_seed(0)
+    model = Sharing()
+    given = traced(copy.deepcopy(model), torch.randn(2, WIDTH))
+    pipe = Pipeline(given, "1f1b", COUNT, squared, num_ranks=2, executor=executor)
+    (x, _), y = batch()
+    pipe.step(x, target=y)
+    reference_step(model, (x, y), pipe.schedule, squared)
+    found = dict(pipe.named_parameters())
+    assert list(found) == ["0.scale", "0.layers.0.weight", "0.layers.0.bias", "1.layers.1.weight", "1.layers.1.bias"]
+    for name, parameter in found.items():
+        grad = model.get_parameter(name.partition(".")[2]).grad
+        assert grad is not None and torch.allclose(parameter.grad, grad, rtol=1e-5, atol=1e-7), name
+    assert "0.scale = 1.scale" in pipe.describe()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "inputs", "message"),
+    [
+        ("1f1b", 2, 2, "the traced model is of 4 stages and the schedule has 2: use stages_per_rank"),
+        ("zbv", 4, 2, "the traced model is of 4 stages and the schedule has 8"),
+        ("1f1b", 4, 1, r"takes 2 inputs by position \(x, shift\); got 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(schedule: str, num_ranks: int, inputs: int, message: str) -> None:
+    (x, shift), y = batch()
+    with pytest.raises((ValueError, TypeError), match=message):
+        pipe_of(skipping(), schedule, num_ranks=num_ranks).step(*[x, shift][:inputs], target=y)
