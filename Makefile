@@ -7,6 +7,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # A developer wants to see a build fail; `auto` goes on without the extension, as an install does.
 FASTPIPE_BUILD_EXT ?= 1
+# The build for GPUs has an environment of its own, with the oldest torch that is supported.
+VENV_CUDA ?= .venv-cuda
+TORCH_CUDA ?= torch==2.11.0
 RANKS ?= 4
 ARGS ?=
 
@@ -23,10 +26,10 @@ export FASTPIPE_BUILD_EXT
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint types format clean FORCE
+.PHONY: help setup build demo test lint types format clean cuda-build FORCE
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' RANKS=$(RANKS) ARGS='...' (for demo and test)"
 
 demo: build  ## train a small GPT over four pipeline ranks on this machine (ARGS='--schedule 1f1b')
@@ -54,8 +57,28 @@ format: setup  ## rewrite files in the house's format
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 
+# Beside the build in this folder, which is for another torch: everything goes into build/cuda. The tests are those that
+# may go wrong with another torch, or with the library for GPUs; of tests/gpu they leave out what needs one.
+CUDA_TESTS ?= tests/gpu $(addprefix tests/runtime/test_, bits.py checkpoint.py clip.py failure.py native_core.py \
+  native_core_process_group.py pairs.py random_numbers.py shared_memory.py step.py streams.py tied.py weight_grad.py)
+CUDA_PYTHON = $(abspath $(VENV_CUDA))/bin/python
+
+cuda-build:  ## build for GPUs (with nvcc; no GPU is needed), import it, and run the tests that need none
+	@command -v nvcc >/dev/null || [ -n "$$CUDA_HOME" ] || \
+	  { echo "There is no CUDA toolkit: install one (nvcc), or set CUDA_HOME to its folder"; exit 1; }
+	@$(MAKE) --no-print-directory VENV=$(VENV_CUDA) TORCH='$(TORCH_CUDA)' $(VENV_CUDA)/stamps/torch
+	@FASTPIPE_BUILD_EXT=0 $(CUDA_PYTHON) -m pip --disable-pip-version-check install --quiet \
+	  'setuptools>=77,<82' ninja numpy 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
+	$(SAY) "building for CUDA, against $(TORCH_CUDA)"
+	@PATH="$(abspath $(VENV_CUDA))/bin:$$PATH" $(CUDA_PYTHON) setup.py --quiet build --build-base build/cuda
+	$(SAY) "importing it, and running tests"
+	@export PYTHONSAFEPATH=1 PYTHONPATH="$$(echo $(CURDIR)/build/cuda/lib*):$(CURDIR)" FASTPIPE_REQUIRE_NATIVE=1; \
+	$(CUDA_PYTHON) -c 'from fastpipe.runtime import native; runtime = native.load(); print(native.native_status()); \
+	  raise SystemExit(None if runtime and runtime.has_cuda else "built without CUDA: this torch has none")' && \
+	$(CUDA_PYTHON) -m pytest --import-mode=append $(CUDA_TESTS) $(ARGS)
+
 clean:  ## remove what was built, caches and the environment
-	rm -rf $(VENV) build dist *.egg-info fastpipe/*.so $(RECORD)
+	rm -rf $(VENV) $(VENV_CUDA) build dist *.egg-info fastpipe/*.so $(RECORD)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 

@@ -37,7 +37,7 @@ class Bytes final : public Payload {
  public:
   void clear() noexcept override {
     data = nullptr;
-    lease.reset();
+    lease = {};
   }
   bool empty() const override { return data == nullptr; }
   void pack() override {}
@@ -47,7 +47,7 @@ class Bytes final : public Payload {
 
   std::byte* data = nullptr;
   std::size_t size = 0;
-  std::shared_ptr<SharedMemoryLease> lease;
+  SharedMemoryLease lease;
 };
 
 class BytesCodec final : public SharedMemoryCodec {
@@ -57,12 +57,11 @@ class BytesCodec final : public SharedMemoryCodec {
     std::memcpy(to.data, static_cast<const Bytes&>(payload).data, to.size);
   }
   std::unique_ptr<Spec> read_spec(const CellBytes& from) const override { return std::make_unique<Size>(from.size); }
-  void adopt(Payload& into, const Spec&, const CellBytes& from,
-             const std::shared_ptr<SharedMemoryLease>& lease) const override {
+  void adopt(Payload& into, const Spec&, const CellBytes& from, SharedMemoryLease lease) const override {
     auto& bytes = static_cast<Bytes&>(into);
     bytes.data = from.data;
     bytes.size = from.size;
-    bytes.lease = lease;
+    bytes.lease = std::move(lease);
   }
 };
 

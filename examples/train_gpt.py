@@ -13,6 +13,7 @@ import argparse
 import copy
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from fastpipe.testing import reference_step
 Batch = tuple[Tensor, Tensor]
 
 TRACE_EVERY = 25
+PLAN_EFFORT, PLAN_ROUNDS = 0.2, 5
 PROMPT = 'def read_file(path, encoding=None):\n    """'
 
 
@@ -193,6 +195,29 @@ def report_bubble(session: Session, batch: Batch, args: argparse.Namespace, cons
     console.picture(measured, args.out / "timeline.png")
 
 
+def report_plan(session: Session, batch: Batch, args: argparse.Namespace, console: Console) -> None:
+    """Plan with the costs of this run, go on by the plan and back in turns, and say what that was to gain and gains."""
+    pipe = session.pipe
+    before, costs = pipe.schedule, pipe.profile(batch[0], target=batch[1])
+    numbers = {"num_ranks": args.ranks, "num_microbatches": args.microbatches}
+    plan = fastpipe.plan(costs, placement=before, effort=PLAN_EFFORT, **numbers)
+    expected = fastpipe.simulate(before, costs).makespan
+    seconds: dict[str, list[float]] = {"before": [], "planned": []}
+    for _ in range(PLAN_ROUNDS):
+        for name, schedule in (("before", before), ("planned", plan.schedule)):
+            pipe.replan(schedule)
+            pipe.step(batch[0], target=batch[1])  # the first one by an order announces shapes
+            timeline = pipe.step(batch[0], target=batch[1], trace=True).timeline
+            seconds[name].append(timeline.makespan)
+    old, new = (statistics.median(values) for values in seconds.values())
+    console.fact(
+        "plan",
+        f"{plan.chosen.name}: predicted {1e3 * expected:.1f} -> {1e3 * plan.makespan:.1f} ms a step "
+        f"({plan.makespan / expected - 1:+.1%})\n"
+        f"measured  {1e3 * old:.1f} -> {1e3 * new:.1f} ms ({new / old - 1:+.1%}), the median of {PLAN_ROUNDS} in turns",
+    )
+
+
 def main() -> None:
     args = parse_arguments()
     console = Console()
@@ -215,6 +240,7 @@ def main() -> None:
     against = f"{abs(bigram - after):.3f} {'under' if after < bigram else 'over'} the bigram model"
     console.fact("validation", f"{after:.3f} nats a byte after training, {against}")
     report_bubble(session, batch, args, console)
+    report_plan(session, batch, args, console)
     model = gather(session)
     console.fact("sample", "the model goes on after three quotation marks")
     console.quote(lambda: continue_text(model, PROMPT, args.sample, args.context, args.seed))

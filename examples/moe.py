@@ -1,0 +1,117 @@
+"""Train a small mixture of experts: two pipeline ranks, and the experts of each spread over two processes.
+
+    torchrun --standalone --nproc-per-node 4 examples/moe.py          DualPipeV, all-to-alls under the other direction
+    torchrun --standalone --nproc-per-node 4 examples/moe.py --plain  the same without: the losses are the same
+    python examples/moe.py                                            one process: two threads, which have all experts
+
+Every pipeline of two ranks has its own half of each batch. Rows of tokens go to whichever process has their expert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from moe_model import BALANCE, CONTEXT, NUM_EXPERTS, OverlappedPart, Part
+from text_data import random_batches, read_corpus
+from torch import Tensor, nn
+
+import fastpipe
+
+NUM_RANKS, MICROBATCHES, ROWS = 2, 8, 32
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def share_gradients(pipe: fastpipe.Pipeline, group: dist.ProcessGroup) -> None:
+    """The loss is the mean of both halves of the batch: gradients of what both have are averaged.
+
+    An expert's gradient has come from the rows of both halves already, and is divided alone.
+    """
+    named = [(name, p.grad) for name, p in pipe.named_parameters() if p.grad is not None]
+    dense = [grad for name, grad in named if ".experts." not in name]
+    flat = torch.cat([grad.flatten() for grad in dense])
+    dist.all_reduce(flat, group=group)
+    for grad, summed in zip(dense, flat.split([grad.numel() for grad in dense]), strict=True):
+        grad.copy_(summed.view_as(grad))
+    for _, grad in named:
+        grad /= group.size()
+
+
+def train(num_steps: int, schedule: str, kind: type[Part]) -> list[float]:
+    """The losses."""
+    experts_group = ranks_group = None
+    if "WORLD_SIZE" in os.environ:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        mesh = dist.init_device_mesh(
+            "cpu", (dist.get_world_size() // NUM_RANKS, NUM_RANKS), mesh_dim_names=("ep", "pp")
+        )
+        experts_group, ranks_group = mesh["ep"].get_group(), mesh["pp"].get_group()
+    half = 0 if experts_group is None else experts_group.rank()
+    num_halves = 1 if experts_group is None else experts_group.size()
+
+    pipe = fastpipe.Pipeline(
+        lambda index: kind(index, num_stages(schedule), experts_group),
+        schedule,
+        MICROBATCHES,
+        loss_fn,
+        num_ranks=NUM_RANKS,
+        group=ranks_group,
+        merge=False,
+        overlap="never",  # no helper threads: processes must come to their all-to-alls in one order
+    )
+    speaks = pipe.rank == 0 and half == 0
+    if speaks:
+        held = f"{NUM_EXPERTS} experts in each, {NUM_EXPERTS // num_halves} a process"
+        print(f"{schedule}: {NUM_RANKS} ranks, {pipe.num_stages} stages, {held}", flush=True)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
+    batches = random_batches(read_corpus().training, ROWS, CONTEXT, seed=0)
+    losses = []
+    for step in range(num_steps):
+        # of every microbatch a part, so that each has the same rows however many processes there are
+        x, target = (part.unflatten(0, (MICROBATCHES, num_halves, -1))[:, half].flatten(0, 1) for part in next(batches))
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        result = pipe.step(x, target=target)
+        found = torch.stack([result.loss, result.added_losses["balance"] / (BALANCE * pipe.num_stages)])
+        if experts_group is not None:
+            share_gradients(pipe, experts_group)
+            dist.all_reduce(found, group=experts_group)
+            found /= num_halves
+        optimizer.step()
+        losses.append(float(found[0]))
+        if speaks:
+            took = 1000 * (time.perf_counter() - start)
+            print(f"step {step:3}  loss {found[0]:.6f}  imbalance {found[1]:.4f}  {took:5.0f} ms", flush=True)
+    links = [module.link for module in pipe.stage_modules.values()]
+    flights, covered = sum(link.num_flights for link in links), sum(link.num_covered for link in links)
+    if speaks:
+        print(f"all-to-alls of this process: {flights}, of which {covered} crossed beside the other direction's work")
+    return losses
+
+
+def num_stages(schedule: str) -> int:
+    """How many stages a schedule has on these ranks."""
+    return fastpipe.make_schedule(schedule, num_ranks=NUM_RANKS, num_microbatches=MICROBATCHES).num_stages
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Train a small mixture of experts.")
+    parser.add_argument("--schedule", default="dualpipev", help="how the stages are run")
+    parser.add_argument("--steps", type=int, default=10, help="how many optimizer steps")
+    parser.add_argument("--plain", action="store_true", help="nothing crosses beside other work")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    return train(given.steps, given.schedule, Part if given.plain else OverlappedPart)
+
+
+if __name__ == "__main__":
+    main()
