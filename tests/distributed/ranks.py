@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.promptly import PATIENCE
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
-_JOIN_SECONDS = 60
 
 
 class RankError(AssertionError):
@@ -55,7 +56,7 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
-        self.run(_joined, timeout=_JOIN_SECONDS)
+        self.run(_joined)
 
     def _log(self, rank: int) -> str:
         return str(Path(self._folder.name) / f"rank{rank}.txt")
@@ -75,7 +76,7 @@ class Ranks:
         """Whether every rank has finished what was started."""
         return all(pipe.poll() for pipe in self._pipes)
 
-    def results(self, ranks: Sequence[int] | None = None, *, timeout: float = 30) -> list[Any]:
+    def results(self, ranks: Sequence[int] | None = None, *, timeout: float = PATIENCE) -> list[Any]:
         """What the ranks returned, in order.
 
         Raises:
@@ -100,7 +101,7 @@ class Ranks:
             raise RankError(self._story(problems, late=list(waiting.values())))
         return [answers[rank] for rank in order]
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 30, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE, **kwargs: Any) -> list[Any]:
         """`start` and `results`."""
         self.start(function, *args, **kwargs)
         return self.results(timeout=timeout)

@@ -18,15 +18,13 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from fastpipe import Pipeline, Schedule, check_parity
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_step import caught
+from tests.promptly import PATIENCE
 from tests.runtime.traced_models import WIDTH, Skipping, traced
 
 GroupOf = Callable[[int], Ranks]
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs/coming-from-torch.md").read_text()
 SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-SECONDS = 110
-
-pytestmark = pytest.mark.timeout(4 * SECONDS)
 
 
 def losses(script: str, folder: Path) -> set[tuple[str, str]]:
@@ -34,7 +32,7 @@ def losses(script: str, folder: Path) -> set[tuple[str, str]]:
     path = folder / "script.py"
     path.write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=REPOSITORY)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"step (\d): loss (\d\.\d{6})", done.stdout)
     assert len(found) == 6, done.stdout

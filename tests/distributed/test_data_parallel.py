@@ -65,7 +65,7 @@ def accumulate(pipe: Pipeline, replica: int) -> list[str]:
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_gradients_are_the_mean_of_both_replicas(wrap: str, executor: str, group_of: GroupOf) -> None:
-    for report in group_of(4).run(train, wrap, executor, timeout=60):
+    for report in group_of(4).run(train, wrap, executor):
         assert report == {name: [[], [], []] for name in SCHEDULES}
 
 

@@ -85,7 +85,7 @@ def fail_and_go_on(wrap: str, executor: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, executor: str, group_of: GroupOf) -> None:
-    answers = group_of(4).run(fail_and_go_on, wrap, executor, timeout=60)
+    answers = group_of(4).run(fail_and_go_on, wrap, executor)
     for name in FAULTS:
         kinds = [kind for kind, _ in (answer[name] for answer in answers)]
         assert sorted(kinds) == ["OSError", "StepError", "StepError", "StepError"], (name, answers)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -186,7 +185,6 @@ def fails_early(executor: str) -> str:
     return message
 
 
-@pytest.mark.timeout(60)
 def test_a_failure_with_buckets_under_way(executor: str, group_of: GroupOf) -> None:
     other, own = group_of(2).run(fails_early, executor)
     assert "mishap" in own and "in 1 of 2 replicas" in other

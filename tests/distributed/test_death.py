@@ -132,9 +132,7 @@ def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
 def lose_the_store(executor: str) -> str:
     """Runs on every rank: the store is lost when all but rank 1 have begun the step."""
     case = CASES["plain"]
-    pipe = Pipeline(
-        case.layers(SIZE), "1f1b", COUNT, case.loss_fn, executor=executor, transport="process_group", timeout=25
-    )
+    pipe = Pipeline(case.layers(SIZE), "1f1b", COUNT, case.loss_fn, executor=executor, transport="process_group")
     first, second = case.batches(2, rows_for(COUNT))
     pipe.step(*first.args, target=first.target)
     exchange = pipe._control.exchange
@@ -154,7 +152,7 @@ def lose_the_store(executor: str) -> str:
 def test_who_never_begins_keeps_nobody_waiting(executor: str) -> None:
     """It ends its connections, since those who have begun the step wait for its messages."""
     with ranks(SIZE) as group:
-        for text in group.run(lose_the_store, executor, timeout=10):
+        for text in group.run(lose_the_store, executor):
             assert "the step failed on rank 0: its process died; the pipeline cannot go on" in text
 
 

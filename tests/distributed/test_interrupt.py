@@ -18,6 +18,7 @@ from tests.conftest import skip_without_native
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, Stopping
 from tests.distributed.test_shared_memory import names
+from tests.promptly import PATIENCE
 from tests.runtime.checks import rows_for
 from tests.runtime.models import CASES, Block
 
@@ -36,7 +37,7 @@ def interrupted_itself(victims: list[int], note: str, way: dict[str, str]) -> di
     case = CASES["plain"]
     at_call = COUNT + 3 if dist.get_rank() in victims else -1
     stages = [Stopping(at_call, signal.SIGINT, f"{note}{dist.get_rank()}") for _ in range(SIZE)]
-    pipe = Pipeline(stages, "1f1b", COUNT, case.loss_fn, timeout=20, **way)
+    pipe = Pipeline(stages, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
     first, second, third = case.batches(3, rows_for(COUNT))
     pipe.step(*first.args, target=first.target)
     try:
@@ -112,7 +113,7 @@ def test_a_second_one_inside_a_pair(way: dict[str, str], group_of: Callable[[int
 def train_until_interrupted(way: dict[str, str], note: str) -> NoReturn:
     """Runs on every rank, whose process then ends; one that hears of the others first waits for its own."""
     case = CASES["plain"]
-    pipe = Pipeline(case.layers(2 * SIZE), "1f1b", COUNT, case.loss_fn, timeout=60, **way)
+    pipe = Pipeline(case.layers(2 * SIZE), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
     batch = case.batches(1, rows_for(COUNT))[0]
     try:
         Path(f"{note}{pipe.rank}").touch()
@@ -137,5 +138,5 @@ def test_on_all_ranks_at_any_time(way: dict[str, str], delay: float, tmp_path: P
         time.sleep(delay)
         for rank in range(SIZE):
             group.signal(rank, signal.SIGINT)
-        assert group.results(timeout=10) == ["interrupted"] * SIZE
+        assert group.results() == ["interrupted"] * SIZE
     assert names() <= before

@@ -24,7 +24,7 @@ def train_all(kind: str, schedules: list[str], executor: str) -> int:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_every_schedule(kind: str, executor: str, group_of: GroupOf) -> None:
-    answers = group_of(2).run(train_all, kind, TRAINING, executor, timeout=100)
+    answers = group_of(2).run(train_all, kind, TRAINING, executor)
     assert answers == [len(TRAINING)] * 2
 
 
@@ -59,7 +59,7 @@ def cut_apart(folder: str) -> dict[str, Any]:
 
 
 def test_processes_cut_alike(group_of: GroupOf, tmp_path: Any) -> None:
-    zero, one = group_of(2).run(cut_apart, str(tmp_path / "saved"), timeout=60)
+    zero, one = group_of(2).run(cut_apart, str(tmp_path / "saved"))
     assert zero["cut"] == one["cut"] == ["partition   layers 0 | 1-7; stage 0 has most seconds, 12.5% above the mean"]
     assert zero["flops"][0] == one["flops"][0] == "nothing"
     for answer in (zero, one):
@@ -93,6 +93,6 @@ def step_apart(executor: str) -> dict[str, Any]:
 
 
 def test_a_mask_that_some_ranks_do_not_give_is_refused(executor: str, group_of: GroupOf) -> None:
-    for answer in group_of(2).run(step_apart, executor, timeout=100):
+    for answer in group_of(2).run(step_apart, executor):
         for kind, text, *_ in answer.values():
             assert kind == "ValueError" and "attention_mask: it is None on ranks [0], and not" in text, text

@@ -16,7 +16,7 @@ from torch import nn
 from fastpipe import Pipeline
 from fastpipe.runtime.stage import Chain
 from tests.distributed.ranks import Ranks, ranks
-from tests.promptly import promptly
+from tests.promptly import PATIENCE, promptly
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
@@ -246,7 +246,7 @@ def in_halves(executor: str) -> None:
 
 
 def test_pipelines_in_parts_of_the_processes(executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(in_halves, executor, timeout=60)
+    group_of(4).run(in_halves, executor)
 
 
 def script(folder: str) -> None:
@@ -284,7 +284,7 @@ def test_the_same_script_alone_and_as_processes(tmp_path: Path) -> None:
     ]
     try:
         for process in started:
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=PATIENCE)
             assert process.returncode == 0 and "Warning" not in output, output
     finally:
         for process in started:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.native.build import SANITIZERS, SanitizedCore
+from tests.promptly import PATIENCE
 
 NUM_PROGRAMS = 60
 
@@ -25,7 +26,6 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SanitizedC
     return build
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name", ["core_stub_test", "shared_memory_test", "mixed_test", "exchange_test", "allocation_test"]
 )
@@ -34,7 +34,7 @@ def test_random_programs_run_clean(sanitizer: str, name: str, core: Callable[[st
     """Loopback: threads, with and without delay. Shared memory, and the exchange beside it: threads and processes, some
     of which are killed. Both in one program, for ranks of several hosts. Allocations: none where nothing is new."""
     program = core(sanitizer).program(name)
-    ran = subprocess.run([program, str(NUM_PROGRAMS)], capture_output=True, text=True, timeout=90)
+    ran = subprocess.run([program, str(NUM_PROGRAMS)], capture_output=True, text=True, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     what = "exchanges" if name == "exchange_test" else "programs"
     assert ran.stdout == f"{NUM_PROGRAMS} {what}: ok\n"

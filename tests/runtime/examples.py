@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.promptly import PATIENCE
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-SECONDS = 200
 
 
 def run(name: str, *arguments: str, processes: int = 0) -> str:
@@ -27,7 +28,7 @@ def run(name: str, *arguments: str, processes: int = 0) -> str:
         env=keep | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout

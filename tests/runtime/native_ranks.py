@@ -16,6 +16,7 @@ from fastpipe.runtime.executor import Drained
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.native_executor import NativeExecutor
 from fastpipe.runtime.stage import Stage, StageWork
+from tests.promptly import PATIENCE
 
 Modules = Sequence[Callable[..., Any]]
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -56,7 +57,7 @@ class NativeRanks:
                 {index: self.stages[index] for index in program.placement.stages_of(rank)},
                 transport,
                 on_failure=lambda position, error, rank=rank: self._failed(rank, position, error),
-                timeout=10,
+                timeout=PATIENCE,
                 num_threads=torch.get_num_threads(),
             )
             for rank in range(program.num_ranks)

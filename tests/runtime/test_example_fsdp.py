@@ -6,9 +6,7 @@ import re
 
 import pytest
 
-from tests.runtime.examples import SECONDS, losses, run
-
-pytestmark = pytest.mark.timeout(2 * SECONDS)
+from tests.runtime.examples import losses, run
 
 
 def test_shards_train_what_one_process_trains() -> None:

@@ -12,9 +12,8 @@ import torch
 from fastpipe import AddedLosses, Pipeline
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
-from tests.runtime.examples import REPOSITORY, SECONDS, losses, run
+from tests.runtime.examples import REPOSITORY, losses, run
 
-pytestmark = pytest.mark.timeout(3 * SECONDS)
 STEPS = ["--steps", "3"]
 SENT = r"all-to-alls of this process: (\d+), of which (\d+) crossed"
 

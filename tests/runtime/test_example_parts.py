@@ -11,6 +11,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.promptly import PATIENCE
+
 torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -258,5 +260,5 @@ def test_a_missing_drawing_library_is_told_and_does_not_end_the_run(example, mon
 
 def test_help_explains_itself():
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
     assert "--schedule" in shown and "dualpipev" in shown and "(default: 8)" in shown

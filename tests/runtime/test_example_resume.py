@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.examples import SECONDS, run
+from tests.runtime.examples import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,7 +40,6 @@ def printed(shown: str) -> list[str]:
     return re.findall(r"^  step +\d+  loss (\d+\.\d+)$", shown, flags=re.MULTILINE)
 
 
-@pytest.mark.timeout(3 * SECONDS)
 def test_processes_go_on_where_threads_stopped(tmp_path: Path) -> None:
     one = ["--folder", str(tmp_path / "a"), "--until"]
     begun = run("resume.py", *one, "3", "--ranks", "4", "--schedule", "dualpipev")

@@ -23,7 +23,6 @@ from tests.runtime.native_ranks import Call, NativeRanks, lowered, squares  # no
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason=native.native_status()),
-    pytest.mark.timeout(60),
 ]
 
 ROWS, WIDTH, MICROBATCHES = 3, 8, 6

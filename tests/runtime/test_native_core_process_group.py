@@ -18,13 +18,12 @@ from fastpipe.runtime.native_executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.process_group import ProcessGroups  # noqa: E402
 from fastpipe.runtime.stage import Stage, StageWork  # noqa: E402
 from fastpipe.runtime.transport import TransportError  # noqa: E402
-from tests.promptly import promptly  # noqa: E402
+from tests.promptly import PATIENCE, promptly  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason=native.native_status()),
-    pytest.mark.timeout(100),
 ]
 MICROBATCHES = 4
 
@@ -32,7 +31,7 @@ MICROBATCHES = 4
 class Rank:
     """One rank of two, with two stages each."""
 
-    def __init__(self, rank, folder, timeout=10):
+    def __init__(self, rank, folder, timeout=PATIENCE):
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
         self.rank = rank
@@ -107,7 +106,7 @@ def failures(index, folder):
 
 
 def a_death(index, folder):
-    rank = Rank(index, folder, timeout=60)
+    rank = Rank(index, folder)
     rank.step(announce=True)
     if index == 1:
         os._exit(0)

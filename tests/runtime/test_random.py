@@ -12,6 +12,7 @@ from fastpipe import Pipeline, Placement, Schedule, StepResult
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import Loopback, reference_step
 from tests.conftest import skip_without_native
+from tests.promptly import PATIENCE
 from tests.runtime.checks import assert_same, same_bits
 from tests.runtime.models import squared
 from tests.runtime.random_modules import Drawn, random_stages, twins
@@ -28,10 +29,8 @@ DELAYS = st.sampled_from([0.0, 0.0, 0.0005])
 
 def train(stages: list[nn.Module], schedule: Schedule, executor: str, delay: float, how: Any) -> list[Any]:
     """Two steps that accumulate, over a loopback that may delay; the pipeline and their results."""
-    transport = Loopback(delay=delay)
-    pipe = Pipeline(
-        dict(enumerate(stages)), schedule, loss_fn=squared, executor=executor, transport=transport, timeout=20, **how
-    )
+    how = {**how, "transport": Loopback(delay=delay), "timeout": PATIENCE}
+    pipe = Pipeline(dict(enumerate(stages)), schedule, loss_fn=squared, executor=executor, **how)
     return [pipe, [pipe.step(x, target=y) for x, y in batches(schedule.num_microbatches)]]
 
 

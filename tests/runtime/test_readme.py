@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HAS_TORCH
+from tests.promptly import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -20,7 +21,6 @@ GUIDE = (REPOSITORY / "docs/guide.md").read_text()
 TRAINING = (REPOSITORY / "docs/training.md").read_text()
 HUGGING_FACE = (REPOSITORY / "docs/hugging-face.md").read_text()
 QUICKSTART_LINES = 20
-SECONDS = 240
 NOT_RUN = ("make", "pip")
 """Commands that set things up: the tests of the build and continuous integration run those."""
 
@@ -31,7 +31,6 @@ PROGRAMS = {
 }
 
 pytestmark = [
-    pytest.mark.timeout(SECONDS + 30),
     pytest.mark.skipif(not HAS_TORCH, reason="the README's examples need torch"),
 ]
 
@@ -65,7 +64,7 @@ def run(command: list[str], folder: Path) -> str:
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

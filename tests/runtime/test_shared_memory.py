@@ -25,7 +25,6 @@ from tests.runtime.native_ranks import NativeRanks, lowered  # noqa: E402
 
 ROWS, WIDTH, COUNT = 3, 8, 6
 needs_extension = pytest.mark.skipif(native.load() is None, reason=native.native_status())
-pytestmark = pytest.mark.timeout(60)
 
 
 class Links(SharedMemory):

@@ -17,11 +17,11 @@ import pytest
 
 import fastpipe
 from tests.conftest import skip_without_native
+from tests.promptly import PATIENCE
 from tests.runtime.devices.steps import CASES, NUM_STEPS
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
-SECONDS = 200
 
 BUILD = """
 import sys
@@ -81,7 +81,7 @@ def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def lines_of(process: subprocess.Popen[str]) -> list[str]:
-    out, errors = process.communicate(timeout=SECONDS)
+    out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors[-3000:]
     return out.splitlines()
 
@@ -90,7 +90,6 @@ def run(*arguments: str) -> list[str]:
     return lines_of(start(*arguments))
 
 
-@pytest.mark.timeout(SECONDS + 100)
 def test_the_account_finds_races(library: Path) -> None:
     assert run("-c", RACES, str(library)) == [
         "['aten::add'] is read before it is written",
@@ -101,7 +100,6 @@ def test_the_account_finds_races(library: Path) -> None:
     ]
 
 
-@pytest.mark.timeout(SECONDS + 100)
 @pytest.mark.parametrize("name", ["native", "python"])
 def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, name: str) -> None:
     """Every schedule's use of memory comes after its writer, no memory is used again too early, the host never waits,
@@ -129,7 +127,6 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         fastpipe.Pipeline([torch.nn.Linear(2, 2)], "gpipe", 2, num_ranks=1, device="cuda")
 
 
-@pytest.mark.timeout(SECONDS + 100)
 @pytest.mark.parametrize("name", ["native", "python"])
 def test_messages_between_processes_are_waited_for_by_streams(library: Path, name: str, tmp_path: Path) -> None:
     """The process groups of a device: what is sent stays until it is sent, what is received into is free, and who

@@ -21,6 +21,7 @@ from fastpipe.runtime import native, weight_grad
 from fastpipe.runtime.stage import Chain, Stage, StageWork
 from fastpipe.testing import reference_step
 from tests.conftest import skip_without_native
+from tests.promptly import PATIENCE
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.split_models import MODELS, WIDTH, Attention, Checkpointed, Mlp, Strided, Transformer
 
@@ -339,7 +340,7 @@ def compiling(how: str, *caches: Path) -> subprocess.Popen[bytes]:
 
 
 def printed(process: subprocess.Popen[bytes]) -> list[tuple[list[torch.Tensor], int]]:
-    output, errors = process.communicate(timeout=100)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors.decode()[-3000:]
     loaded: list[tuple[list[torch.Tensor], int]] = torch.load(io.BytesIO(output))
     return loaded

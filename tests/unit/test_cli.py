@@ -17,6 +17,7 @@ import fastpipe
 from fastpipe.cli import main, work
 from fastpipe.cli.arguments import parser
 from fastpipe.cli.checks import FORMATS, diagnosis
+from tests.promptly import PATIENCE
 
 SMALL = ["--ranks", "4", "--microbatches", "8"]
 COMMANDS = (
@@ -342,7 +343,7 @@ def test_no_arguments_whatever_bring_a_traceback(command: str, words: list[str],
 
 def process(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fastpipe", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, **more)
 
 
 def test_it_runs_as_a_module_and_pipes_cleanly() -> None:
@@ -355,7 +356,7 @@ def test_it_runs_as_a_module_and_pipes_cleanly() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = f"{sys.executable} -m fastpipe show gpipe --ranks 32 --microbatches 500 | head -c 100"
-    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert len(done.stdout) == 100
     assert done.stderr == ""
 
@@ -373,7 +374,7 @@ sys.exit(status)
 
 def without(missing: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     script = WITHOUT.format(missing=list(missing), arguments=list(arguments))
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def test_it_needs_neither_rich_nor_matplotlib_nor_torch(tmp_path: Path) -> None:

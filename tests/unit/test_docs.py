@@ -14,15 +14,13 @@ import pytest
 
 import fastpipe
 from fastpipe.schedules import FAMILIES
+from tests.promptly import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "fastpipe"
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
-SECONDS = 100
 EXAMPLE = "fastpipe/schedules/eager.py"
 """The file that CONTRIBUTING.md writes as an example."""
-
-pytestmark = pytest.mark.timeout(SECONDS + 20)
 
 
 def without_code(text: str) -> str:
@@ -82,13 +80,13 @@ def test_every_example_is_in_the_table() -> None:
 
 def test_the_page_of_schedules_is_current() -> None:
     command = [sys.executable, "docs/write_schedules.py", "--check"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, f"run `python docs/write_schedules.py` and look at what changed\n{done.stderr[-2000:]}"
 
 
 def test_the_page_of_waves_is_current_and_its_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "docs/write_waves.py", "--check"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, f"run `python docs/write_waves.py` and look at what changed\n{done.stderr[-2000:]}"
     (example,) = blocks(REPOSITORY / "docs/waves.md", "python")
     exec(compile(example, "docs/waves.md", "exec"), {})

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.promptly import PATIENCE
+
 PACKAGE = Path(__file__).resolve().parents[2] / "fastpipe"
 
 PLANNING = {
@@ -195,12 +197,12 @@ print(timeline.makespan)
 
 
 def test_planning_needs_no_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", PLAN_WITHOUT_TORCH], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PLAN_WITHOUT_TORCH], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 0
 
 
 def test_importing_the_package_imports_no_torch() -> None:
     ask = "import sys, fastpipe; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.split() == ["False", "False"]

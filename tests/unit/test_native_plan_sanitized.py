@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.promptly import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "csrc" / "plan").glob("*.cpp"))
 FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
@@ -69,7 +71,7 @@ def test_no_memory_error_and_no_undefined_behaviour(tmp_path: Path) -> None:
         pytest.skip("no g++ with its sanitizers")
     library = tmp_path / "_plan.so"
     command = [compiler, *FLAGS, *SANITIZERS, f"-I{ROOT / 'csrc'}", *map(str, SOURCES), "-o", str(library)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert built.returncode == 0, built.stderr
     environment = {
         **os.environ,
@@ -78,6 +80,6 @@ def test_no_memory_error_and_no_undefined_behaviour(tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(library)], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", RUN, str(library)], env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0 and done.stdout.strip() == "clean", done.stderr[-4000:]
