@@ -99,6 +99,14 @@ class Executor(ABC):
     def pair_counts(self) -> PairCounts:
         """How many pairs went which way so far."""
 
+    def close(self) -> None:
+        """Let go of everything; there is no run any more.
+
+        An executor is part of cycles. Until Python collects these, which may be never, they would keep the stages'
+        memory, the connections, and the threads of these.
+        """
+        vars(self).clear()
+
 
 def executor_class(choice: str) -> type[Executor]:
     """The class for "auto", "native" or "python".

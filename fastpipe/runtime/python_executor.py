@@ -93,7 +93,10 @@ class PythonExecutor(Executor):
             stage.end()
         self.endpoint.end()
         error, self.error = self.error, None
-        raise error if error is not None else Drained
+        try:
+            raise error if error is not None else Drained
+        finally:
+            del error  # the exception holds this frame, which must not hold the exception
 
     def _execute(self, position: int, step: Step) -> None:
         if self.failed and step.label:

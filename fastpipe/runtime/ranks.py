@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -125,7 +125,9 @@ class LocalRanks:
         finally:
             with self._lock:
                 self._current = ()
-        return self._outcome
+                # not kept: an exception holds the frames that it went through, and these the pipeline
+                outcome, self._outcome = self._outcome, Outcome()
+        return outcome
 
     def pair_counts(self) -> PairCounts:
         """How many pairs went which way so far, on all local ranks."""
@@ -153,10 +155,11 @@ class LocalRanks:
         """No step comes any more: end the connections, so that who waits for this process is told."""
         self.forget()
         self.transport.close()
-        gc.collect()  # an executor that is part of a cycle would keep its connections
 
     def forget(self) -> None:
         """The programs so far are run no more."""
+        for executor in itertools.chain.from_iterable(self._executors.values()):
+            executor.close()
         self._executors.clear()
         self._programs.clear()
 
@@ -168,8 +171,7 @@ class LocalRanks:
 
     def close(self) -> None:
         """End the threads, and what the transport holds."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
+        self.retire()
         self.transport.close()
 
     def _run_all(self, pool: ThreadPoolExecutor, signature: int, announce: bool) -> None:

@@ -348,7 +348,11 @@ class Steps:
             # it failed elsewhere before, and what it was given here since then are stand-ins
             raise first.error() from outcome.error
         outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
-        raise outcome.error
+        error, outcome.error = outcome.error, None
+        try:
+            raise error
+        finally:
+            del error  # the exception holds this frame, which must not hold the exception
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
         losses, scaled = ([reply[name] for reply in replies if name in reply] for name in ("losses", "scaled"))

@@ -1,5 +1,6 @@
 """What time and neighbours do to a run: ranks that stop for a while, more ranks than cores, hundreds of steps."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from fastpipe import Pipeline
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import Ranks
-from tests.runtime.checks import train_and_compare
+from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
+from tests.runtime.test_leaks import Raising
 
 GroupOf = Callable[[int], Ranks]
 MOST = 8
@@ -38,6 +40,9 @@ def in_all_sizes(executor: str, transport: str) -> list[int]:
         chosen = {} if size == 1 else {"transport": transport}
         train_and_compare("plain", "1f1b", size + 1, num_ranks=size, group=group, executor=executor, **chosen)
         found.append(size)
+        for group in groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
     return found
 
 
@@ -64,6 +69,32 @@ def held() -> tuple[list[int], int]:
     maps = Path("/proc/self/maps").read_text().count("memfd:fastpipe")
     resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
     return [len(os.listdir("/proc/self/fd")), threading.active_count(), maps], resident
+
+
+def dropped(executor: str, transport: str) -> list[int]:
+    """Runs on every rank: its threads, the system's own among them, as pipelines come and go; one of them fails."""
+    gc.collect()
+    gc.disable()
+    case, found = CASES["plain"], []
+    batch = case.batches(1, rows_for(2))[0]
+    for number in range(4):
+        layers = case.layers(2)
+        if number == 1:
+            layers[1] = Raising()
+        pipe = Pipeline(layers, "1f1b", 2, case.loss_fn, executor=executor, transport=transport)
+        with contextlib.suppress(RuntimeError):
+            pipe.step(*batch.args, target=batch.target)
+        del pipe, layers
+        found.append(len(os.listdir("/proc/self/task")))
+    gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_pipelines_that_are_dropped_leave_no_threads(transport: str, executor: str, group_of: GroupOf) -> None:
+    """Those of a process group look for messages a hundred times a second, each."""
+    for found in group_of(2).run(dropped, executor, transport):
+        assert found == found[:1] * 4
 
 
 def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list[int], int]]:

@@ -1,5 +1,6 @@
 """Nothing is left behind: by five hundred steps, by one step, by a pipeline that is dropped."""
 
+import contextlib
 import gc
 import os
 import threading
@@ -100,6 +101,32 @@ def test_a_dropped_pipeline_ends_its_threads(executor: str) -> None:
     for thread in started:
         thread.join(5)
         assert not thread.is_alive()
+
+
+class Raising(nn.Module):
+    """Raises an exception that it does not hold."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("how", ["step", "failed step"])
+def test_a_dropped_pipeline_goes_at_once(how: str, executor: str) -> None:
+    """Python collects cycles when it likes, which may be never: nothing large may wait for that."""
+    layers = CASES["plain"].layers(4)
+    if how == "failed step":
+        layers[2] = Raising()
+    pipe = pipeline(layers, executor=executor)
+    held = [weakref.ref(pipe), weakref.ref(pipe.transport), *map(weakref.ref, layers)]
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError) if how == "failed step" else contextlib.nullcontext() as raised:
+            pipe.step(X, target=Y)
+        del pipe, layers, raised
+        assert not [ref() for ref in held if ref() is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_pipeline_that_was_refused_leaves_no_thread() -> None:
