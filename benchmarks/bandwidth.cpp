@@ -1,6 +1,7 @@
 // One way through the shared-memory transport, without torch and without Python: two processes play ping-pong.
-// Reads lines "mode bytes count" (mode: slot, copied, fresh or memcpy) and prints the seconds of one way.
-// bandwidth.py builds and runs it.
+// Reads lines "mode bytes count" (mode: slot, copied, fresh, or without the transport memcpy and memcpy2) and prints
+// the seconds of one way: in all, of the copy into the cell, and of the copy out of it. bandwidth.py builds and runs
+// it.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,6 +20,7 @@
 #include "core/clock.h"
 #include "core/errors.h"
 #include "core/shared_memory_codec.h"
+#include "core/shared_memory_host.h"
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
 
@@ -54,7 +56,9 @@ class BytesCodec final : public SharedMemoryCodec {
  public:
   std::size_t size(const Payload& payload, bool) const override { return static_cast<const Bytes&>(payload).size; }
   void write(const Payload& payload, const CellBytes& to) const override {
+    const double start = now_seconds();
     std::memcpy(to.data, static_cast<const Bytes&>(payload).data, to.size);
+    seconds += now_seconds() - start;
   }
   std::unique_ptr<Spec> read_spec(const CellBytes& from) const override { return std::make_unique<Size>(from.size); }
   void adopt(Payload& into, const Spec&, const CellBytes& from, SharedMemoryLease lease) const override {
@@ -63,6 +67,14 @@ class BytesCodec final : public SharedMemoryCodec {
     bytes.size = from.size;
     bytes.lease = std::move(lease);
   }
+
+  mutable double seconds = 0;  // in write()
+};
+
+struct Seconds {
+  double all;
+  double in;   // of these, to copy a message into its cell
+  double out;  // and out of it
 };
 
 struct Meeting {
@@ -96,42 +108,48 @@ RankProgram ping_pong(std::int32_t rank) {
 
 class Player final {
  public:
-  Player(std::int32_t rank, Meeting& meeting) : rank_(rank), link_(std::make_shared<SharedMemoryLink>(rank, 2)) {
+  Player(std::int32_t rank, Meeting& meeting)
+      : rank_(rank), link_(std::make_shared<SharedMemoryLink>(rank, 2, usual_spin(2))) {
     meeting.addresses[rank] = link_->address();
     meeting.present.fetch_add(1);
     while (meeting.present.load() < 2) std::this_thread::yield();
     link_->connect(1 - rank, meeting.addresses[1 - rank]);
     std::vector<ChannelNeeds> needs(2);
     for (std::int32_t r = 0; r < 2; ++r) count_needs(ping_pong(r), needs);
-    SharedMemorySource source(link_, std::make_shared<BytesCodec>(), needs);
+    SharedMemorySource source(link_, codec_, needs, {true, true});
     transport_ = source.connect(ping_pong(rank), 60);
   }
 
   // Seconds of one way, with what the receiver does with the message; the first rounds warm up.
-  double play(const std::string& mode, std::size_t bytes, int count) {
+  Seconds play(const std::string& mode, std::size_t bytes, int count) {
     buffer_.resize(bytes);
     if (from_.size() < bytes) from_.assign(bytes, std::byte{1});
     sent_.data = from_.data();
     sent_.size = bytes;
     double start = 0;
     for (int i = -3; i < count; ++i) {
-      if (i == 0) start = now_seconds();
+      if (i == 0) {
+        start = now_seconds();
+        codec_->seconds = copied_out_ = 0;
+      }
       transport_->begin_step(static_cast<std::int64_t>(bytes), known_.emplace(bytes, true).second);
       if (rank_ == 0) send();
       receive(mode);
       if (rank_ == 1) send();
       transport_->end_step(true);
     }
-    return (now_seconds() - start) / count / 2;
+    return {(now_seconds() - start) / count / 2, codec_->seconds / count, copied_out_ / count};
   }
 
-  double copy(std::size_t bytes, int count) {
-    from_.resize(std::max(from_.size(), bytes));
-    buffer_.resize(std::max(buffer_.size(), bytes));
-    std::memcpy(buffer_.data(), from_.data(), bytes);
-    const double start = now_seconds();
-    for (int i = 0; i < count; ++i) {
-      std::memcpy(buffer_.data(), from_.data(), bytes);
+  // Between so many pairs of warm buffers in turn. Two pairs are as much memory as ping and pong use.
+  double copy(std::size_t bytes, int count, std::size_t pairs) {
+    from_.resize(std::max(from_.size(), bytes * pairs));
+    buffer_.resize(std::max(buffer_.size(), bytes * pairs));
+    double start = 0;
+    for (int i = -static_cast<int>(pairs); i < count; ++i) {
+      if (i == 0) start = now_seconds();
+      const std::size_t at = bytes * (static_cast<std::size_t>(i + 2) % pairs);
+      std::memcpy(buffer_.data() + at, from_.data() + at, bytes);
       asm volatile("" : : "r"(buffer_.data()) : "memory");
     }
     return (now_seconds() - start) / count;
@@ -151,23 +169,27 @@ class Player final {
   void receive(const std::string& mode) {
     transport_->post_receive(transfer(false), 0, received_);
     transport_->wait_receive(0);
+    const double start = now_seconds();
     if (mode == "copied") std::memcpy(buffer_.data(), received_.data, received_.size);
     if (mode == "fresh") {
       const std::unique_ptr<std::byte[]> fresh(new std::byte[received_.size]);
       std::memcpy(fresh.get(), received_.data, received_.size);
       asm volatile("" : : "r"(fresh.get()) : "memory");
     }
+    copied_out_ += now_seconds() - start;
     received_.clear();
   }
 
   std::int32_t rank_;
   std::shared_ptr<SharedMemoryLink> link_;
+  std::shared_ptr<BytesCodec> codec_ = std::make_shared<BytesCodec>();
   std::unique_ptr<Transport> transport_;
   std::map<std::size_t, bool> known_;
   std::vector<std::byte> from_;
   std::vector<std::byte> buffer_;
   Bytes sent_;
   Bytes received_;
+  double copied_out_ = 0;
 };
 
 struct Order {
@@ -186,14 +208,14 @@ void lead(Meeting& meeting, int orders) {
   Player player(0, meeting);
   Order order{};
   while (std::scanf("%15s %zu %d", order.mode, &order.bytes, &order.count) == 3) {
-    double seconds = 0;
-    if (std::strcmp(order.mode, "memcpy") == 0) {
-      seconds = player.copy(order.bytes, order.count);
+    Seconds seconds{};
+    if (std::strncmp(order.mode, "memcpy", 6) == 0) {
+      seconds.all = player.copy(order.bytes, order.count, std::strcmp(order.mode, "memcpy2") == 0 ? 2 : 1);
     } else {
       if (::write(orders, &order, sizeof(order)) != sizeof(order)) return;
       seconds = player.play(order.mode, order.bytes, order.count);
     }
-    std::printf("%.9f\n", seconds);
+    std::printf("%.9f %.9f %.9f\n", seconds.all, seconds.in, seconds.out);
     std::fflush(stdout);
   }
 }

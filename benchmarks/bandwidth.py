@@ -3,7 +3,11 @@
 Two processes play ping-pong, one message under way at a time; a figure is half a round trip. The transport runs
 without torch and Python (bandwidth.cpp, built here with g++), Gloo through torch.distributed. *On the slot* the
 receiver has the message where it lies, *copied out* it copies it into a warm buffer, *fresh* into newly allocated
-memory. memcpy is between warm buffers of one process.
+memory. memcpy is between warm buffers of one process; "memcpy, two pairs" takes two pairs of buffers in turn, which are
+as much memory as ping and pong use.
+
+What falls short of its aim is named, with the parts of one way that are more than memcpy: the copy into the cell, the
+copy out of it, and what is left, which is the wake-up and the transport itself. ``--profile`` prints them for all.
 
 All measurements take turns, round after round, so that whatever disturbs the machine disturbs all of them; a figure is
 the median of the rounds, with the first and third quartile behind it.
@@ -24,11 +28,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from profiles import Aim, Parts, explained, medians, more
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
-MODES = ("memcpy", "slot", "copied", "fresh", "gloo")
-NAMES = {"memcpy": "memcpy", "slot": "on the slot", "copied": "copied out", "fresh": "fresh", "gloo": "Gloo"}
+MODES = ("memcpy", "memcpy2", "slot", "copied", "fresh", "gloo")
+NAMES = {
+    "memcpy": "memcpy",
+    "memcpy2": "memcpy, two pairs",
+    "slot": "on the slot",
+    "copied": "copied out",
+    "fresh": "fresh",
+    "gloo": "Gloo",
+}
+IN, OUT, REST = "copy in", "copy out", "wake-up and transport"
+SMALL, LARGE = 16 << 10, 1 << 20
+"""Bytes: small messages are to be fast, large ones as fast as a copy."""
 
 
 class Transport:
@@ -41,12 +56,13 @@ class Transport:
         subprocess.run(command, check=True)
         self.process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def measure(self, mode: str, size: int, count: int) -> float:
+    def measure(self, mode: str, size: int, count: int) -> Parts:
         """Seconds of one way."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{mode} {size} {count}\n")
         self.process.stdin.flush()
-        return float(self.process.stdout.readline())
+        whole, copy_in, copy_out = map(float, self.process.stdout.readline().split())
+        return {IN: copy_in, OUT: copy_out, REST: whole - copy_in - copy_out}
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -102,9 +118,12 @@ def _gloo(rank: int, port: int, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
-def measure(rounds: int, sizes: list[int]) -> dict[tuple[str, int], list[float]]:
-    """All figures, by mode and size."""
-    found: dict[tuple[str, int], list[float]] = {(mode, size): [] for mode in MODES for size in sizes}
+Found = dict[tuple[str, int], list[Parts]]
+"""By mode and size: seconds of one way by part, one a round."""
+
+
+def measure(rounds: int, sizes: list[int]) -> Found:
+    found: Found = {(mode, size): [] for mode in MODES for size in sizes}
     with tempfile.TemporaryDirectory() as folder:
         transport, gloo = Transport(folder), Gloo()
         for turn in range(rounds + 1):
@@ -112,7 +131,7 @@ def measure(rounds: int, sizes: list[int]) -> dict[tuple[str, int], list[float]]
                 count = max(3, min(1000, (32 << 20) // size))
                 for mode in MODES:
                     few = max(3, min(count, 200)) if mode == "gloo" else count
-                    took = gloo.measure(size, few) if mode == "gloo" else transport.measure(mode, size, few)
+                    took = {REST: gloo.measure(size, few)} if mode == "gloo" else transport.measure(mode, size, few)
                     if turn > 0:  # the first warms up
                         found[mode, size].append(took)
         transport.close()
@@ -120,27 +139,74 @@ def measure(rounds: int, sizes: list[int]) -> dict[tuple[str, int], list[float]]
     return found
 
 
+def seconds(found: Found, mode: str, size: int) -> list[float]:
+    """Of one way, by round."""
+    return [sum(parts.values()) for parts in found[mode, size]]
+
+
 def text(times: list[float]) -> str:
     low, middle, high = (1e6 * quantile for quantile in statistics.quantiles(times, n=4))
     return f"{middle:,.1f} ({low:,.1f}..{high:,.1f})"
 
 
-def table(found: dict[tuple[str, int], list[float]], sizes: list[int]) -> str:
+def table(found: Found, sizes: list[int]) -> str:
     """Microseconds of one way: median and quartiles; ratios are of medians."""
     heads = ["bytes", *(f"{NAMES[mode]}, us" for mode in MODES), "slot/memcpy", "copied/memcpy", "Gloo/slot"]
     rows = [heads, ["---:"] * len(heads)]
     for size in sizes:
-        middle = {mode: statistics.median(found[mode, size]) for mode in MODES}
+        taken = {mode: seconds(found, mode, size) for mode in MODES}
+        middle = {mode: statistics.median(times) for mode, times in taken.items()}
         pairs = (("slot", "memcpy"), ("copied", "memcpy"), ("gloo", "slot"))
         ratios = [f"{middle[a] / middle[b]:.2f}" for a, b in pairs]
-        rows.append([f"{size:,}", *(text(found[mode, size]) for mode in MODES), *ratios])
+        rows.append([f"{size:,}", *(text(times) for times in taken.values()), *ratios])
+    return lines(rows)
+
+
+def profile(found: Found, sizes: list[int]) -> str:
+    """Microseconds by part: medians."""
+    columns = [("slot", IN), ("slot", REST), ("copied", IN), ("copied", OUT), ("copied", REST)]
+    heads = ["bytes", *(f"{NAMES[mode]}: {part}" for mode, part in columns)]
+    rows = [heads, ["---:"] * len(heads)]
+    for size in sizes:
+        parts = {mode: medians(found[mode, size]) for mode in ("slot", "copied")}
+        rows.append([f"{size:,}", *(f"{1e6 * parts[mode][part]:,.1f}" for mode, part in columns)])
+    return lines(rows)
+
+
+def lines(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def aims(size: int) -> list[tuple[str, str | None, Aim]]:
+    """What is compared with what, None for microseconds; and what that has to be."""
+    found: list[tuple[str, str | None, Aim]] = [("gloo", "slot", Aim("Gloo/slot", 10, at_least=True))]
+    if size <= SMALL:
+        found.append(("slot", None, Aim("one way, us,", 5)))
+    if size >= LARGE:
+        found += [("slot", "memcpy", Aim("slot/memcpy", 1.2)), ("copied", "memcpy", Aim("copied/memcpy", 2.2))]
+    return found
+
+
+def shortfalls(found: Found, size: int) -> list[str]:
+    """What falls short with messages of one size, and by which parts."""
+    texts = []
+    base = medians(found["memcpy", size])[REST]
+    for mode, other, aim in aims(size):
+        per = 1e-6 if other is None else statistics.median(seconds(found, other, size))
+        missed = aim.missed([statistics.median(seconds(found, mode, size)) / per])
+        if missed is None:
+            continue
+        parts = medians(found["slot" if mode == "gloo" else mode, size])
+        over = more(parts, {IN: base, OUT: base} if mode == "copied" else {IN: base})
+        texts.append(f"{size:,} bytes: {missed}; {explained(over, 1e6, 'us over memcpy')}")
+    return texts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes")
+    parser.add_argument("--profile", action="store_true", help="where the time of one way goes, for all sizes")
     options = parser.parse_args()
     sizes = [size for size in SIZES if size <= options.largest]
     load = os.getloadavg()[0]
@@ -149,6 +215,9 @@ def main() -> None:
     print(f"{platform.machine()}, {cores} cores, load {load:.1f} before, {os.getloadavg()[0]:.1f} after; ", end="")
     print(f"torch {torch.__version__}; {options.rounds} rounds\n")
     print(table(found, sizes))
+    if options.profile:
+        print(f"\nby part, us\n\n{profile(found, sizes)}")
+    print("", *(text for size in sizes for text in shortfalls(found, size)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,14 @@ its wake-ups.
 time.sleep takes longer than it is told to. Every stage therefore measures its own sleeps, and the schedule is simulated
 with their means over the step, with transfers that cost nothing: all that is not sleep counts against the runtime. (A
 fused pair of F and B has no duration of its own to sleep; it is simulated with the median that was measured.) A figure
-is measured / simulated makespan: median and quartiles of rounds.
+is measured / simulated makespan: median and quartiles of rounds. What a step takes more is told apart along its
+critical path, whose parts add up to the makespan: sleeps that were longer than the mean, what module calls and autograd
+take beside their sleeps, messages, wake-ups (from a message's end to the start of what waited for it), and the loop.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -24,17 +27,20 @@ from typing import Any
 
 import torch
 from contenders import TORCH_NAMES, Work, fastpipe_step, torch_step
+from profiles import AUTOGRAD, LOOP, MESSAGES, MODULE, SLEEP, WAKE_UP, Aim, Parts, explained, medians, more, of_path
 from ranks import Ranks, progress, ranks
+from sleeping import KINDS, WIDTH, SleepingStage
 from tables import machine, parser, ratio, spread, table
-from torch import Tensor, nn
+from torch import nn
 
 import fastpipe
-from fastpipe import CostModel, Schedule, make_schedule
+from fastpipe import CostModel, Schedule, Timeline, make_schedule
 
-WIDTH = 4
-KINDS = ("F", "I", "W")
 Sleeps = dict[str, list[tuple[float, float]]]
 """Start and end, by kind."""
+PARTS = (SLEEP, MODULE, AUTOGRAD, MESSAGES, WAKE_UP, LOOP)
+AIM = Aim("measured/simulated", 1.03)
+"""With the longest of the durations."""
 
 
 class Sleeper:
@@ -55,34 +61,6 @@ class Sleeper:
         return taken
 
 
-class SleepInBackward(torch.autograd.Function):
-    """Belongs to I, as it has no weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sleeper: Sleeper) -> Tensor:
-        ctx.sleeper = sleeper
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.sleeper.sleep("I")
-        return grad, None
-
-
-class SleepingStage(nn.Module):
-    """A tiny linear between sleeps: a hook of its weight sleeps when the weight's gradient comes, which is in W."""
-
-    def __init__(self, sleeper: Sleeper) -> None:
-        super().__init__()
-        self.sleeper = sleeper
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.linear.weight.register_hook(lambda _: sleeper.sleep("W"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sleeper.sleep("F")
-        return SleepInBackward.apply(self.linear(x), self.sleeper)  # type: ignore[no-untyped-call,no-any-return]
-
-
 def make_tasks(schedule: Schedule, durations: Sequence[float], with_torch: bool) -> Callable[[int], dict[str, Any]]:
     """For every rank, a task for each duration (of a rank's F, in seconds): one step."""
     share = schedule.num_ranks / schedule.num_stages
@@ -90,7 +68,7 @@ def make_tasks(schedule: Schedule, durations: Sequence[float], with_torch: bool)
     def tasks(rank: int) -> dict[str, Any]:
         sleeper = Sleeper()
         batch = [torch.randn(schedule.num_microbatches, WIDTH) for _ in range(2)]
-        work = Work(lambda _: SleepingStage(sleeper), *batch, nn.functional.mse_loss, torch.randn(1, WIDTH))
+        work = Work(lambda _: SleepingStage(sleeper.sleep), *batch, nn.functional.mse_loss, torch.randn(1, WIDTH))
         step = fastpipe_step(schedule, rank, work)
         other = torch_step(schedule, rank, work) if with_torch else None
 
@@ -99,10 +77,9 @@ def make_tasks(schedule: Schedule, durations: Sequence[float], with_torch: bool)
             sleeper.take()
             return step(**kwargs)
 
-        def traced(seconds: float) -> tuple[float, float, Sleeps]:
+        def traced(seconds: float) -> tuple[Timeline | None, Sleeps]:
             timeline = run(seconds, step, trace=True).timeline
-            fused = CostModel.from_timeline(timeline).overlapped
-            return timeline.makespan, math.nan if fused is None else statistics.fmean(fused), sleeper.take()
+            return timeline if rank == 0 else None, sleeper.take()
 
         def untraced(seconds: float) -> Sleeps:
             assert other is not None
@@ -133,17 +110,23 @@ def simulated(schedule: Schedule, sleeps: Sequence[Sleeps], fused: float = math.
 
 
 class Result:
-    """Measured and simulated makespans of one duration, by round."""
+    """Measured and simulated makespans of one duration, and what the measured ones consist of, by round."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.measured: list[float] = []
         self.expected: list[float] = []
+        self.parts: list[Parts] = []
 
-    def add_fastpipe(self, answers: Sequence[tuple[float, float, Sleeps]]) -> None:
-        makespan, fused, _ = answers[0]
-        self.measured.append(makespan)
-        self.expected.append(simulated(self.schedule, [sleeps for _, _, sleeps in answers], fused))
+    def add_fastpipe(self, answers: Sequence[tuple[Timeline | None, Sleeps]]) -> None:
+        timeline, sleeps = answers[0][0], [taken for _, taken in answers]
+        assert timeline is not None
+        fused = CostModel.from_timeline(timeline).overlapped
+        expected = simulated(self.schedule, sleeps, math.nan if fused is None else statistics.fmean(fused))
+        self.measured.append(timeline.makespan)
+        self.expected.append(expected)
+        parts = of_path(timeline, [[span for kind in KINDS for span in one[kind]] for one in sleeps])
+        self.parts.append({name: value / expected for name, value in parts.items()})
 
     def add_torch(self, sleeps: Sequence[Sleeps]) -> None:
         spans = [span for one in sleeps for kind in KINDS for span in one[kind]]
@@ -183,7 +166,20 @@ def row(schedule: Schedule, durations: Sequence[float], found: dict[str, Result]
     return cells
 
 
-def main() -> None:
+def profile(result: Result) -> list[str]:
+    """By how much each part of the critical path lengthens the simulated makespan, in per cent."""
+    over = more(medians(result.parts), {SLEEP: 1.0})
+    return [result.schedule.name, *(f"{100 * over.get(part, 0.0):.2f}" for part in PARTS)]
+
+
+def shortfall(result: Result) -> str | None:
+    missed = AIM.missed([one / other for one, other in zip(result.measured, result.expected, strict=True)])
+    if missed is None:
+        return None
+    return f"{result.schedule.name}: {missed}; {explained(more(medians(result.parts), {SLEEP: 1.0}), 100, '%', 2)}"
+
+
+def parse() -> argparse.Namespace:
     options = parser(__doc__, rounds=2)
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--microbatches", type=int, default=16)
@@ -191,21 +187,31 @@ def main() -> None:
     names = [family.name for family in fastpipe.list_schedules()]
     options.add_argument("--schedules", nargs="+", default=names, metavar="NAME", help="every one")
     options.add_argument("--torch", action="store_true", help="torch's schedules, too, where it has them")
-    chosen = options.parse_args()
+    options.add_argument("--profile", action="store_true", help="what every step takes more, by part")
+    return options.parse_args()
+
+
+def main() -> None:
+    chosen = parse()
     durations = [number / 1e3 for number in chosen.milliseconds]
     print(machine(), file=sys.stdout)
     print(f"{chosen.ranks} ranks, {chosen.microbatches} microbatches, {chosen.rounds} rounds\n")
-    rows = []
+    rows, longest = [], []
     for name in chosen.schedules:
         schedule = make_schedule(name, num_ranks=chosen.ranks, num_microbatches=chosen.microbatches)
         with_torch = chosen.torch and name in TORCH_NAMES
         found = measure(schedule, durations, chosen.rounds, with_torch, chosen.pin)
         rows.append(row(schedule, durations, found, chosen.torch))
-    longest = f"{max(chosen.milliseconds):g} ms"
-    heads = ["schedule", f"simulated at {longest}, ms", f"measured at {longest}, ms"]
+        longest.append(found[f"fastpipe {max(durations)}"])
+    duration = f"{max(chosen.milliseconds):g} ms"
+    heads = ["schedule", f"simulated at {duration}, ms", f"measured at {duration}, ms"]
     for name in ("fastpipe", "torch") if chosen.torch else ("fastpipe",):
         heads += [f"{name} at {number:g} ms" for number in chosen.milliseconds]
     print(table(heads, rows, markdown=chosen.markdown))
+    if chosen.profile:
+        print(f"\nat {duration}, what lengthens the critical path, % of the simulated makespan\n")
+        print(table(["schedule", *PARTS], [profile(result) for result in longest], markdown=chosen.markdown))
+    print("", *filter(None, map(shortfall, longest)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from ranks import progress, ranks
+from sleeping import KINDS, WIDTH, SleepingStage
 from tables import machine, parser, ratio, spread, table
-from torch import Tensor, nn
+from torch import nn
 
 import fastpipe
 from fastpipe import LayerCosts, Schedule
@@ -33,8 +34,8 @@ from fastpipe.planner.judge import judge
 from fastpipe.planner.model import Problem
 from fastpipe.planner.starts import named
 
-WIDTH = 4
-KINDS = ("forward", "backward_input", "backward_weight")
+COSTS = ("forward", "backward_input", "backward_weight")
+"""Of the kinds F, I and W."""
 PARAMETERS = 8e6
 AWAKE = 2e-4
 """Seconds at the end of a sleep that are spent looking at the clock."""
@@ -49,32 +50,10 @@ def wait(seconds: float) -> None:
         pass
 
 
-class WaitInBackward(torch.autograd.Function):
-    """Belongs to I, as it has no weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        wait(ctx.seconds)
-        return grad, None
-
-
-class Stage(nn.Module):
-    """A tiny linear between waits: a hook of its weight waits when the weight's gradient comes, which is in W."""
-
-    def __init__(self, forward: float, backward_input: float, backward_weight: float) -> None:
-        super().__init__()
-        self.seconds = forward, backward_input
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.linear.weight.register_hook(lambda _: wait(backward_weight))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wait(self.seconds[0])
-        return WaitInBackward.apply(self.linear(x), self.seconds[1])  # type: ignore[no-untyped-call,no-any-return]
+def waiting_stage(seconds: Sequence[float]) -> SleepingStage:
+    """It takes so long in its F, I and W."""
+    by_kind = dict(zip(KINDS, seconds, strict=True))
+    return SleepingStage(lambda kind: wait(by_kind[kind]))
 
 
 @dataclass(frozen=True)
@@ -91,7 +70,7 @@ def layer_costs(num_layers: int, milliseconds: float, num_ranks: int) -> LayerCo
     """An embedding that takes less, a head that takes more, blocks that differ by a fifth; F, I, W as 1, 1.2, 0.8."""
     weights = [0.5, *(1.0 + 0.2 * (layer % 3 - 1) for layer in range(1, num_layers - 1)), 1.6]
     unit = milliseconds / 1e3 * num_ranks / sum(weights)
-    seconds = {k: [unit * part * w for w in weights] for k, part in zip(KINDS, (1.0, 1.2, 0.8), strict=True)}
+    seconds = {k: [unit * part * w for w in weights] for k, part in zip(COSTS, (1.0, 1.2, 0.8), strict=True)}
     return LayerCosts(num_layers, **seconds, held_bytes=[1e6 * w for w in weights], parameter_bytes=PARAMETERS)
 
 
@@ -120,7 +99,7 @@ def contenders(costs: LayerCosts, num_ranks: int, count: int, fraction: float, e
 
 
 def by_stage(cost: fastpipe.CostModel, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
-    columns = [cost.per_stage(kind, schedule.num_stages).tolist() for kind in KINDS]
+    columns = [cost.per_stage(kind, schedule.num_stages).tolist() for kind in COSTS]
     return tuple(zip(*columns, strict=True))
 
 
@@ -129,7 +108,7 @@ def make_tasks(found: Sequence[Contender]) -> Callable[[int], dict[str, Any]]:
 
     def task(one: Contender, rank: int) -> Callable[[], float]:
         held = sorted(one.schedule.placement.stages_of(rank))
-        modules = {stage: Stage(*one.seconds[stage]) for stage in held}
+        modules = {stage: waiting_stage(one.seconds[stage]) for stage in held}
         loss = nn.functional.mse_loss
         pipe = fastpipe.Pipeline(modules, one.schedule, loss_fn=loss, merge=False, overlap="never")
         x, y = (torch.randn(one.schedule.num_microbatches, WIDTH) for _ in range(2))

@@ -2,29 +2,35 @@
 
 python benchmarks/split_backward.py
 
-A stage is a pre-norm transformer of 1 to 16 blocks. Each round runs F, B and then F, I, W of one microbatch, one after
-the other in turns, so that both see the same machine; the gradients are dropped before each. Printed are medians, with
-the quartiles of the ratio of rounds, for a stage so narrow that the host's time is all there is ("host") and for one
-whose kernels take most of it ("total"); and the memory that waits between I and W.
+A stage is a pre-norm transformer of 1 to 16 blocks, in the middle of a pipeline whose three stages are all on one rank.
+Each round runs a step of one microbatch with B and one with I and W, in turns, so that both see the same machine; times
+are the executor's own spans. Printed are medians, with the quartiles of the ratio of rounds, for a stage so narrow that
+the host's time is all there is ("host") and for one whose kernels take most of it ("total"); and the memory that waits
+between I and W. What falls short is named, with what of it is a run of autograd's engine that has nothing to do: W is a
+run of its own. The rest is arming, and what waits and is counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
+from profiles import Aim, explained
+from tables import machine, parser, quartiles, table
 from torch import nn
 from torch.nn import functional as F
 
-from fastpipe.runtime.native import native_status
-from fastpipe.runtime.stage import Stage, StageWork
+from fastpipe import Pipeline, Timeline, make_schedule
+from fastpipe.program import Op
 
 BLOCKS = (1, 2, 4, 8, 16)
 SIZES = {"host": (16, 1, 8), "total": (256, 2, 128)}
 """Width, rows, tokens."""
+WHOLE, SPLIT = "interleaved_1f1b", "interleaved_zb"
+AIM = Aim("(I + W)/B", 1.05)
+HEADS = ("stage", "blocks", "B, ms", "I, ms", "W, ms", "(I + W)/B", "F split/F", "held from I to W, MiB")
 
 
 class Block(nn.Module):
@@ -45,80 +51,93 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def spans(timeline: Timeline) -> dict[Op, float]:
+    """Seconds of the middle stage's actions."""
+    return {s.instruction.op: s.end - s.start for s in timeline.compute_spans(0) if s.instruction.stage == 1}
 
 
 class Rounds:
-    """One stage in the middle of a pipeline, and the times of its actions."""
+    """Two pipelines with the same stages, and the times of the one in the middle."""
 
-    def __init__(self, blocks: int, width: int, rows: int, tokens: int) -> None:
-        self.stage = Stage(1, nn.Sequential(*(Block(width) for _ in range(blocks))), 3)
-        self.stage.begin(StageWork())
-        self.input = torch.randn(rows, tokens, width, requires_grad=True)
-        self.grad = torch.randn(rows, tokens, width)
-        self.seconds: dict[str, list[float]] = {name: [] for name in ("F", "B", "F split", "I", "W")}
-
-    def whole(self) -> None:
-        self.stage.module.zero_grad()
-        self._note("F", lambda: self.stage.forward(0, (self.input,)))
-        self._note("B", lambda: self.stage.backward(0, (self.grad,)))
-
-    def split(self) -> None:
-        self.stage.module.zero_grad()
-        self._note("F split", lambda: self.stage.forward(0, (self.input,), splits=True))
-        self._note("I", lambda: self.stage.backward_input(0, (self.grad,)))
-        self._note("W", lambda: self.stage.backward_weight(0))
-
-    def _note(self, name: str, call: Callable[[], object]) -> None:
-        self.seconds[name].append(timed(call))
+    def __init__(self, size: str, blocks: int, executor: str) -> None:
+        width, rows, tokens = SIZES[size]
+        self.size, self.blocks = size, blocks
+        self.batch = torch.randn(rows, tokens, width)
+        self.model = nn.Sequential(
+            nn.Linear(width, width), nn.Sequential(*(Block(width) for _ in range(blocks))), nn.Identity()
+        )
+        self.pipes = [
+            Pipeline(
+                list(self.model),
+                make_schedule(name, num_ranks=1, num_microbatches=1, stages_per_rank=3),
+                loss_fn=F.mse_loss,
+                executor=executor,
+            )
+            for name in (WHOLE, SPLIT)
+        ]
+        self.whole: list[dict[Op, float]] = []
+        self.split: list[dict[Op, float]] = []
 
     def run(self, rounds: int) -> None:
-        for number in range(rounds):
-            for part in (self.whole, self.split) if number % 2 else (self.split, self.whole):
-                part()
+        for number in range(-5, rounds):
+            for which in (0, 1) if number % 2 else (1, 0):
+                self.model.zero_grad()
+                found = spans(self.pipes[which].step(self.batch, target=self.batch).timeline)
+                if number >= 0:  # the first ones warm up
+                    (self.whole, self.split)[which].append(found)
 
-    def forget(self) -> None:
-        for times in self.seconds.values():
-            times.clear()
+    def ratios(self) -> list[float]:
+        """(I + W) / B of every round."""
+        return [(s[Op.I] + s[Op.W]) / w[Op.B] for w, s in zip(self.whole, self.split, strict=True)]
+
+    def row(self) -> list[str]:
+        b, i, w = median(self.whole, Op.B), median(self.split, Op.I), median(self.split, Op.W)
+        low, _, high = quartiles(self.ratios())
+        forwards = median(self.split, Op.F) / median(self.whole, Op.F)
+        held = self.pipes[1]._stages[1].peak_held_bytes / 2**20
+        cells = [f"{1e3 * seconds:.3f}" for seconds in (b, i, w)]
+        both = f"{(i + w) / b:.3f} ({low:.3f}..{high:.3f})"
+        return [self.size, str(self.blocks), *cells, both, f"{forwards:.3f}", f"{held:.3f}"]
+
+    def shortfall(self, empty_run: float) -> str | None:
+        b, both = median(self.whole, Op.B), median(self.split, Op.I) + median(self.split, Op.W)
+        missed = AIM.missed([both / b])
+        if missed is None:
+            return None
+        over = {"a run of the engine": empty_run, "arming and what waits": both - b - empty_run}
+        return f"{self.size}, {self.blocks} blocks: {missed}; {explained(over, 1e6, 'us over B')}"
 
 
-def report(blocks: int, rounds: Rounds) -> None:
-    """One line of the table."""
-    seconds = rounds.seconds
-    ratios = [(i + w) / b for i, w, b in zip(seconds["I"], seconds["W"], seconds["B"], strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    held = rounds.stage.peak_held_bytes / 2**20
-    both = medians["I"] + medians["W"]
-    print(
-        f"  {blocks:>6}"
-        + "".join(f"{1000 * medians[name]:>10.3f}" for name in ("B", "I", "W"))
-        + f"{both / medians['B']:>10.3f}{low:>8.3f} to {high:.3f}"
-        + f"{medians['F split'] / medians['F']:>12.3f}{held:>12.3f}",
-        flush=True,
-    )
+def median(found: Sequence[dict[Op, float]], op: Op) -> float:
+    return statistics.median(times[op] for times in found)
+
+
+def empty_run() -> float:
+    """Seconds of a run of autograd's engine through one node."""
+    root = torch.zeros(1, requires_grad=True).view(1)
+    grad, taken = torch.ones(1), []
+    for _ in range(1000):
+        start = time.perf_counter()
+        torch.autograd.backward(root, grad, retain_graph=True)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--blocks", type=int, nargs="*", default=BLOCKS)
-    chosen = parser.parse_args()
+    options = parser(__doc__, rounds=60)
+    options.add_argument("--blocks", type=int, nargs="*", default=BLOCKS)
+    options.add_argument("--executor", default="native", help="native or python")
+    chosen = options.parse_args()
     torch.set_num_threads(1)
-    print(f"{native_status()}\ntorch {torch.__version__}, one thread; milliseconds")
-    for name, (width, rows, tokens) in SIZES.items():
-        print(f"\n{name}: width {width}, {rows} x {tokens} tokens")
-        heads = "".join(f"{head:>10}" for head in ("B", "I", "W", "(I+W)/B"))
-        print(f"  {'blocks':>6}{heads}{'quartiles':>17}{'F split/F':>12}{'held MiB':>12}")
-        for blocks in chosen.blocks:
-            rounds = Rounds(blocks, width, rows, tokens)
-            rounds.run(5)
-            rounds.forget()
-            rounds.run(chosen.rounds)
-            report(blocks, rounds)
+    print(f"{machine()}, one thread; {chosen.executor} executor, {chosen.rounds} rounds\n")
+    made = [Rounds(size, blocks, chosen.executor) for size in SIZES for blocks in chosen.blocks]
+    rows = []
+    for rounds in made:
+        rounds.run(chosen.rounds)
+        rows.append(rounds.row())
+    print(table(HEADS, rows, markdown=chosen.markdown))
+    engine = empty_run()
+    print("", *filter(None, (rounds.shortfall(engine) for rounds in made)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ def efficiency() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
+def profiles() -> Iterator[ModuleType]:
+    yield from imported("profiles")
+
+
+@pytest.fixture
 def tables() -> Iterator[ModuleType]:
     yield from imported("tables")
 
@@ -80,11 +85,13 @@ def test_split_by_hand_gives_the_same_gradients_and_leaves_nothing(overhead: Mod
     assert not any(layer.waiting for module in by_hand.modules.values() for layer in module.children())
 
 
-def test_a_sleeping_stage_sleeps_once_in_every_action_and_in_the_right_one(efficiency: ModuleType) -> None:
+def test_a_sleeping_stage_sleeps_once_in_every_action_and_in_the_right_one(
+    efficiency: ModuleType, profiles: ModuleType
+) -> None:
     schedule = make_schedule("zb_h1", num_ranks=1, num_microbatches=2)
     sleeper = efficiency.Sleeper()
     pipe = fastpipe.Pipeline(
-        {0: efficiency.SleepingStage(sleeper)}, schedule=schedule, loss_fn=torch.nn.functional.mse_loss
+        {0: efficiency.SleepingStage(sleeper.sleep)}, schedule=schedule, loss_fn=torch.nn.functional.mse_loss
     )
     batch = torch.randn(2, efficiency.WIDTH)
     timeline = pipe.step(batch, target=batch, trace=True).timeline
@@ -94,6 +101,32 @@ def test_a_sleeping_stage_sleeps_once_in_every_action_and_in_the_right_one(effic
         assert len(spans) == len(actions) == 2, kind
         for (start, end), action in zip(spans, actions, strict=True):
             assert action.start <= start <= end <= action.end, kind
+    asleep = [span for spans in sleeps.values() for span in spans]
+    path = profiles.of_path(timeline, [asleep])
+    assert sum(path.values()) == pytest.approx(timeline.makespan)
+    assert path["sleep"] == pytest.approx(sum(end - start for start, end in asleep))
+    parts = profiles.of_rank(timeline, 0, 100.0)
+    assert sum(parts.values()) == pytest.approx(100.0) and parts["around the loop"] > 90.0
+    assert parts["module call"] > sum(end - start for start, end in sleeps["F"])
+
+
+def test_the_parts_of_a_path_and_of_a_rank_are_what_they_are_called(profiles: ModuleType) -> None:
+    schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=1)
+    timeline = fastpipe.simulate(schedule, CostModel(forward=1.0, backward=2.0, comm=0.5))
+    path = profiles.of_path(timeline, [[], []])
+    assert {name: value for name, value in path.items() if value} == {"module call": 2, "autograd": 4, "messages": 1}
+    parts = profiles.of_rank(timeline, 0, 8.0)
+    assert dict(parts) == {"module call": 1, "messages": 0, "waiting": 4, "autograd": 2, "around the loop": 1}
+
+
+def test_a_shortfall_is_named_with_its_largest_part(profiles: ModuleType) -> None:
+    most, least = profiles.Aim("a", 1.5), profiles.Aim("b", 6, at_least=True)
+    assert most.missed([1.0, 1.5, 9.0]) is None and least.missed([7.0]) is None
+    assert most.missed([1.0, 1.6, 9.0]) == "a is 1.600 and should be at most 1.5"
+    assert least.missed([5.0]) == "b is 5.000 and should be at least 6"
+    over = profiles.more({"x": 3.0, "y": 4.0}, {"x": 1.0, "z": 0.5})
+    assert profiles.explained(over, 10, "us") == "+55.0 us: y +40.0, x +20.0, z -5.0; mostly y"
+    assert profiles.medians([{"x": 1.0}, {"x": 3.0}, {"x": 2.0}]) == {"x": 2.0}
 
 
 def test_the_schedule_is_simulated_with_the_mean_of_the_sleeps(efficiency: ModuleType) -> None:
