@@ -13,8 +13,11 @@ from fastpipe import CostModel
 from fastpipe.planner.exact import common_unit
 
 
+UNCHECKED = "OR-Tools is not installed: what the exact solver proves, and that the search agrees with it, is not checked"
+
+
 def solved(costs: CostModel, **options: Any) -> fastpipe.Plan:
-    pytest.importorskip("ortools")
+    pytest.importorskip("ortools", reason=UNCHECKED)
     settings = {"num_ranks": 2, "num_microbatches": 3, "max_stages_per_rank": 1, "effort": 0.01, "exact": True}
     return fastpipe.plan(costs, **{**settings, **options})
 
@@ -35,7 +38,7 @@ def test_the_solver_finds_what_no_search_has_found() -> None:
 
 
 def test_a_case_that_is_too_large_is_refused() -> None:
-    pytest.importorskip("ortools")
+    pytest.importorskip("ortools", reason=UNCHECKED)
     with pytest.raises(ValueError, match="exact = True: 768 actions on 8 stages are too many"):
         fastpipe.plan(CostModel(), num_ranks=8, num_microbatches=32, effort=0, exact=True)
 
