@@ -298,7 +298,8 @@ class _Planner:
         least = bound.of_placement(self.problem, setting), bound.of_any_placement(self.problem, setting)
         objective, memory = self.problem.objective, self.problem.memory
         limits = objective, memory, *least
-        return Plan(schedule, parts, timeline, *limits, rows, self.clock.cut, optimal, setting.recomputes)
+        counted = self.problem.knows_bytes, any(setting.parameters)
+        return Plan(schedule, parts, timeline, *limits, rows, self.clock.cut, optimal, setting.recomputes, *counted)
 
     def _key(self, row: Candidate) -> tuple[str, int, float]:
         return row.name, row.num_microbatches, row.span if self.problem.span else row.makespan

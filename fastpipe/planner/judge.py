@@ -36,6 +36,7 @@ def judge(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> 
         max(_bytes(setting, timeline)) if problem.knows_bytes else 0.0,
         _messages(program),
         _fits(timeline.peak_bytes if by_bytes else held, setting.limit),
+        copies=stages.num_routes,
     )
     return row, timeline
 

@@ -31,6 +31,7 @@ class Candidate(NamedTuple):
         fits: whether a rank holds no more than it may.
         chosen: whether it is the plan.
         refused: why it is not possible; the numbers are then NaN or 0.
+        copies: of the model that all ranks hold together: 2 where two ranks hold each stage.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Candidate(NamedTuple):
     fits: bool = False
     chosen: bool = False
     refused: str | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,8 @@ class Plan:
         cut: whether `time_limit` ended the search; without that a plan is the same for the same seed.
         recomputes: of every stage whether it recomputes its forward; None where that was not asked for.
         optimal: whether the exact solver has proved that nothing shorter exists; see `fastpipe.plan`.
+        counts_bytes: whether the costs name the bytes of activations; else memory is counted in activations alone.
+        counts_parameters: whether they name those of parameters, so that a second copy of the model counts.
     """
 
     schedule: Schedule
@@ -76,6 +80,8 @@ class Plan:
     cut: bool = False
     optimal: bool = False
     recomputes: tuple[bool, ...] | None = None
+    counts_bytes: bool = False
+    counts_parameters: bool = False
 
     def recompute(self, stage: int, module: Any = None) -> str:
         """What a stage does not keep, as ``Pipeline(recompute=plan.recompute)`` asks for it."""
@@ -128,6 +134,7 @@ class Plan:
             f"peak memory {chosen.peak_memory:.4g} of {schedule.num_ranks}"
             + (f" ({human(chosen.peak_bytes)})" if chosen.peak_bytes else ""),
         ]
+        lines += self._not_counted()
         if self.partition is not None:
             lines.append("  layers: " + " ".join(f"{part.start}-{part[-1]}" for part in self.partition))
         if self.recomputes is not None:
@@ -136,6 +143,21 @@ class Plan:
         if self.cut:
             lines.append("  the search was cut by its time limit")
         return "\n".join([*lines, "", *self._table()])
+
+    def _not_counted(self) -> list[str]:
+        """What the memory of this plan leaves out."""
+        lines = []
+        if self.memory is not None and not self.counts_bytes:
+            lines.append(
+                "  memory is counted in activations: the costs name no bytes (a profile has none of stages with "
+                "fully_shard)"
+            )
+        if self.chosen.copies > 1:
+            lines.append(
+                "  the ranks hold two copies of the model"
+                + ("" if self.counts_parameters else ", of whose bytes the costs say nothing: see parameter_bytes")
+            )
+        return lines
 
     def _table(self) -> list[str]:
         header = ("candidate", "stages", "microbatches", "makespan", "span", "bubble", "memory", "messages", "")
@@ -153,7 +175,8 @@ class Plan:
 
 
 def _row(one: Candidate) -> tuple[str, ...]:
-    note = "the plan" if one.chosen else "" if one.fits else "too much memory"
+    notes = ["the plan"] if one.chosen else [] if one.fits else ["too much memory"]
+    notes += ["two copies of the model"] if one.copies > 1 else []
     return (
         one.name,
         str(one.stages_per_rank),
@@ -163,7 +186,7 @@ def _row(one: Candidate) -> tuple[str, ...]:
         percent(one.bubble_fraction),
         f"{one.peak_memory:.4g}",
         str(one.messages),
-        note,
+        ", ".join(notes),
     )
 
 

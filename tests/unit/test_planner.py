@@ -249,6 +249,19 @@ def test_a_plan_prints_what_matters(tmp_path: Path) -> None:
     assert plan.plot(tmp_path / "pareto.svg").read_text().count('id="chosen"') == 1
 
 
+def test_a_plan_says_what_its_memory_leaves_out() -> None:
+    """Bytes that the costs do not name, and a second copy of the model."""
+    given = fastpipe.make_schedule("dualpipe", num_ranks=4, num_microbatches=8)
+    plan = small(placement=given, effort=0, memory=1.5)
+    assert plan.chosen.copies == 2 and not plan.counts_bytes
+    assert "two copies of the model, of whose bytes the costs say nothing" in str(plan)
+    assert "memory is counted in activations: the costs name no bytes" in str(plan)
+    counted = small(LAYERS, placement=given, effort=0, memory="700MB")
+    assert counted.counts_bytes and counted.counts_parameters and "two copies of the model\n" in str(counted)
+    assert "counted in activations" not in str(counted)
+    assert "two copies" not in str(small(effort=0, max_stages_per_rank=1, num_microbatches=3))
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
