@@ -7,6 +7,10 @@ of the registry that fits into the same memory, with the partition that the plan
 as its costs say, in its F, its I and its W: sleeping ranks do not contend for cores, so the durations are known. Sleep
 ends by a deadline, whose last part is awaited awake, since time.sleep takes longer than it is told to.
 
+What the runtime itself takes is measured first, by `Pipeline.profile` of another schedule with the same layers: seconds
+beside those that an action sleeps (`launch`), and the latency of a hop. Both are in the costs that all are predicted
+with. `--bare` leaves them out.
+
 The memory of a rank is what 1F1B holds, or a fraction of it, and the parameters, of which there is room for a tenth
 more than its share: not for two copies of the model. Fused pairs run one half after the other here, and cost the sum:
 two sleeps at once would cost nothing. All are made in the same processes and run in turns. A row is one schedule:
@@ -16,16 +20,17 @@ and as long as it was predicted to be.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from ranks import progress, ranks
 from sleeping import KINDS, WIDTH, SleepingStage
 from tables import machine, parser, ratio, spread, table
-from torch import nn
+from torch import Tensor, nn
 
 import fastpipe
 from fastpipe import LayerCosts, Schedule
@@ -80,12 +85,35 @@ def limit(costs: LayerCosts, fraction: float, num_ranks: int) -> float:
     return float(fraction * held + 1.1 * PARAMETERS * costs.num_layers / num_ranks)
 
 
+def calibrated(costs: LayerCosts, num_ranks: int, count: int, pin: str) -> LayerCosts:
+    """With what the runtime takes beside the sleeps, as a profile of a V finds it."""
+    schedule = fastpipe.make_schedule("zbv", num_ranks=num_ranks, num_microbatches=count)
+    cost = costs.stages(costs.partition(schedule.num_stages), count)
+    one = Contender("a profile", schedule, by_stage(cost, schedule), 0.0)
+
+    def tasks(rank: int) -> dict[str, Any]:
+        pipe, x, y = pipeline(one, rank)
+        return {one.name: lambda: pipe.profile(x, target=y)}
+
+    with ranks(num_ranks, tasks, pin=pin) as group:
+        found = group.call(one.name)[0]
+    beside = [
+        measured - slept
+        for kind in COSTS
+        for measured, slept in zip(
+            found.per_stage(kind, schedule.num_stages), cost.per_stage(kind, schedule.num_stages), strict=True
+        )
+    ]
+    return replace(costs, launch=max(0.0, statistics.median(beside)), comm=found.comm)
+
+
 def contenders(costs: LayerCosts, num_ranks: int, count: int, fraction: float, effort: float) -> list[Contender]:
-    """The plan first."""
+    """The plan first. What stages sleep is without the runtime's own time."""
+    slept = replace(costs, launch=0.0)
     memory = limit(costs, fraction, num_ranks)
     plan = fastpipe.plan(costs, num_ranks=num_ranks, num_microbatches=count, memory=memory, effort=effort)
     assert plan.partition is not None
-    stages = costs.stages(plan.partition, count)
+    stages = slept.stages(plan.partition, count)
     found = [Contender("the plan", plan.schedule, by_stage(stages, plan.schedule), plan.makespan)]
     problem = Problem(costs, num_ranks, memory_of(memory), "makespan", 4)
     for name, schedule in named(problem, count, problem.stages_per_rank()):
@@ -94,7 +122,9 @@ def contenders(costs: LayerCosts, num_ranks: int, count: int, fraction: float, e
         setting = problem.setting(schedule.placement, count)
         row, timeline = judge(problem, name, setting, schedule)
         if row.fits:
-            found.append(Contender(name, schedule, by_stage(setting.cost, schedule), timeline.makespan))
+            assert setting.parts is not None
+            stages = slept.stages(setting.parts, count)
+            found.append(Contender(name, schedule, by_stage(stages, schedule), timeline.makespan))
     return [found[0], *sorted(found[1:], key=lambda one: one.expected)]
 
 
@@ -103,15 +133,21 @@ def by_stage(cost: fastpipe.CostModel, schedule: Schedule) -> tuple[tuple[float,
     return tuple(zip(*columns, strict=True))
 
 
+def pipeline(one: Contender, rank: int) -> tuple[fastpipe.Pipeline, Tensor, Tensor]:
+    """A contender's, with a batch."""
+    held = sorted(one.schedule.placement.stages_of(rank))
+    modules = {stage: waiting_stage(one.seconds[stage]) for stage in held}
+    loss = nn.functional.mse_loss
+    pipe = fastpipe.Pipeline(modules, one.schedule, loss_fn=loss, merge=False, overlap="never")
+    x, y = (torch.randn(one.schedule.num_microbatches, WIDTH) for _ in range(2))
+    return pipe, x, y
+
+
 def make_tasks(found: Sequence[Contender]) -> Callable[[int], dict[str, Any]]:
     """For every rank, a task for each contender: one traced step, which gives its makespan."""
 
     def task(one: Contender, rank: int) -> Callable[[], float]:
-        held = sorted(one.schedule.placement.stages_of(rank))
-        modules = {stage: waiting_stage(one.seconds[stage]) for stage in held}
-        loss = nn.functional.mse_loss
-        pipe = fastpipe.Pipeline(modules, one.schedule, loss_fn=loss, merge=False, overlap="never")
-        x, y = (torch.randn(one.schedule.num_microbatches, WIDTH) for _ in range(2))
+        pipe, x, y = pipeline(one, rank)
         return lambda: pipe.step(x, target=y, trace=True).timeline.makespan
 
     return lambda rank: {one.name: task(one, rank) for one in found}
@@ -138,8 +174,12 @@ def main() -> None:
     options.add_argument("--memory", type=float, default=1.0, help="a fraction of 1F1B's (1.0)")
     options.add_argument("--effort", type=float, default=1.0, help="of the search")
     options.add_argument("--rows", type=int, default=12, help="how many named schedules, the best first (12)")
+    options.add_argument("--bare", action="store_true", help="predict without the runtime's own time")
     chosen = options.parse_args()
     costs = layer_costs(4 * chosen.ranks, chosen.milliseconds, chosen.ranks)
+    if not chosen.bare:
+        costs = calibrated(costs, chosen.ranks, chosen.microbatches, chosen.pin)
+        print(f"beside the sleeps: {1e3 * costs.launch:.3f} ms an action; a hop {costs.comm!r} s")
     found = contenders(costs, chosen.ranks, chosen.microbatches, chosen.memory, chosen.effort)[: chosen.rows + 1]
     print(machine())
     print(

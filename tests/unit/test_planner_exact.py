@@ -12,8 +12,7 @@ import fastpipe
 from fastpipe import CostModel
 from fastpipe.planner.exact import common_unit
 
-
-UNCHECKED = "OR-Tools is not installed: what the exact solver proves, and that the search agrees with it, is not checked"
+UNCHECKED = "OR-Tools is not installed: what the exact solver proves, and that the search agrees, is not checked"
 
 
 def solved(costs: CostModel, **options: Any) -> fastpipe.Plan:
