@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastpipe.program import Program
     from fastpipe.schedule import Schedule
 
-VERSION = 4
+VERSION = 5
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""
 
 PATH = Path(__file__).with_name("_plan" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
@@ -71,6 +71,24 @@ class _Rounds(ctypes.Structure):
     ]
 
 
+class _ZeroBubble(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_microbatches")),
+        *((name, ctypes.c_void_p) for name in ("forward", "backward_input", "backward_weight")),
+        ("comm", ctypes.c_double),
+        ("limit", ctypes.c_void_p),
+    ]
+
+
+class _Steps(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_stages", "num_microbatches")),
+        *((name, ctypes.c_void_p) for name in ("route", "first", "slot", "kind", "stage", "microbatch")),
+        ("limit", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("forward", "backward_input", "backward_weight", "comm")),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "version": (ctypes.c_int32,),
     "validate_schedule": (ctypes.c_int32, ctypes.c_void_p),
@@ -90,6 +108,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "compact": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
     "slack": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
     "loop": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2),
+    "fill": (ctypes.c_int32, *[ctypes.c_void_p] * 3),
+    "zb_auto": (ctypes.c_int32, *[ctypes.c_void_p] * 2),
+    "zbv": (ctypes.c_int32, *[ctypes.c_void_p] * 2),
     "construct": (ctypes.c_int32, *[ctypes.c_void_p] * 3, ctypes.c_double, ctypes.c_void_p),
 }
 
@@ -315,6 +336,72 @@ class Streams:
         pairs = zip(slots, (self.forward, self.backward), strict=True)
         forward, backward = (list(zip(array.tolist(), keys.tolist(), strict=True)) for array, keys in pairs)
         return forward, backward, length
+
+
+def fill(
+    route: Sequence[int],
+    num_microbatches: int,
+    first: npt.NDArray[np.int64],
+    columns: Sequence[npt.NDArray[np.integer[Any]]],
+    limit: int,
+    seconds: Sequence[float],
+) -> tuple[Ints, float] | None:
+    """`fastpipe.schedules.filling.filled`; the library must be there.
+
+    Args:
+        route: the rank of every stage.
+        num_microbatches: m.
+        first: the first step of every rank, and how many there are.
+        columns: slots (int64), kinds, stages and microbatches of all steps of F and I.
+        limit: stage activations that a rank may hold.
+        seconds: of F, I, W and a hop.
+
+    Returns:
+        Kinds, stages and microbatches of all steps with their W, and the makespan; None where the limit cannot be kept.
+    """
+    ranks = np.array(route, dtype=np.int32)
+    given = _Steps(
+        *(len(first) - 1, len(ranks), num_microbatches, ranks.ctypes.data, first.ctypes.data),
+        *(column.ctypes.data for column in columns),
+        *(limit, *seconds),
+    )
+    rows, makespan = np.empty((3, len(columns[0]) * 3 // 2), dtype=np.int32), ctypes.c_double()
+    done = _loaded().fastpipe_plan_fill(ctypes.addressof(given), rows.ctypes.data, ctypes.addressof(makespan))
+    return (rows, makespan.value) if _found(done) else None
+
+
+def zero_bubble(
+    search: str,
+    num_ranks: int,
+    num_microbatches: int,
+    seconds: Sequence[Sequence[float]],
+    comm: float,
+    limit: Sequence[float],
+) -> list[list[int]] | None:
+    """The searches of `fastpipe.schedules.zb_auto` (``"zb_auto"``) and `zbv_search` (``"zbv"``): every rank's kinds.
+
+    Args:
+        search: which.
+        num_ranks: p.
+        num_microbatches: m.
+        seconds: of F, I and W, each one a rank, or of zbv one alone.
+        comm: seconds of a hop.
+        limit: activations, as many numbers.
+
+    Returns:
+        None where that is left to the Python code.
+    """
+    found = library()
+    if found is None:
+        return None
+    arrays = [np.array(column, dtype=np.float64) for column in (*seconds, limit)]
+    *columns, last = (array.ctypes.data for array in arrays)
+    given = _ZeroBubble(num_ranks, num_microbatches, *columns, comm, last)
+    each = {"zb_auto": 3, "zbv": 6}[search] * num_microbatches
+    kinds = np.empty((num_ranks, each), dtype=np.int32)
+    done = getattr(found, f"fastpipe_plan_{search}")(ctypes.addressof(given), kinds.ctypes.data)
+    orders: list[list[int]] = kinds.tolist()
+    return orders if done else None
 
 
 def _found(length: int) -> bool:

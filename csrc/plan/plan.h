@@ -61,6 +61,35 @@ struct PlanRounds {
   int64_t limit;            // stage activations that a rank may hold
 };
 
+// What the searches behind zb_auto and zbv look for; see fastpipe/schedules/zb_auto.py and zbv_search.py.
+struct PlanZeroBubble {
+  int32_t num_ranks;
+  int32_t num_microbatches;
+  const double* forward;  // seconds, one a rank (of zbv the first holds for all)
+  const double* backward_input;
+  const double* backward_weight;
+  double comm;
+  const double* limit;  // activations that a rank may hold, as many
+};
+
+// F and I of every rank in their slots, rank after rank, by slot; see fastpipe/schedules/rounds.py.
+struct PlanSteps {
+  int32_t num_ranks;
+  int32_t num_stages;
+  int32_t num_microbatches;
+  const int32_t* route;  // rank of every stage
+  const int64_t* first;  // of every rank, and how many there are
+  const int64_t* slot;
+  const int32_t* kind;
+  const int32_t* stage;
+  const int32_t* microbatch;
+  int64_t limit;  // stage activations that a rank may hold
+  double forward;
+  double backward_input;
+  double backward_weight;
+  double comm;
+};
+
 // Changes whenever a struct, a function or the meaning of either does.
 int32_t fastpipe_plan_version();
 
@@ -104,4 +133,13 @@ int64_t fastpipe_plan_slack(const PlanRounds* rounds, const int32_t* rule, int64
 
 // The same for a loop: the slots of the rounds of F and of I, `count` of each.
 int64_t fastpipe_plan_loop(const PlanRounds* rounds, int64_t give_up, int64_t* forward, int64_t* backward);
+
+// Steps with their W, and the makespan. Three rows (kind, stage, microbatch), rank after rank, half as many again as
+// there were. 0 if a rank cannot keep the limit, -1 for no memory or for steps that are none.
+int32_t fastpipe_plan_fill(const PlanSteps* steps, int32_t* rows, double* makespan);
+
+// The kinds of what every rank does, rank after rank: 3 m numbers each of zb_auto.py's (F, I, W), 6 m of
+// zbv_search.py's. 0 where the Python code has to say why not.
+int32_t fastpipe_plan_zb_auto(const PlanZeroBubble* given, int32_t* kinds);
+int32_t fastpipe_plan_zbv(const PlanZeroBubble* given, int32_t* kinds);
 }

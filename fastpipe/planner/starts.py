@@ -14,6 +14,7 @@ from fastpipe.placement import Placement
 from fastpipe.planner.model import Problem, Setting
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import list_schedules
+from fastpipe.schedules.costs import IGNORED_COSTS
 from fastpipe.schedules.family import Family
 
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
@@ -61,12 +62,12 @@ def _variants(
     stages = Placement.loop(problem.num_ranks, depth)
     setting = problem.setting(stages, num_microbatches)
     costs = _costs(family, setting.cost, problem.num_ranks, stages.num_stages)
-    found: list[dict[str, Any]] = [{**shape, **costs}] if costs else []
+    found: list[dict[str, Any]] = []
     limits = _limits(setting) if limited is not None else []
     if max(limits, default=0) > stages.num_stages or not limits:
-        found.insert(0, dict(shape))
-    elif costs:
-        found.pop()  # more than the limit allows, by default
+        found = [dict(shape), {**shape, **costs}] if costs else [dict(shape)]
+        # what 1F1B holds is what they take by default
+        limits = [limit for limit in limits if limit != stages.num_stages]
     return found + [{**shape, **costs, limited: limit} for limit in limits if limited is not None]
 
 
@@ -77,7 +78,7 @@ def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> 
         return found
     for name in _COSTS:
         option = family.options.get(name)
-        if option is None:
+        if option is None or option is IGNORED_COSTS[name]:
             continue
         if name == "comm":
             value: Any = _mean_latency(cost, num_ranks, num_stages)

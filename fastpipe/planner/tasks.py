@@ -110,7 +110,7 @@ def tasks_of(
     rows = np.concatenate(schedule.columns, axis=1)
     parts = _Parts(rows, schedule.placement, schedule.num_microbatches)
     source, transfer, handed = _messages(parts, rank_of, schedule.placement, cost)
-    local, following = _local(parts, rank_of)
+    local, following = _local(parts, rank_of, schedule.placement.num_routes == 1)
     take, give = _memory(rows, *_as_arrays(held, kept))
     return Tasks(
         schedule,
@@ -183,11 +183,16 @@ def _messages(parts: _Parts, rank_of: Ints, placement: Placement, cost: CostMode
     return source, transfer, np.concatenate(handed) if handed else np.zeros((0, 2), dtype=np.int32)
 
 
-def _local(parts: _Parts, rank_of: Ints) -> tuple[Ints, Ints]:
+def _local(parts: _Parts, rank_of: Ints, one_route: bool) -> tuple[Ints, Ints]:
     """Pairs of tasks of one rank that keep their order; and the next task of the same class."""
     pairs: list[Ints] = []
     following = np.full(len(rank_of), NOBODY, dtype=np.int32)
     for table in (parts.weight, parts.backward, parts.forward):  # a fused pair follows its forward's line
+        if one_route and not (table == NOBODY).any():  # every line is of one rank and complete
+            lines = np.sort(table, axis=1)
+            pairs.append(np.stack([lines[:, :-1].ravel(), lines[:, 1:].ravel()], axis=1))
+            following[lines[:, :-1]] = lines[:, 1:]
+            continue
         for line in table:
             tasks = line[line != NOBODY]
             for rank in np.unique(rank_of[tasks]).tolist():
@@ -195,7 +200,8 @@ def _local(parts: _Parts, rank_of: Ints) -> tuple[Ints, Ints]:
                 pairs.append(np.stack([mine[:-1], mine[1:]], axis=1))
                 following[mine[:-1]] = mine[1:]
     # What adds to weights keeps its order, a B among the W too: the last bits of a gradient depend on it.
-    for line in np.where(parts.weight != NOBODY, parts.weight, parts.backward):
+    mixes = bool((parts.weight != NOBODY).any() and (parts.weight == NOBODY).any())
+    for line in np.where(parts.weight != NOBODY, parts.weight, parts.backward) if mixes else ():
         tasks = line[line != NOBODY]
         for rank in np.unique(rank_of[tasks]).tolist():
             mine = np.sort(tasks[rank_of[tasks] == rank])

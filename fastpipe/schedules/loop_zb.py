@@ -11,27 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastpipe import native_plan
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
 from fastpipe.schedules.costs import UNIFORM_COSTS
 from fastpipe.schedules.family import Family, Option, is_count
+from fastpipe.schedules.filling import F, I, Spread, filled, shortest, spread_of
 from fastpipe.schedules.memory_cap import MEMORY, live_limit
-from fastpipe.schedules.rounds import (
-    NEVER,
-    F,
-    Groups,
-    I,
-    Orders,
-    Seconds,
-    all_groupings,
-    fill_all,
-    groupings,
-    num_timed,
-    shortest,
-    stream,
-    streams,
-)
+from fastpipe.schedules.rounds import NEVER, Groups, Seconds, all_groupings, groupings, num_timed, stream, streams
 
 _SLOTS = 100_000
 """Slots that a search plays at most, which takes about a tenth of a second; the likely groups come first."""
@@ -123,9 +112,8 @@ def generate(
     placement = Placement.loop(num_ranks, stages_per_rank)
     seconds = Seconds(forward, backward_input, backward_weight, comm)
     found = _search(num_ranks, stages_per_rank, num_microbatches, limit, num_timed(placement, num_microbatches))
-    filled = (fill_all(_spread(placement, num_microbatches, starts), limit) for starts in found)
-    orders = (ranks for ranks in filled if ranks is not None)
-    return shortest("loop_zb", placement, num_microbatches, orders, seconds)
+    orders = (filled(_spread(placement, num_microbatches, starts), limit, seconds) for starts in found)
+    return shortest("loop_zb", placement, num_microbatches, (order for order in orders if order is not None))
 
 
 def _length(starts: _Starts) -> int:
@@ -151,19 +139,16 @@ def _search(p: int, v: int, m: int, limit: int, count: int) -> list[_Starts]:
     return [*sorted(found, key=_length)[:count], *([] if whole is None else [whole])]
 
 
-def _spread(placement: Placement, m: int, starts: _Starts) -> Orders:
+def _spread(placement: Placement, m: int, starts: _Starts) -> Spread:
     """The F and I of every rank: stage after stage of a round, slot after slot."""
     p, last = placement.num_ranks, placement.num_stages - 1
-    ranks: Orders = [[] for _ in range(p)]
-    for slot, key in starts.forward:
-        number, microbatch = divmod(key, m)
-        for rank in range(p):
-            ranks[rank].append((slot + rank, F, number * p + rank, microbatch))
-    for slot, key in starts.backward:
-        number, microbatch = divmod(key - placement.num_stages // p * m, m)
-        for hop in range(p):
-            ranks[p - 1 - hop].append((slot + hop, I, last - number * p - hop, microbatch))
-    return ranks
+    hops, rounds = np.arange(p), [*starts.forward, *starts.backward]
+    slots, keys = np.array(rounds, dtype=np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
+    backward = np.arange(len(rounds)).reshape(-1, 1) >= len(starts.forward)
+    number, microbatch = np.divmod(keys - placement.num_stages // p * m * backward, m)
+    place = number * p + hops
+    stages = np.where(backward, last - place, place)
+    return spread_of(placement, m, slots + hops, np.where(backward, int(I), int(F)), stages, microbatch)
 
 
 LOOP_ZB = Family(

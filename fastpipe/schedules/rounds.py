@@ -4,30 +4,22 @@ A *round* is one trip of a microbatch over the ranks: through p stages of a loop
 last rank and back. Once a round has started, every stage of it has its slot. So an order is found by deciding when
 rounds start, on one machine instead of p, and W fills the slots that are left.
 
-A *step* is ``(slot, kind, stage, microbatch)``. The slots are whole numbers in which every input is there in time:
-sorted by them, the steps of all ranks can run one after the other. They decide the order, not the times.
+`fastpipe.schedules.filling` puts W between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from fastpipe import native_plan
-from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
-from fastpipe.schedule import Schedule
-from fastpipe.schedules.words import columns_of
 
-Step = tuple[int, ActionKind, int, int]
-Orders = list[list[Step]]
-"""Every rank's steps."""
 Groups = tuple[int, ...]
 """Sizes of groups of microbatches, in order: a whole group starts its first rounds, then its second ones, and so on."""
 
-F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
 NEVER = 1 << 60
 _PLACES = 3
 """Where among the groups the odd one stands: so many places from the front, and from the back."""
@@ -97,93 +89,3 @@ def streams(num_rounds: int, groups: Groups) -> native_plan.Streams:
 def num_timed(placement: Placement, num_microbatches: int) -> int:
     """How many candidates are timed: six of a small step, one of a large one."""
     return max(1, min(6, 8_000 // (placement.num_stages * num_microbatches)))
-
-
-def fill_weights(steps: Sequence[Step], limit: int) -> list[Step] | None:
-    """One rank's F and I, in order of slots, with its W: the oldest, in free slots, or before an F past ``limit``.
-
-    Returns:
-        None where an F finds ``limit`` activations alive, and no W that could release one.
-    """
-    filled: list[Step] = []
-    waiting: list[Step] = []
-    done = live = 0
-    clock = steps[0][0]
-    for step in steps:
-        slot, kind, stage, microbatch = step
-        must = kind is F and live >= limit
-        while done < len(waiting) and (clock < slot or must):
-            filled.append((clock, *waiting[done][1:]))
-            done, clock, live = done + 1, clock + 1, live - 1
-            must = kind is F and live >= limit
-        if must:
-            return None
-        filled.append(step)
-        clock = max(clock, slot) + 1
-        if kind is F:
-            live += 1
-        else:
-            waiting.append((0, W, stage, microbatch))
-    filled += [(clock + late, *step[1:]) for late, step in enumerate(waiting[done:])]
-    return filled
-
-
-def fill_all(ranks: Sequence[Sequence[Step]], limit: int) -> list[list[Step]] | None:
-    """`fill_weights` for every rank; None where one cannot keep the limit."""
-    filled = []
-    for steps in ranks:
-        one = fill_weights(sorted(steps), limit)
-        if one is None:
-            return None
-        filled.append(one)
-    return filled
-
-
-def makespan(ranks: Sequence[Sequence[Step]], placement: Placement, seconds: Seconds) -> float:
-    """The makespan of filled orders, every action as early as its inputs allow."""
-    last, route = placement.num_stages - 1, placement.routes[0]
-    clock = [0.0] * placement.num_ranks
-    arrived: dict[tuple[ActionKind, int, int], float] = {}
-    for rank, (_, kind, stage, microbatch) in in_slot_order(ranks):
-        if kind is W:
-            clock[rank] += seconds.backward_weight
-            continue
-        forward = kind is F
-        start = max(clock[rank], arrived.pop((kind, stage, microbatch), 0.0))
-        clock[rank] = end = start + (seconds.forward if forward else seconds.backward_input)
-        after = stage + 1 if forward else stage - 1
-        if after > last:
-            arrived[I, last, microbatch] = end
-        elif after >= 0:
-            arrived[kind, after, microbatch] = end + seconds.comm * (route[after] != rank)
-    return max(clock)
-
-
-def in_slot_order(ranks: Sequence[Sequence[Step]]) -> list[tuple[int, Step]]:
-    """All steps so that inputs come before what needs them.
-
-    A W that was forced before an F may have moved the slots of its rank: what counts there is the slot that the step
-    had, or the one of the step behind it.
-    """
-    keyed = []
-    for rank, steps in enumerate(ranks):
-        behind = NEVER
-        for place in range(len(steps) - 1, -1, -1):
-            behind = min(behind, steps[place][0])
-            keyed.append((behind, rank, place))
-    keyed.sort()
-    return [(rank, ranks[rank][place]) for _, rank, place in keyed]
-
-
-def shortest(
-    name: str, placement: Placement, num_microbatches: int, orders: Iterable[Orders], seconds: Seconds
-) -> Schedule:
-    """The schedule of the filled orders that are done first, the first of several."""
-    best = min(orders, key=lambda ranks: makespan(ranks, placement, seconds))
-    return schedule_of(name, placement, num_microbatches, best)
-
-
-def schedule_of(name: str, placement: Placement, num_microbatches: int, ranks: Sequence[Sequence[Step]]) -> Schedule:
-    """The schedule of filled orders."""
-    columns = [columns_of([step[1:] for step in steps]) for steps in ranks]
-    return Schedule(name, placement, num_microbatches, columns)

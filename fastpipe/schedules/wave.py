@@ -11,22 +11,15 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import islice, product
 
+import numpy as np
+
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
 from fastpipe.schedules.costs import UNIFORM_COSTS
 from fastpipe.schedules.family import Family, Option, is_count
+from fastpipe.schedules.filling import F, Filled, I, Spread, filled, shortest, spread_of
 from fastpipe.schedules.memory_cap import MEMORY, live_limit
-from fastpipe.schedules.rounds import (
-    NEVER,
-    F,
-    I,
-    Orders,
-    Seconds,
-    all_groupings,
-    fill_all,
-    num_timed,
-    shortest,
-)
+from fastpipe.schedules.rounds import NEVER, Seconds, all_groupings, num_timed
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, Model, Rule, Starts, compact, slack
 
 FORMS = ("auto", "compact", "slack")
@@ -77,24 +70,24 @@ def generate(
     wave = _Wave(num_ranks, stages_per_rank, num_microbatches, limit)
     seconds = Seconds(forward, backward_input, backward_weight, comm)
     count = num_timed(wave.placement, num_microbatches)
-    orders: list[Orders] = []
+    orders: list[Filled] = []
     if form != "slack":
-        orders += _compact(wave, 1 if seconds.equal else count)
+        orders += _compact(wave, 1 if seconds.equal else count, seconds)
     if form == "slack" or (form == "auto" and not seconds.equal):
-        orders += _slack(wave, count)
-    return shortest("wave_zb", wave.placement, num_microbatches, orders, seconds)
+        orders += _slack(wave, count, seconds)
+    return shortest("wave_zb", wave.placement, num_microbatches, orders)
 
 
-def _compact(wave: _Wave, count: int) -> Iterator[Orders]:
+def _compact(wave: _Wave, count: int, seconds: Seconds) -> Iterator[Filled]:
     """The orders of the shortest compact rounds, in the slots 2t + r and 2t + 2p - 1 - r of a round at tick t."""
     offsets = range(2 * wave.num_ranks)
     for starts in nsmallest(count, _search(wave, compact, RULES, (0,), count), key=_length):
-        filled = fill_all(_spread(wave, starts, 2, offsets), wave.limit)
-        assert filled is not None, "the W of a tick leave room for the F behind them on every rank: docs/waves.md"
-        yield filled
+        order = filled(_spread(wave, starts, 2, offsets), wave.limit, seconds)
+        assert order is not None, "the W of a tick leave room for the F behind them on every rank: docs/waves.md"
+        yield order
 
 
-def _slack(wave: _Wave, count: int) -> Iterator[Orders]:
+def _slack(wave: _Wave, count: int, seconds: Seconds) -> Iterator[Filled]:
     """The orders of the shortest slack rounds, in the slots 3t + 2r and 3t + 3p - 2 - r, that keep the limit.
 
     Ticks count memory as if a rank's two slots of a round were at once. That is too careful, so they may go a little
@@ -103,8 +96,8 @@ def _slack(wave: _Wave, count: int) -> Iterator[Orders]:
     p = wave.num_ranks
     offsets = [*range(0, 2 * p, 2), *range(2 * p - 1, 3 * p - 1)]
     found = sorted(_search(wave, slack, SLACK_RULES, (0, 1, 2), 8 * count), key=_length)
-    filled = (fill_all(_spread(wave, starts, 3, offsets), wave.limit) for starts in found)
-    return islice((ranks for ranks in filled if ranks is not None), count)
+    orders = (filled(_spread(wave, starts, 3, offsets), wave.limit, seconds) for starts in found)
+    return islice((order for order in orders if order is not None), count)
 
 
 def _length(starts: Starts) -> int:
@@ -135,18 +128,18 @@ def _search(wave: _Wave, model: Model, rules: Sequence[Rule], extras: Sequence[i
     return found
 
 
-def _spread(wave: _Wave, starts: Starts, tick: int, offsets: Sequence[int]) -> Orders:
+def _spread(wave: _Wave, starts: Starts, tick: int, offsets: Sequence[int]) -> Spread:
     """The F and I of every rank: a round's i-th stage comes ``offsets[i]`` slots after the round's start."""
-    route, m = wave.placement.routes[0], wave.num_microbatches
-    half, last = len(route) * m // len(offsets), len(route) - 1
-    ranks: Orders = [[] for _ in range(wave.num_ranks)]
-    for start, key in starts.rounds:
-        backward = key >= half
-        number, microbatch = divmod(key - half * backward, m)
-        for place, offset in enumerate(offsets, number * len(offsets)):
-            stage = last - place if backward else place
-            ranks[route[stage]].append((tick * start + offset, I if backward else F, stage, microbatch))
-    return ranks
+    placement, m = wave.placement, wave.num_microbatches
+    half, last = placement.num_stages * m // len(offsets), placement.num_stages - 1
+    ticks, keys = np.array(starts.rounds, dtype=np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
+    backward = keys >= half
+    number, microbatch = np.divmod(keys - half * backward, m)
+    place = number * len(offsets) + np.arange(len(offsets))
+    kinds = np.where(backward, int(I), int(F))
+    return spread_of(
+        placement, m, tick * ticks + np.array(offsets), kinds, np.where(backward, last - place, place), microbatch
+    )
 
 
 WAVE_ZB = Family(

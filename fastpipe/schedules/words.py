@@ -39,7 +39,7 @@ def stream(stage: int, microbatches: range | Ints) -> Stream:
     return Stream(np.full(len(numbers), stage, dtype=np.int32), numbers)
 
 
-def columns_of(rows: Sequence[tuple[ActionKind, int, int]]) -> Columns:
+def columns_of(rows: Sequence[tuple[ActionKind, int, int]] | Ints) -> Columns:
     """The columns of an order given as (kind, stage, microbatch), for orders that are found step by step."""
     columns = np.full((_WIDTH, len(rows)), NONE, dtype=np.int32)
     columns[:3] = np.array(rows, dtype=np.int32).reshape(-1, 3).T

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from fastpipe import native_plan
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
@@ -189,6 +190,12 @@ class Attempt:
         return self._count(W, rank) < self._count(I, rank)
 
 
+def search(problem: Problem) -> list[list[int]]:
+    """Every rank's order of kinds. csrc/plan/zb_auto.cpp does the same sooner."""
+    attempts = [Attempt(problem, *choices) for choices in product((True, False), repeat=3)]
+    return min(attempts, key=Attempt.run).orders
+
+
 def generate(
     num_ranks: int,
     num_microbatches: int,
@@ -207,10 +214,9 @@ def generate(
     seconds = [per_rank(name, value, num_ranks) for name, value in costs.items()]
     limit = per_rank("memory_limit", num_ranks if memory_limit is None else memory_limit, num_ranks)
     problem = Problem(num_microbatches, (seconds[F], seconds[I], seconds[W]), float(comm), limit)
-    attempts = [Attempt(problem, *choices) for choices in product((True, False), repeat=3)]
-    best = min(attempts, key=Attempt.run)
+    orders = native_plan.zero_bubble("zb_auto", num_ranks, num_microbatches, seconds, problem.comm, limit)
     columns = []
-    for rank, order in enumerate(best.orders):
+    for rank, order in enumerate(search(problem) if orders is None else orders):
         counts = [0, 0, 0]
         rows = []
         for kind in order:

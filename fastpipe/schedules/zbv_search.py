@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from fastpipe import native_plan
+
 F0, F1, I1, I0, W1, W0 = range(6)
 """What a rank does for one microbatch, in the order of the V: 0 is its stage on the way down, 1 on the way up."""
 
@@ -187,6 +189,11 @@ class Attempt:
 
 def search(num_ranks: int, num_microbatches: int, costs: Costs) -> list[list[tuple[int, int]]]:
     """Every rank's order of (kind, microbatch)."""
+    given = costs.forward, costs.backward_input, costs.backward_weight
+    seconds = [[value] for value in given]
+    kinds = native_plan.zero_bubble("zbv", num_ranks, num_microbatches, seconds, costs.comm, [costs.limit])
+    if kinds is not None:
+        return [_numbered(order) for order in kinds]
     found = []
     for choices in product((True, False), (True, False)):
         best = Attempt(num_ranks, num_microbatches, costs, choices, [0.0] * num_ranks).run()
@@ -197,3 +204,13 @@ def search(num_ranks: int, num_microbatches: int, costs: Costs) -> list[list[tup
             best = again
         found.append(best)
     return min(found, key=lambda attempt: attempt.longest).orders
+
+
+def _numbered(kinds: Sequence[int]) -> list[tuple[int, int]]:
+    """Every kind with its microbatch: they come in order."""
+    counts = [0] * 6
+    order = []
+    for kind in kinds:
+        order.append((kind, counts[kind]))
+        counts[kind] += 1
+    return order

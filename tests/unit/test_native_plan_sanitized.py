@@ -55,6 +55,10 @@ for case in planner.NAMED:
     loose = planner.tasks_of(unordered(placement, 4), costs, [1.0] * placement.num_stages, [4.0] * placement.num_ranks)
     for order in Keys(loose, 1).orders(20) if placement.num_routes == 1 else ():
         assert engine.retime(loose, order) is not None
+from tests.unit import test_rounds as rounds
+for name, options in rounds.SEARCHED:
+    for m in (1, 2, 9):
+        rounds.make_schedule(name, num_ranks=4, num_microbatches=m, **options)
 print("clean")
 """
 

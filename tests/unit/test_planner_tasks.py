@@ -158,6 +158,18 @@ def test_both_languages_take_the_same_way(case: tuple[str, int, int, dict[str, i
         assert (python.best, python.best_objective) == (found[0].tolist(), found[1])
 
 
+@pytest.mark.parametrize("span", [False, True])
+def test_what_takes_no_time_is_no_way_round_a_ring(span: bool) -> None:
+    """Tasks of no duration may wait for each other in a ring that costs nothing: such an order is not taken."""
+    schedule = made("interleaved_zb", 3, 4, {"stages_per_rank": 2})
+    cost = CostModel([0.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0], [1.0, 0.0] * 3)
+    tasks = tasks_of(schedule, cost, [1.0] * 6, [100.0] * 3)
+    for seed in range(3):
+        found = engine.improve(tasks, tasks.start, span=span, seed=seed, attempts=2000, hot=2.0, cold=0.1)
+        assert found is not None and engine.measure(tasks, found[0], span) == found[1]
+        tasks.ordered(found[0], "better").validate()
+
+
 @pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
 @pytest.mark.parametrize("limit", [3.0, 4.0])
 def test_both_languages_construct_the_same(limit: float) -> None:

@@ -40,10 +40,23 @@ def test_both_languages_play_the_same(data: st.DataObject) -> None:
     assert _played(p, rounds, groups, limit, give_up) == in_python(lambda: _played(p, rounds, groups, limit, give_up))
 
 
-@pytest.mark.parametrize("name", ["wave_zb", "loop_zb"])
-def test_schedules_do_not_depend_on_the_library(name: str) -> None:
-    costs = {"forward": 1.0, "backward_input": 1.3, "backward_weight": 0.7, "comm": 0.1}
-    for options in ({}, costs):
-        numbers: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 11, "memory": 0.7, **options}
+COSTS = {"forward": 1.0, "backward_input": 1.3, "backward_weight": 0.7, "comm": 0.1}
+SEARCHED: list[tuple[str, dict[str, Any]]] = [
+    ("wave_zb", {"memory": 0.7}),
+    ("wave_zb", {"memory": 0.7, **COSTS}),
+    ("loop_zb", {"memory": 0.7}),
+    ("loop_zb", {"memory": 0.7, **COSTS}),
+    ("zb_auto", COSTS),
+    ("zb_auto", {"memory_limit": [3, 7, 2, 5], "forward": [1.0, 0.8, 1.2, 2.0], "backward_weight": 0.3}),
+    ("zbv", COSTS),
+    ("zbv", {"memory_limit": 13, **COSTS}),
+    ("zbv", {"backward_weight": 1.9, "comm": 0.6}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SEARCHED, ids=str)
+def test_schedules_do_not_depend_on_the_library(name: str, options: dict[str, Any]) -> None:
+    for m in (1, 3, 11):
+        numbers: dict[str, Any] = {"num_ranks": 4, "num_microbatches": m, **options}
         native = make_schedule(name, **numbers)
         assert in_python(partial(make_schedule, name, **numbers)) == native

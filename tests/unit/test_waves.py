@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fastpipe import ActionKind, CostModel, bounds, formulas, make_schedule, simulate
 from fastpipe.chains import peak
-from fastpipe.schedules.rounds import NEVER, fill_weights, groupings
+from fastpipe.schedules.filling import fill_weights
+from fastpipe.schedules.rounds import NEVER, groupings
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, compact, slack
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
