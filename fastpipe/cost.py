@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,22 +164,22 @@ class CostModel:
         """Read it from a file, or from the text itself when it has a line break. What is left out keeps its default.
 
         Raises:
-            ValueError: naming the entry that is wrong.
+            ValueError: naming the file and the entry that is wrong.
         """
-        text, where = str(path), "costs"
-        try:
-            if "\n" not in text:
-                where = text
-                text = Path(path).read_text(encoding="utf-8")
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: no JSON: {error}") from None
+        text = str(path)
+        is_text = "\n" in text
+        with found_in("costs" if is_text else path):
+            return cls._from_data(parsed(text if is_text else Path(path).read_text(encoding="utf-8")))
+
+    @classmethod
+    def _from_data(cls, data: Any) -> CostModel:
         if not isinstance(data, dict):
-            raise ValueError("costs: give an object with some of the attributes of CostModel")
+            raise ValueError("give an object with some of the attributes of CostModel")
         known = [field.name for field in fields(cls)]
-        for name in data:
+        for name, value in data.items():
             if name not in known:
-                raise ValueError(f"costs: there is no {name!r}; there are {', '.join(known)}")
+                raise ValueError(f"there is no {name!r}; there are {', '.join(known)}")
+            _refuse_null(name, value)
         return cls(**{name: _links(name, value) for name, value in data.items()})
 
     @classmethod
@@ -205,6 +206,27 @@ class CostModel:
             overlapped=None if all(map(math.isnan, fused)) else _filled(fused),
             comm=timeline.median_latency(),
         )
+
+
+@contextlib.contextmanager
+def found_in(path: str | Path) -> Iterator[None]:
+    """What is wrong with costs is said with the file that they are from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('costs: ')}") from None
+
+
+def parsed(text: str) -> Any:
+    """What a text of JSON has in it.
+
+    Raises:
+        ValueError: for a text that is none.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON: {error}") from None
 
 
 def shared_out(cost: CostModel, parts: float) -> CostModel:
@@ -265,10 +287,16 @@ def _is_cost(number: Any, infinite: bool) -> bool:
     return 0 <= number <= sys.float_info.max or (infinite and number == math.inf)
 
 
+def _refuse_null(name: str, value: Any) -> None:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    if None in values:
+        raise ValueError(f"{name} is or has a null: give numbers, or leave {name} out")
+
+
 def _links(name: str, value: Any) -> Any:
-    """JSON's form of links, ``{"0->1": seconds}``, as pairs; a lone null is no number."""
+    """JSON's form of links, ``{"0->1": seconds}``, as pairs."""
     if not isinstance(value, dict):
-        return math.nan if value is None else value
+        return value
     found = {}
     for key, number in value.items():
         source, arrow, destination = key.partition("->")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastpipe.cost import CostModel, PerLink
+from fastpipe.cost import CostModel, PerLink, found_in, parsed
 from fastpipe.partition import partition
 
 PerLayer = float | Sequence[float]
@@ -127,13 +127,10 @@ class LayerCosts:
         """Read it from a JSON file: an object with the attributes' names; links as in `CostModel.from_json`.
 
         Raises:
-            ValueError: naming the entry that is wrong.
+            ValueError: naming the file and the entry that is wrong.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: no JSON: {error}") from None
-        return cls.from_dict(data)
+        with found_in(path):
+            return cls.from_dict(parsed(Path(path).read_text(encoding="utf-8")))
 
     @classmethod
     def from_dict(cls, data: Any) -> LayerCosts:

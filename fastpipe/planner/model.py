@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fastpipe.cost import CostModel, shared_out
+from fastpipe.cost import CostModel, found_in, parsed, shared_out
 from fastpipe.placement import Placement
 from fastpipe.planner.budget import Memory
 from fastpipe.planner.layer_costs import LayerCosts
@@ -200,19 +200,23 @@ def read_costs(costs: Any) -> Costs:
     """Costs from what the user gives: a model of either kind, a mapping of its attributes, or a JSON file.
 
     Raises:
-        ValueError: naming what is wrong.
+        ValueError: naming the file and what is wrong.
         TypeError: for anything else.
     """
     if isinstance(costs, CostModel | LayerCosts):
         return costs
-    if isinstance(costs, str | Path):
-        path = Path(costs)
-        try:
-            costs = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: no JSON: {error}") from None
-    if not isinstance(costs, Mapping):
+    if isinstance(costs, Mapping):
+        return _from_dict(costs)
+    if not isinstance(costs, str | Path):
         raise TypeError(f"costs: expected a CostModel, LayerCosts, a dict or a file, found {type(costs).__name__}")
+    with found_in(costs):
+        data = parsed(Path(costs).read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("give an object with the attributes of CostModel or of LayerCosts")
+        return _from_dict(data)
+
+
+def _from_dict(costs: Mapping[str, Any]) -> Costs:
     if "num_layers" in costs:
         return LayerCosts.from_dict(costs)
     layers = {field.name for field in fields(LayerCosts)} - {field.name for field in fields(CostModel)}

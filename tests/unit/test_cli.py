@@ -282,6 +282,7 @@ def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None
         (["compare", "1f1b", "nope", *SMALL], "nope"),
         (["compare", "1f1b", *SMALL, "--forward", "1,1,1,1"], "forward"),
         (["compare", "1f1b", *SMALL, "--plot", "x.gif"], ".png"),
+        (["plan", "--ranks", "4"], "error: --microbatches: give it, or with --costs"),
         (["plot", "1f1b", *SMALL, "-o", "x.gif"], ".png"),
         (["plot", "1f1b", *SMALL, "-o", "/no/such/folder/x.png"], "/no/such/folder"),
         (["plot", "1f1b", *SMALL, "--width", "0"], "inches"),

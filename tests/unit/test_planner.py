@@ -325,10 +325,20 @@ def test_costs_are_read_from_files_and_dicts(tmp_path: Path) -> None:
     path.write_text(json.dumps(layers))
     assert LayerCosts.from_json(path) == LayerCosts(8, 0.5, bandwidth={(0, 1): 5.0}, activation_bytes=1.0)
     assert small(layers, effort=0).partition is not None
-    path.write_text("{")
-    for read in (small, LayerCosts.from_json):
-        with pytest.raises(ValueError, match="no JSON"):
-            read(path)
+    for text, message in (
+        ("{", "no JSON"),
+        ("[]", "give an object with"),
+        ('{"num_layers": 8, "speed": 3}', "there is no 'speed'"),
+        ('{"num_layers": 8, "comm": null}', "comm is or has a null"),
+    ):
+        path.write_text(text)
+        for read in (small, LayerCosts.from_json):
+            with pytest.raises(ValueError, match=rf"costs\.json: {message}"):
+                read(path)
+    path.write_text('{"forward": -1}')
+    for reads in (small, CostModel.from_json):
+        with pytest.raises(ValueError, match=r"costs\.json: forward = -1: costs are finite"):
+            reads(path)
     with pytest.raises(TypeError, match="costs: expected a CostModel, LayerCosts, a dict or a file, found int"):
         small(3)
     with pytest.raises(ValueError, match="held_bytes is of layers; say num_layers too"):
