@@ -103,48 +103,114 @@ def reference_step(
     model = whole(model)
     if grad_dtype is not None:
         set_grad_dtype(model, grad_dtype)
-    inputs, target = batch
-    count = schedule.num_microbatches
-    args = inputs if isinstance(inputs, tuple) else (inputs,)
-    columns = [split(value, count, rule_for(split_rules, i), f"input {i}") for i, value in enumerate(args)]
-    named = {k: split(v, count, rule_for(split_rules, k), k) for k, v in (kwargs or {}).items()}
-    targets = None if loss_fn is None else split(target, count, rule_for(split_rules, "target"), "target")
-    counted, key = (columns[0], 0) if targets is None else (targets, "target")
-    given = loss_divisors(loss_reduction, None, targets, count) if callable(loss_reduction) else None
-    weights = weights_of(loss_reduction, given, rows_of(counted, rule_for(split_rules, key)), count)
-    divisors: Sequence[float | None] = weights.loss or [None] * count
-    losses: dict[int, torch.Tensor] = {}
-    scaled: dict[int, torch.Tensor] = {}
-    outputs: dict[int, Any] = {}
-    returned: Values = {0: {}}
-    added: Values = {0: {}}
-
-    def finish(i: int, output: Any) -> Any:
-        found, measured = (
-            (returned_loss(output), {})
-            if loss_fn is None or targets is None
-            else loss_and_metrics(loss_fn(output, targets[i]))
-        )
-        losses[i], returned[0][i] = checked_loss(found), list(measured.items())
-        return output
-
+    cut = _Microbatches.of(batch, kwargs or {}, schedule.num_microbatches, split_rules, has_targets=loss_fn is not None)
+    walk = _Walk(cut, loss_fn, loss_reduction, loss_scale)
     with uses_apart(model, ties), _halves_apart(model, schedule) as next_half:
-        forward = _forward_of(model, layers, finish, rng, seed, step_count, partition, schedule.num_stages)
+        forward = _forward_of(model, layers, walk.finish, rng, seed, step_count, partition, schedule.num_stages)
         for i in backward_order(schedule):
             next_half(i)
-            with AddedLosses() as collected:
-                outputs[i] = forward(i, tuple(c[i] for c in columns), {k: v[i] for k, v in named.items()})
-            scaled[i], share = scale_loss(losses[i], divisors[i]), collected.share(divisors[i])
-            root = scaled[i] if share is None else scaled[i] + share
-            torch.autograd.backward(root if loss_scale is None else root * loss_scale)
-            outputs[i], added[0][i] = detached(outputs[i]), collected.detached()
-    return Reference(
-        sum_in_order([scaled[i].detach() for i in range(count)]),
-        [losses[i].detach() for i in range(count)],
-        [outputs[i] for i in range(count)],
-        reduce_metrics(returned, count, weights, metrics),
-        added_by_name(added, weights),
-    )
+            walk.go(i, forward)
+    return walk.reference(metrics)
+
+
+Forward = Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]
+"""The model's forward of one microbatch, of arguments by position and by name."""
+
+
+@dataclass
+class _Microbatches:
+    """A batch, cut as a pipeline cuts it.
+
+    Attributes:
+        args: the positional arguments of every microbatch.
+        kwargs: those by name.
+        targets: of every microbatch, if there is a loss function.
+        rows: of every microbatch, where they can be counted.
+    """
+
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: list[Any] | None
+    rows: list[int] | None
+
+    @classmethod
+    def of(
+        cls, batch: tuple[Any, Any], kwargs: Mapping[str, Any], count: int, rules: Rules, *, has_targets: bool
+    ) -> _Microbatches:
+        """Cut ``(input, target)`` and the keyword arguments."""
+        inputs, target = batch
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        columns = [split(value, count, rule_for(rules, i), f"input {i}", i) for i, value in enumerate(given)]
+        named = {name: split(value, count, rule_for(rules, name), name) for name, value in kwargs.items()}
+        targets = split(target, count, rule_for(rules, "target"), "target") if has_targets else None
+        counted, key = (columns[0], 0) if targets is None else (targets, "target")
+        return cls(
+            [tuple(column[i] for column in columns) for i in range(count)],
+            [{name: values[i] for name, values in named.items()} for i in range(count)],
+            targets,
+            rows_of(counted, rule_for(rules, key)),
+        )
+
+
+class _Walk:
+    """The unsplit model's microbatches, one after the other, and what is kept of each.
+
+    Args:
+        cut: the microbatches.
+        loss_fn: as for `reference_step`.
+        reduction: its ``loss_reduction``.
+        loss_scale: the same.
+    """
+
+    def __init__(
+        self,
+        cut: _Microbatches,
+        loss_fn: Callable[..., Any] | None,
+        reduction: str | Callable[[Any], float],
+        loss_scale: torch.Tensor | float | None,
+    ) -> None:
+        self.cut, self.loss_fn, self.loss_scale = cut, loss_fn, loss_scale
+        self.count = len(cut.args)
+        given = loss_divisors(reduction, None, cut.targets, self.count) if callable(reduction) else None
+        self.weights = weights_of(reduction, given, cut.rows, self.count)
+        self.divisors: Sequence[float | None] = self.weights.loss or [None] * self.count
+        self.losses: dict[int, torch.Tensor] = {}
+        self.scaled: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        # by stage, of which there is one here
+        self.returned: Values = {0: {}}
+        self.added: Values = {0: {}}
+
+    def finish(self, i: int, output: Any) -> Any:
+        """From a microbatch's output to its loss and metrics."""
+        targets = self.cut.targets
+        found, measured = (
+            (returned_loss(output), {})
+            if self.loss_fn is None or targets is None
+            else loss_and_metrics(self.loss_fn(output, targets[i]))
+        )
+        self.losses[i], self.returned[0][i] = checked_loss(found), list(measured.items())
+        return output
+
+    def go(self, i: int, forward: Forward) -> None:
+        """One microbatch, forward and backward."""
+        with AddedLosses() as collected:
+            output = forward(i, self.cut.args[i], self.cut.kwargs[i])
+        self.scaled[i], share = scale_loss(self.losses[i], self.divisors[i]), collected.share(self.divisors[i])
+        root = self.scaled[i] if share is None else self.scaled[i] + share
+        torch.autograd.backward(root if self.loss_scale is None else root * self.loss_scale)
+        self.outputs[i], self.added[0][i] = detached(output), collected.detached()
+
+    def reference(self, metrics: MetricRules) -> Reference:
+        """What all of them gave."""
+        each = range(self.count)
+        return Reference(
+            sum_in_order([self.scaled[i].detach() for i in each]),
+            [self.losses[i].detach() for i in each],
+            [self.outputs[i] for i in each],
+            reduce_metrics(self.returned, self.count, self.weights, metrics),
+            added_by_name(self.added, self.weights),
+        )
 
 
 def _forward_of(
@@ -156,7 +222,7 @@ def _forward_of(
     step: int,
     partition: Any,
     num_stages: int,
-) -> Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]:
+) -> Forward:
     """The model's forward of one microbatch, and its loss by `finish`.
 
     With `rng` it goes stage by stage, each from the state that it has in a pipeline.

@@ -145,15 +145,22 @@ def load_checkpoint(
 def _listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
     if optimizer is None:
         return []
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    if not isinstance(optimizer, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch optimizer, or a list of them")
+    return list(optimizer)
 
 
 def _metadata(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """What is in a checkpoint, by key."""
+    folder = os.fspath(path)
     try:
         found = FileSystemReader(path).read_metadata()
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{os.fspath(path)} has no complete checkpoint: {error}") from error
+        there = os.path.isdir(folder)
+        what = "this folder has no complete checkpoint" if there else "there is no such folder"
+        raise FileNotFoundError(f"path = {folder!r}: {what}; give one that save_checkpoint has filled") from error
     entries: Mapping[str, Any] = found.state_dict_metadata
     return entries
 

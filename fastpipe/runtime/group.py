@@ -112,8 +112,13 @@ def membership(group: Any, device: torch.device) -> Membership:
 
 
 def _from_mesh(group: Any) -> Any:
-    if group is None or not hasattr(group, "mesh_dim_names"):
+    if group is None or isinstance(group, dist.ProcessGroup):
         return group
+    if not hasattr(group, "mesh_dim_names"):
+        raise TypeError(
+            f"group is a {type(group).__name__}: give a process group that this process is in, or a DeviceMesh of one "
+            "dimension"
+        )
     if group.ndim != 1:
         raise ValueError(
             f"group: the DeviceMesh has {group.ndim} dimensions; give the pipeline's, for example mesh['pp']"

@@ -53,6 +53,7 @@ class Inputs:
         rows: the rows of every microbatch, where they can be counted.
         whole: the same for what was given as a whole batch, the input and the target.
         divisors: of the losses, where the user's own function of the target says them.
+        unknown: keys of the rules for splitting that are the name of nothing here.
     """
 
     args: list[tuple[Any, ...]] | None = None
@@ -62,6 +63,7 @@ class Inputs:
     rows: list[int] | None = None
     whole: dict[str, list[int]] = field(default_factory=dict)
     divisors: list[float] | None = None
+    unknown: list[str] = field(default_factory=list)
 
     def signature(self) -> tuple[Any, ...]:
         """What the shapes between stages may depend on."""
@@ -100,7 +102,7 @@ def take_inputs(
     """
     if request.target is not None and request.output_grad is not None:
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
-    inputs = Inputs()
+    inputs = Inputs(unknown=_unknown_names(rules, request, stages))
     count = request.num_microbatches
     if any(stage.is_first for stage in stages):
         inputs.args, inputs.rows = _split_args(request, rules)
@@ -118,6 +120,14 @@ def take_inputs(
     return inputs
 
 
+def _unknown_names(rules: Rules, request: Request, stages: Sequence[Stage]) -> list[str]:
+    """The names in the rules that nothing has: a keyword argument need not be given in every step."""
+    if not isinstance(rules, Mapping) or any(stage.accepts is None for stage in stages):
+        return []
+    known = {"target", "output_grad", *request.kwargs}.union(*(stage.accepts or () for stage in stages))
+    return [key for key in rules if isinstance(key, str) and key not in known]
+
+
 def _split_args(request: Request, rules: Rules) -> tuple[list[tuple[Any, ...]], list[int] | None]:
     count = request.num_microbatches
     positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
@@ -126,7 +136,7 @@ def _split_args(request: Request, rules: Rules) -> tuple[list[tuple[Any, ...]], 
     if not request.args:
         return [() for _ in range(count)], None
     columns = [
-        split(value, count, rule_for(rules, i), "the input" if len(request.args) == 1 else f"input {i}")
+        split(value, count, rule_for(rules, i), "the input" if len(request.args) == 1 else f"input {i}", i)
         for i, value in enumerate(request.args)
     ]
     rows = rows_of(columns[0], rule_for(rules, 0))

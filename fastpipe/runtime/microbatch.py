@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,7 +25,27 @@ def rule_for(rules: Rules, key: str | int, default: Rule = 0) -> Rule:
     return default if rules is None else rules
 
 
-def split(value: Any, num_microbatches: int, rule: Rule, name: str) -> list[Any]:
+def check_split_and_merge(splitting: Any, merging: Any) -> None:
+    """Refuse rules that are none.
+
+    Raises:
+        ValueError: with what to give.
+    """
+    for name, rules in (("split", splitting), ("merge", merging)):
+        named = rules if isinstance(rules, Mapping) else {None: rules}
+        for key, rule in named.items():
+            where = name if key is None else f"{name}[{key!r}]"
+            if not (rule is None or rule == REPLICATE or callable(rule) or _is_whole(rule)):
+                raise ValueError(f"{where} = {rule!r}: give a dimension, {REPLICATE!r} or a function")
+            if not (key is None or isinstance(key, str) or (_is_whole(key) and key >= 0)):
+                raise ValueError(f"{where}: give a name, or a position counted from 0")
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def split(value: Any, num_microbatches: int, rule: Rule, name: str, position: int | None = None) -> list[Any]:
     """The microbatches of one argument.
 
     Args:
@@ -34,24 +54,26 @@ def split(value: Any, num_microbatches: int, rule: Rule, name: str) -> list[Any]
         num_microbatches: how many.
         rule: the dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
         name: what it is called in errors.
+        position: of an argument without a name, by which it is known to the rules.
 
     Raises:
         ValueError: for a list of another length, an iterator that ends early, or fewer rows than microbatches.
     """
+    key = name if position is None else position
     if callable(rule):
-        return _checked_list(list(rule(value, num_microbatches)), num_microbatches, f"split[{name!r}]")
+        return _checked_list(list(rule(value, num_microbatches)), num_microbatches, f"split[{key!r}]")
     if isinstance(value, list):
         return _checked_list(value, num_microbatches, name)
     if isinstance(value, Iterator):
         return _checked_list(list(islice(value, num_microbatches)), num_microbatches, f"{name} (an iterator)")
     if rule is None or rule == REPLICATE:
         return [value] * num_microbatches
-    if not isinstance(rule, int) or isinstance(rule, bool):
-        raise ValueError(f"split[{name!r}] = {rule!r}: give a dimension, 'replicate' or a function")
+    if not _is_whole(rule):
+        raise ValueError(f"split[{key!r}] = {rule!r}: give a dimension, 'replicate' or a function")
     if isinstance(value, torch.Tensor):
-        return list(_split_leaf(value, num_microbatches, rule, name))
+        return list(_split_leaf(value, num_microbatches, rule, name, key))
     leaves, structure = pytree.tree_flatten(value)
-    parts = [_split_leaf(leaf, num_microbatches, rule, name) for leaf in leaves]
+    parts = [_split_leaf(leaf, num_microbatches, rule, name, key) for leaf in leaves]
     return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(num_microbatches)]
 
 
@@ -64,18 +86,18 @@ def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[A
     return values
 
 
-def _split_leaf(leaf: Any, num_microbatches: int, dim: int, name: str) -> Sequence[Any]:
+def _split_leaf(leaf: Any, num_microbatches: int, dim: int, name: str, key: str | int) -> Sequence[Any]:
     if not isinstance(leaf, torch.Tensor):
         if isinstance(leaf, str | bytes | int | float | bool) or leaf is None:
             return [leaf] * num_microbatches
         raise ValueError(
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
-            f"or say how to split it with split={{{name!r}: function}}"
+            f"or say how to split it with split={{{key!r}: function}}"
         )
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(
             f"{name} of shape {tuple(leaf.shape)} has no dimension {dim} to split along: give another with "
-            f"split={{{name!r}: dimension}}, or 'replicate'"
+            f"split={{{key!r}: dimension}}, or 'replicate'"
         )
     if leaf.shape[dim] < num_microbatches:
         raise ValueError(
@@ -193,8 +215,7 @@ def _merge_one(values: list[Any], rule: Rule) -> Any:
         return rule(values)
     if rule is None or rule == REPLICATE:
         return values[0]
-    if not isinstance(rule, int):
-        raise ValueError(f"merge = {rule!r}: give a dimension, 'replicate' or a function")
+    assert isinstance(rule, int), "checked when the Pipeline is built"
     if _keys_of(values[0]) is not None and all(type(value) is type(values[0]) for value in values):
         return merge(values, rule)
     if not all(isinstance(value, torch.Tensor) for value in values):

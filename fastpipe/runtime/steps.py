@@ -177,6 +177,7 @@ class Steps:
             signature = self._signature(request, inputs)
             message |= {"rows": inputs.rows, "whole": inputs.whole, "signature": signature}
             message |= {"divisors": inputs.divisors, "has_target": inputs.targets is not None}
+            message |= {"unknown": inputs.unknown}
         except BaseException as found:
             # an iterator may raise anything, and the others must not wait for this rank
             error = found
@@ -247,6 +248,11 @@ class Steps:
             if name not in taken:
                 raise ValueError(f"{name}: no stage's forward takes this keyword argument; leave it out")
         check_given([reply["kwargs"] for reply in replies])
+        for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
+            raise ValueError(
+                f"split[{name!r}]: no stage's forward takes such an argument; name one that it takes, the position "
+                "of an input, 'target' or 'output_grad'"
+            )
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Whatever may change a shape, a dtype or a gradient flag between stages."""

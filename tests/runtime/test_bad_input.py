@@ -56,6 +56,11 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "stage_to_rank too short": ({"stage_to_rank": [0]}, r"stage_to_rank = \[0\]"),
     "stage_to_rank no renaming": ({"stage_to_rank": [1, 1]}, r"stage_to_rank = \[1, 1\]"),
     "another device": ({"device": "meta"}, "weight of stage 0 is on cpu and device = meta"),
+    "no device": ({"device": "gpu"}, "device = 'gpu': Expected one of cpu"),
+    "a group by name": ({"group": "world"}, "group is a str: give a process group"),
+    "a bad rule": ({"split": {0: "halves"}}, r"split\[0\] = 'halves': give a dimension"),
+    "a rule for the last": ({"split": {-1: 1}}, r"split\[-1\]: give a name, or a position counted from 0"),
+    "outputs merged badly": ({"merge": "cat"}, "merge = 'cat': give a dimension, 'replicate' or a function"),
     "recv_lookahead": ({"recv_lookahead": -1}, "recv_lookahead = -1"),
 }
 
@@ -102,7 +107,8 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "too few target rows": ({}, lambda p: p.step(X, target=Y[:2]), "target has 2 rows"),
     "another type": ({}, lambda p: p.step(object(), target=Y), "the input is a object"),
     "no such dimension": ({"split": 2}, lambda p: p.step(X, target=Y), "has no dimension 2"),
-    "a bad rule": ({"split": {0: "halves"}}, lambda p: p.step(X, target=Y), "split.*'halves'"),
+    "a rule for nothing": ({"split": {"mask": 1}}, lambda p: p.step(X, target=Y), r"split\['mask'\]: no stage's"),
+    "a batch of no tensors": ({}, lambda p: p.step(X.numpy(), target=Y), r"split=\{0: function\}"),
     "a function that splits wrongly": (
         {"split": {0: lambda v, n: [v]}},
         lambda p: p.step(X, target=Y),

@@ -228,7 +228,11 @@ def test_random_numbers_of_each_microbatch_go_on_in_another_cut(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("load", "error", "text"),
     [
-        (lambda d: load_checkpoint(d / "no", pipeline("1f1b", 2)), FileNotFoundError, "no has no complete checkpoint"),
+        (
+            lambda d: load_checkpoint(d / "no", pipeline("1f1b", 2)),
+            FileNotFoundError,
+            r"path = .*no.: there is no such folder",
+        ),
         (lambda d: load_checkpoint(d, pipeline("1f1b", 2, CASE.layers(9))), KeyError, "has no '8.linear.weight'"),
         (lambda d: load_checkpoint(d, pipeline("1f1b", 2, CASE.layers(7))), ValueError, "has '7.linear.bias'"),
         (
@@ -247,6 +251,8 @@ def test_what_does_not_fit(load: Callable[[Path], Any], error: type[Exception], 
 
 def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 2)
+    with pytest.raises(TypeError, match="optimizer is a int: give a torch optimizer"):
+        save_checkpoint(tmp_path, pipe, 3)
     with pytest.raises(ValueError, match="group 0 has a parameter of shape .* that is none of pipe.parameters"):
         save_checkpoint(tmp_path, pipe, momentum(nn.Linear(3, 3)))
     optimizer = momentum(pipe)
