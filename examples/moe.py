@@ -10,6 +10,7 @@ Every pipeline of two ranks has its own half of each batch. Rows of tokens go to
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 import fastpipe
 
-NUM_RANKS, MICROBATCHES, ROWS = 2, 8, 32
+NUM_RANKS, MICROBATCHES, ROWS, MAX_NORM = 2, 8, 32, 0.5
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -42,6 +43,28 @@ def share_gradients(pipe: fastpipe.Pipeline, group: dist.ProcessGroup) -> None:
         grad.copy_(summed.view_as(grad))
     for _, grad in named:
         grad /= group.size()
+
+
+def clip_gradients(pipe: fastpipe.Pipeline, group: dist.ProcessGroup | None) -> Tensor:
+    """Clip by the norm of the whole model, in which what both halves have counts once, and so does every expert.
+
+    A pipeline knows the experts of its own processes alone. By that norm each half would clip what both have otherwise,
+    and their weights would drift apart.
+    """
+    if group is None:
+        return pipe.clip_grad_norm_(MAX_NORM)
+    own = pipe.clip_grad_norm_(math.inf)  # measures
+    experts = [(p, p.grad) for name, p in pipe.named_parameters() if ".experts." in name]
+    for p, _ in experts:
+        p.grad = None
+    dense = pipe.clip_grad_norm_(math.inf)
+    for p, grad in experts:
+        p.grad = grad
+    squares = own**2 - dense**2
+    dist.all_reduce(squares, group=group)
+    norm = (squares + dense**2).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(pipe.parameters(), MAX_NORM, norm)
+    return norm
 
 
 def train(num_steps: int, schedule: str, kind: type[Part]) -> list[float]:
@@ -85,11 +108,13 @@ def train(num_steps: int, schedule: str, kind: type[Part]) -> list[float]:
             share_gradients(pipe, experts_group)
             dist.all_reduce(found, group=experts_group)
             found /= num_halves
+        norm = clip_gradients(pipe, experts_group)
         optimizer.step()
         losses.append(float(found[0]))
         if speaks:
             took = 1000 * (time.perf_counter() - start)
-            print(f"step {step:3}  loss {found[0]:.6f}  imbalance {found[1]:.4f}  {took:5.0f} ms", flush=True)
+            shown = f"loss {found[0]:.6f}  norm {norm:.3f}  imbalance {found[1]:.4f}"
+            print(f"step {step:3}  {shown}  {took:5.0f} ms", flush=True)
     links = [module.link for module in pipe.stage_modules.values()]
     flights, covered = sum(link.num_flights for link in links), sum(link.num_covered for link in links)
     if speaks:

@@ -15,6 +15,7 @@ from tests.runtime.checks import same_bits, unequal
 from tests.runtime.examples import REPOSITORY, losses, run
 
 STEPS = ["--steps", "3"]
+NORM = re.compile(r"norm (\d+\.\d+)")
 SENT = r"all-to-alls of this process: (\d+), of which (\d+) crossed"
 
 
@@ -31,6 +32,10 @@ def test_four_processes_train_alike_with_and_without_overlap() -> None:
     assert losses(shown) == losses(plain), "to the last digit that is printed"
     for spread, whole in zip(losses(shown), losses(alone), strict=True):
         assert float(spread) == pytest.approx(float(whole), rel=1e-4)
+    # every expert counts once, wherever it is
+    assert len(NORM.findall(shown)) == 3
+    for spread, whole in zip(NORM.findall(shown), NORM.findall(alone), strict=True):
+        assert float(spread) == pytest.approx(float(whole), abs=0.002)
     ((flights, covered),), ((all_plain, none),) = (re.findall(SENT, text) for text in (shown, plain))
     assert flights == all_plain and none == "0" and 0 < int(covered) < int(flights)
 
