@@ -26,7 +26,9 @@ from fastpipe.runtime.modules import Named
 from fastpipe.runtime.parity import Difference, Parity, bytes_of, compared, parity_of
 from fastpipe.runtime.pipeline import Pipeline, StepResult
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
+from fastpipe.runtime.shared_weight import Tie
 from fastpipe.runtime.tied import TiedWeights
+from fastpipe.runtime.uses_apart import ties_in
 from fastpipe.testing import Reference, reference_step
 
 Key = tuple[int, str]
@@ -40,6 +42,10 @@ _STALE = (
 _RANDOM = (
     "random numbers were drawn: which ones depends on the order of the actions, so compare without dropout, or in eval "
     "mode"
+)
+_MERGED = (
+    "a weight that several stages use is one under one name in the model: there its uses are added in another order, "
+    "and its last bits may differ"
 )
 
 
@@ -122,6 +128,8 @@ class _Check:
 
     def _take_batch(self) -> Reply:
         """Copies of the batch, so that no gradient is added to the user's."""
+        if not isinstance(self.batch, tuple | list) or len(self.batch) != 2:
+            raise ValueError(f"batch is a {type(self.batch).__name__}: give (input, target); the target may be None")
         self.copies = [_copy((self.batch, dict(self.kwargs))) for _ in range(2)]
         return {}
 
@@ -165,8 +173,9 @@ class _Check:
             return {"differences": []}
         parameters = self._parameters_by_key(self.model)
         digests = {(stage, name): digest for reply in replies for stage, name, digest, _ in reply["parameters"]}
+        ties = ties_in(self.model, self.pipe._ties)
         stale = [key for key, p in parameters.items() if _digest(p) != digests[key]]
-        reference = self._reference()
+        reference = self._reference(ties)
         expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, norms))
         found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
         found += _compare_losses(result, reference) + _compare_reports(result, reference)
@@ -176,6 +185,7 @@ class _Check:
         return {
             "differences": [asdict(difference) for difference in found],
             "expected": [float(reference.loss), float(expected_norm)],
+            "merged": len(ties) < len(self.pipe._ties),
         }
 
     def _parameters_by_key(self, model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
@@ -194,7 +204,7 @@ class _Check:
                 return {key: own[name] for key, name in zip(self.names, known, strict=True)}
         return dict(zip(self.names, own.values(), strict=True))
 
-    def _reference(self) -> Reference:
+    def _reference(self, ties: Sequence[Tie]) -> Reference:
         assert self.model is not None and self.given is not None
         settings = self.pipe._steps.settings
         batch, kwargs = self.copies[1]
@@ -209,7 +219,7 @@ class _Check:
                 loss_reduction=settings.reduction,
                 split_rules=settings.split,
                 kwargs=kwargs,
-                ties=self.pipe._ties,
+                ties=ties,
                 rng=None if self.pipe._seed is None else PER_MICROBATCH,
                 seed=self.pipe._seed,
                 step_count=self.step_count,
@@ -223,7 +233,8 @@ class _Check:
         found = [Difference(**difference) for answer in answers for difference in answer["differences"]]
         expected = next(answer["expected"] for answer in answers if "expected" in answer)
         expected_loss, expected_norm = map(torch.tensor, expected)
-        hints = {_STALE: any(d.what == "parameter" for d in found), _RANDOM: drew}
+        merged = any(answer.get("merged") for answer in answers)
+        hints = {_STALE: any(d.what == "parameter" for d in found), _RANDOM: drew, _MERGED: merged}
         return parity_of(found, len(self.names), (loss, expected_loss), (norm, expected_norm), hints)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,10 +113,14 @@ def find_device(modules: Any, device: str | torch.device | None) -> torch.device
     """The device that the user names, else that of the first parameter there is, else the CPU.
 
     Raises:
-        ValueError: when torch sees no such device.
+        ValueError: when there is no such device, or torch sees none here.
     """
     if device is not None:
-        return located(torch.device(device))
+        try:
+            wanted = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device = {device!r}: {error}") from None
+        return located(wanted)
     there = device_of(modules)
     if there is not None:
         return there
@@ -163,6 +167,16 @@ def named_parameters(modules: Mapping[int, nn.Module], first_names: Mapping[str,
             if not seen & {id(parameter), known[1]}:
                 seen |= {id(parameter), known[1]}
                 yield Named(*known, parameter, first is not None)
+
+
+def prefixes_message(modules: Mapping[int, nn.Module]) -> dict[str, str]:
+    """By stage of this process, what goes before its module's own keys."""
+    return {str(stage): state_prefix(module, stage) for stage, module in modules.items()}
+
+
+def prefixes_of(messages: Iterable[Mapping[str, str]]) -> dict[int, str]:
+    """By stage, what all processes say."""
+    return {int(stage): prefix for message in messages for stage, prefix in message.items()}
 
 
 def state_prefix(module: nn.Module, stage: int) -> str:

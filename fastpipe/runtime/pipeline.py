@@ -26,7 +26,7 @@ from fastpipe.runtime.forked import Home
 from fastpipe.runtime.grad_dtype import check_grad_dtype, check_not_parallel, set_grad_dtype
 from fastpipe.runtime.group import crowd, membership
 from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.microbatch import Rules
+from fastpipe.runtime.microbatch import Rules, check_split_and_merge
 from fastpipe.runtime.mixed import Mixed
 from fastpipe.runtime.modules import (
     Stages,
@@ -34,6 +34,8 @@ from fastpipe.runtime.modules import (
     check_device,
     find_device,
     find_ties,
+    prefixes_message,
+    prefixes_of,
 )
 from fastpipe.runtime.pairs import IN_ORDER, pair_policy
 from fastpipe.runtime.plans import Plans, options_with_stages
@@ -50,7 +52,7 @@ from fastpipe.runtime.shared_memory import SharedMemory
 from fastpipe.runtime.shared_weight import check_alike, kinds_of_ties
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.steps import Settings, Steps
-from fastpipe.runtime.tied import between_ranks, make_tied, own_modules, share
+from fastpipe.runtime.tied import between_ranks, make_tied, named_as_held, own_modules, share
 from fastpipe.runtime.torch_stages import from_torch, group_of
 from fastpipe.runtime.training import Trains
 from fastpipe.runtime.transport import Transport
@@ -116,7 +118,7 @@ class Pipeline(Trains, Replannable):
         grad_dtype: what gradients are summed in and ``.grad`` is, where that is not the parameters' dtype:
             ``torch.float32`` for bf16 parameters. Clipping takes them as they are, and so has the optimizer to.
         tied: weights that are one under several names, as in ``[("0.weight", "11.weight")]``: layers that share a
-            Parameter are found where ``stages`` is a list; otherwise say so, with names as `named_parameters` has them.
+            Parameter are found where ``stages`` is a list; otherwise say so: the stage's number, and the name in it.
         overlap: how a pair of a forward and a backward (``OVERLAP_F_B``) runs where the modules have no method of their
             own for it: ``"always"`` together, the backward in a helper thread; ``"never"``; or ``"auto"``: whichever
             is measured to be faster, in order where no core is free. The bits are the same.
@@ -171,6 +173,7 @@ class Pipeline(Trains, Replannable):
         self._unit = MEASURED.get(partition, "") if isinstance(partition, str) else ""
         self._seed = torch.initial_seed() if rng == PER_MICROBATCH else None
         merge_rules: Rules = None if isinstance(merge, bool) else merge
+        check_split_and_merge(split, merge_rules)
         settings = Settings(loss_fn, loss_reduction, split, merge_rules, merge is not False, metrics, self.device)
         store = self._member.store() if self._member.size > 1 else None
         self._crowd = crowd()
@@ -243,12 +246,14 @@ class Pipeline(Trains, Replannable):
         plan += f", {self._cut.partition(';')[0]}" if self._cut else ""
         parallel = any(stage.parallel is not None for stage in self._stages)
         kinds = kinds_of_ties(self._ties, self.stage_modules)
-        names = names_message(self._stages)
-        return {"plan": plan, "seed": self._seed, "parallel": parallel, "tied": kinds, "names": names}
+        names, prefixes = names_message(self._stages), prefixes_message(self.stage_modules)
+        common = {"plan": plan, "seed": self._seed, "parallel": parallel}
+        return {**common, "tied": kinds, "names": names, "prefixes": prefixes}
 
     def _adopt(self, replies: Sequence[Reply]) -> None:
         """Take in what all said."""
         check_alike([reply["tied"] for reply in replies])
+        self._ties = named_as_held(self._ties, prefixes_of(reply["prefixes"] for reply in replies))
         self._plans.parallel = any(reply["parallel"] for reply in replies)
         tell_later(self._stages, [reply["names"] for reply in replies])
 
@@ -292,6 +297,7 @@ class Pipeline(Trains, Replannable):
         }
         self._stages = [stage for held in self._stages_by_rank.values() for stage in held.values()]
         if alone:
+            self._ties = named_as_held(self._ties, prefixes_of([prefixes_message(self.stage_modules)]))
             tell_later(self._stages, [names_message(self._stages)])
         return modules
 

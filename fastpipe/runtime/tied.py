@@ -77,6 +77,16 @@ def make_ties(groups: Sequence[Sequence[str]], locate: Callable[[str], tuple[int
     return ties
 
 
+def named_as_held(ties: Sequence[Tie], prefixes: Mapping[int, str]) -> list[Tie]:
+    """The ties under the names that the parameters have in the whole model.
+
+    Args:
+        ties: of the whole model; where stages are not cut from a list, every name begins with the stage's number.
+        prefixes: what goes before the keys of every stage's module, which the process knows that holds it.
+    """
+    return [Tie(tuple(prefixes[stage] + local for stage, local in tie.members), tie.members) for tie in ties]
+
+
 def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
     """Have the local names of every weight be one Parameter, that of the first; shards stay what they are.
 

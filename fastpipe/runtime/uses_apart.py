@@ -33,6 +33,22 @@ def uses_apart(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
         model._modules.update(children)
 
 
+def ties_in(model: nn.Module, ties: Sequence[Tie]) -> list[Tie]:
+    """Those of a pipeline's ties whose uses can be told apart in the unsplit model, under its names.
+
+    Where a function or a trace made the stages the model may lack the number of the stage in them; and a weight that
+    one module uses several times has one name, so that autograd sums its uses in its own order.
+    """
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found = []
+    for tie in ties:
+        for names in (tie.names, tuple(name.partition(".")[2] for name in tie.names)):
+            if len(set(names)) == len(names) and known.issuperset(names):
+                found.append(Tie(names, tie.members))
+                break
+    return found
+
+
 def _separate(model: nn.Module, ties: Sequence[Tie]) -> None:
     """Layers of several stages share no module, as `own_modules` has it for those of a pipeline."""
     layers = {

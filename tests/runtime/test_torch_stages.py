@@ -73,6 +73,11 @@ def test_a_weight_of_two_traced_stages_is_tied(executor: str) -> None:
         grad = model.get_parameter(name.partition(".")[2]).grad
         assert grad is not None and torch.allclose(parameter.grad, grad, rtol=1e-5, atol=1e-7), name
     assert "0.scale = 1.scale" in pipe.describe()
+    parity = check_parity(pipe, model, (x, y))
+    assert {d.name for d in parity.differences} <= {"", "0.scale"} and all(
+        d.relative < 1e-5 for d in parity.differences
+    )
+    assert parity.ok or "one under one name in the model" in str(parity)
 
 
 @pytest.mark.parametrize(
