@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 
 import fastpipe
+from fastpipe.testing import reference_step
+from tests.distributed.meshes import WRAPS, mesh, whole_grad
 from tests.distributed.test_step import GroupOf, caught
-from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder
+from tests.runtime.checks import same_bits
+from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder, written
 from tests.runtime.test_bits import TRAINING, microbatches_for
 
 
@@ -96,3 +99,63 @@ def test_a_mask_that_some_ranks_do_not_give_is_refused(executor: str, group_of: 
     for answer in group_of(2).run(step_apart, executor):
         for kind, text, *_ in answer.values():
             assert kind == "ValueError" and "attention_mask: it is None on ranks [0], and not" in text, text
+
+
+def write_text(executor: str) -> bool:
+    """Greedy text on every rank, whose stages are processes, and the plain model's."""
+    model = decoder("gpt2").eval()
+    layers = fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, executor=executor)
+    prompt = padded_batch(6)[0][:, :5]
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=True)
+    return torch.equal(written(pipe, layers, prompt, 4), expected)
+
+
+def test_text_is_that_of_generate(executor: str, group_of: GroupOf) -> None:
+    assert group_of(2).run(write_text, executor, timeout=60) == [True, True]
+
+
+TIED = "model.embed_tokens.weight"
+
+
+def replicas_of(wrap: str, executor: str) -> list[str]:
+    """Two replicas: the averages of two unsplit models' gradients, the tied weight's too; and the norm."""
+    over = mesh()
+    layers = fastpipe.split(decoder("llama"))
+    options: dict[str, Any] = {"group": over["pp"], "executor": executor, "loss_reduction": layers.num_tokens}
+    schedule, num_stages = ("1f1b", 2) if wrap == "ddp" else ("zbv", 4)
+    if wrap == "argument":
+        pipe = fastpipe.Pipeline(layers, schedule, 4, layers.loss_fn, data_parallel=over["dp"], **options)
+    else:
+        parts = fastpipe.partition(LAYERS, num_stages)
+
+        def stage(index: int) -> Any:
+            return WRAPS[wrap](layers.chain(parts[index]), over["dp"])
+
+        tied = [(f"0.{TIED}", f"{num_stages - 1}.lm_head.weight")]
+        pipe = fastpipe.Pipeline(stage, schedule, 4, layers.loss_fn, tied=tied, **options)
+    own = over.get_local_rank("dp")
+    unsplit = [decoder("llama") for _ in range(2)]
+    for replica, plain in enumerate(unsplit):
+        ids, mask, labels = padded_batch(9 + replica)
+        kwargs = {"attention_mask": mask}
+        reduction = {"loss_reduction": layers.num_tokens}
+        expected = reference_step(plain, (ids, labels), pipe.schedule, layers.loss_fn, kwargs=kwargs, **reduction)
+        if replica == own:
+            assert same_bits(pipe.step(ids, attention_mask=mask, target=labels).loss, expected.loss)
+    means = {n: (a.grad + b.grad) / 2 for (n, a), (_, b) in zip(*(m.named_parameters() for m in unsplit), strict=True)}
+    names = []
+    for name, parameter in pipe.named_parameters():
+        names.append(name)
+        torch.testing.assert_close(whole_grad(parameter), means[name], rtol=1e-5, atol=1e-7)
+    norm = torch.nn.utils.get_total_norm(list(means.values()))
+    torch.testing.assert_close(pipe.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
+    return names
+
+
+@pytest.mark.parametrize("wrap", ["argument", "ddp", "fsdp"])
+def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_of: GroupOf) -> None:
+    zero, one, *others = group_of(4).run(replicas_of, wrap, executor, timeout=60)
+    # each rank of a V has the first and the last stage or neither
+    assert others == [zero, one] and TIED in zero and (TIED in one) == (wrap == "ddp")
+    assert {*zero, *one} == {name for name, _ in decoder("llama").named_parameters()}
