@@ -1,0 +1,162 @@
+// What a device with streams would not have done yet. Every stream has a vector clock; events and waits move clocks.
+// Where work touches memory, or memory is freed, without having waited for who touched it before, that is a race, and
+// written down; so is every call that would have made the host wait. It knows nothing of torch.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace fake_device {
+
+constexpr std::size_t kMaxStreams = 64;
+using Clock = std::array<std::uint64_t, kMaxStreams>;
+
+inline void join(Clock& one, const Clock& other) {
+  for (std::size_t i = 0; i < kMaxStreams; ++i) one[i] = std::max(one[i], other[i]);
+}
+
+struct Block {
+  std::size_t size;
+  std::size_t home;  // the stream it was allocated on
+  std::size_t writer;
+  std::uint64_t written;
+  Clock read{};
+  std::set<std::size_t> recorded;
+};
+
+class Account {
+ public:
+  std::size_t new_stream() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return next_stream_++ % kMaxStreams;
+  }
+
+  // The allocator gives a stream any memory that was freed and belongs to it: who still uses that must be waited for.
+  void allocated(const void* start, std::size_t size, std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::uint64_t now = tick(stream);
+    for (std::size_t user = 0; user < kMaxStreams; ++user) {
+      if (user == stream || given_back_[stream][user] <= clocks_[stream][user]) continue;
+      race("memory of stream " + std::to_string(stream) + " is given out again while stream " + std::to_string(user) +
+           " uses it");
+      given_back_[stream][user] = 0;
+    }
+    // What is there was used before on this stream: as if it were written now.
+    blocks_[start] = {size, stream, stream, now, {}, {}};
+  }
+
+  void freed(const void* start) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = blocks_.find(start);
+    if (found == blocks_.end()) return;
+    const Block& block = found->second;
+    Clock& given_back = given_back_[block.home];
+    for (std::size_t stream = 0; stream < kMaxStreams; ++stream) {
+      if (block.recorded.count(stream) != 0) continue;  // the allocator itself waits for that one
+      const std::uint64_t written = stream == block.writer ? block.written : 0;
+      given_back[stream] = std::max({given_back[stream], block.read[stream], written});
+    }
+    blocks_.erase(found);
+  }
+
+  void touched(const void* data, bool writes, std::size_t stream, const std::string& by) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Block* const block = find(data);
+    if (block == nullptr) return;
+    const std::uint64_t now = tick(stream);
+    const Clock& seen = clocks_[stream];
+    if (block->written > seen[block->writer]) {
+      race(by + " on stream " + std::to_string(stream) + " does not wait for who wrote on stream " +
+           std::to_string(block->writer));
+    }
+    if (!writes) {
+      block->read[stream] = now;
+      return;
+    }
+    for (std::size_t other = 0; other < kMaxStreams; ++other) {
+      if (block->read[other] <= seen[other]) continue;
+      race(by + " on stream " + std::to_string(stream) + " does not wait for who reads on stream " +
+           std::to_string(other));
+    }
+    block->writer = stream;
+    block->written = now;
+  }
+
+  void used_on(const void* data, std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (Block* const block = find(data)) block->recorded.insert(stream);
+  }
+
+  Clock recorded(std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tick(stream);
+    ++events_;
+    return clocks_[stream];
+  }
+
+  void blocked(std::size_t stream, const Clock& event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    join(clocks_[stream], event);
+  }
+
+  void host_waits(std::size_t stream, const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++waits_[why];
+    join(host_, clocks_[stream]);
+  }
+
+  void used(std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    streams_.insert(stream);
+  }
+
+  void reset() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    races_.clear();
+    waits_.clear();
+    streams_.clear();
+    events_ = 0;
+  }
+  std::vector<std::string> races() const { return races_; }
+  std::map<std::string, int> waits() const { return waits_; }
+  std::size_t num_streams() const { return streams_.size(); }
+  int num_events() const { return events_; }
+
+ private:
+  std::uint64_t tick(std::size_t stream) {
+    join(clocks_[stream], host_);
+    return ++clocks_[stream][stream];
+  }
+
+  Block* find(const void* data) {
+    auto found = blocks_.upper_bound(data);
+    if (found == blocks_.begin()) return nullptr;
+    --found;
+    const auto* const end = static_cast<const char*>(found->first) + found->second.size;
+    return data < end ? &found->second : nullptr;
+  }
+
+  void race(const std::string& what) {
+    if (races_.size() < 50) races_.push_back(what);
+  }
+
+  std::mutex mutex_;
+  std::size_t next_stream_ = 1;
+  std::array<Clock, kMaxStreams> clocks_{};
+  std::array<Clock, kMaxStreams> given_back_{};  // by owner: the last use of freed memory, by user
+  Clock host_{};
+  std::map<const void*, Block> blocks_;
+  std::set<std::size_t> streams_;
+  std::vector<std::string> races_;
+  std::map<std::string, int> waits_;
+  int events_ = 0;
+};
+
+}  // namespace fake_device
