@@ -27,6 +27,11 @@ def host_name() -> str:
     return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") + os.environ.get("FASTPIPE_HOST", "")
 
 
+def same_host(one: Identity, other: Identity) -> bool:
+    """Whether two processes are on one host, by what they tell of themselves."""
+    return bool(one["host"]) and one["host"] == other["host"]
+
+
 class Crowd:
     """How many ranks compute on this host: those of all pipelines of the default process group, replicas among them.
 
@@ -79,7 +84,7 @@ class Neighbours:
     def meet(self, own: int, identities: Sequence[Identity]) -> list[int]:
         """Watch those of this host from now on; the ranks whose bell can be rung."""
         for rank, identity in enumerate(identities):
-            if rank == own or not identity["host"] or identity["host"] != identities[own]["host"]:
+            if rank == own or not same_host(identity, identities[own]):
                 continue
             self.processes[rank] = os.pidfd_open(identity["pid"])
             with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 Processes of one host meet on a board in shared memory. Where that cannot be, and to find each other in the first
 place, they meet over the store of their process group. It also keeps what failed, as the first who writes it wins.
+Those of one host watch each other, and those of other hosts and rank 0 do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from fastpipe.runtime.board import Board
 from fastpipe.runtime.control import Control, Reply, dead_among
 from fastpipe.runtime.failure import Failure, LostError
-from fastpipe.runtime.host import Crowd, Neighbours
+from fastpipe.runtime.host import Crowd, Neighbours, same_host
+from fastpipe.runtime.lifeline import Lifeline
 from fastpipe.runtime.meeting import Meeting, StoreMeeting
 from fastpipe.runtime.watcher import Watcher, note_failure
 
@@ -36,18 +38,23 @@ class Processes(Control):
         self.rank = rank
         self.size = size
         self.step = 0
+        self._lifeline = Lifeline(rank)
         self._neighbours = Neighbours()
-        self._watcher = Watcher(store, self._neighbours, self._died)
+        self._watcher = Watcher(store, self._neighbours, self._lifeline, self._died)
         self._store_meeting = StoreMeeting(store, rank, size, timeout, self._watcher.store_gone)
         self._board = Board(rank, size, timeout, crowd)
         self._meeting: Meeting = self._store_meeting
 
     def setup(self, message: Reply) -> list[Reply]:
-        """Meet the others, watch those of this host, and move to a board if all can."""
+        """Meet the others, watch those that can be watched, and move to a board if all can."""
         identity = self._neighbours.identity() | self._board.offer()
         replies = self.exchange("setup", identity | message)
-        rung = self._neighbours.meet(self.rank, replies)
-        answers = self.exchange("connection", {"rings": rung, "why": self._board.connect(replies)})
+        far = [rank for rank, reply in enumerate(replies) if rank and not same_host(replies[0], reply)]
+        own: Reply = {"tied": self._tie(far), "rings": self._neighbours.meet(self.rank, replies)}
+        answers = self.exchange("connection", own | {"why": self._board.connect(replies)})
+        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["tied"]])
+        if untied := [rank for rank in far if rank not in answers[0]["tied"] or 0 not in answers[rank]["tied"]]:
+            logger.warning("ranks %s cannot connect to rank 0: if they die, that is noticed after the timeout", untied)
         self._watcher.start(polls=not all(self.rank in answer["rings"] for answer in self._others(answers)))
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
@@ -55,6 +62,13 @@ class Processes(Control):
         else:
             logger.info("the ranks agree over the store, which costs each step about a millisecond: %s", why)
         return replies
+
+    def _tie(self, far: Sequence[int]) -> list[int]:
+        """Connect those that are on other hosts than rank 0 with it."""
+        if not far:
+            return []
+        offers = self.exchange("lifeline", self._lifeline.offer(self._store_meeting.store) if self.rank == 0 else {})
+        return self._lifeline.tie(offers[0], far)
 
     def _others(self, answers: Sequence[Reply]) -> list[Reply]:
         return [answer for rank, answer in enumerate(answers) if rank != self.rank]
@@ -95,10 +109,11 @@ class Processes(Control):
     def close(self) -> None:
         """Stop watching, and let go of what the processes share."""
         self._watcher.close()
+        self._lifeline.close(self.step)
         self._neighbours.close()
 
     def _died(self, store: Any, death: Failure, step: int) -> None:
-        """A process of this host is dead; those of other hosts are told by the store alone."""
+        """A process is dead that this one watches; those of other hosts are told by the store alone."""
         if self._watcher.polls:
             note_failure(store, death, step)
         self._speak_for(store, death, step)

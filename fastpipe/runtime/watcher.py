@@ -1,7 +1,7 @@
 """Watcher: learns in the midst of a step that another process failed or died.
 
 A thread that sleeps until a neighbour rings or dies, and costs nothing until then. Only where a process cannot be
-reached by a bell, as on another host, does it look into the store from time to time.
+reached by a bell, as on another host, does it look into the store from time to time, and keep up the lifeline.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from fastpipe.runtime.failure import DIED, Failure, first_line
 from fastpipe.runtime.host import Neighbours
+from fastpipe.runtime.lifeline import BEAT_SECONDS, GONE, Lifeline
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
@@ -32,21 +33,23 @@ class Watcher:
     Args:
         store: that of the processes; the thread makes a connection of its own, as this one may be blocked.
         neighbours: the processes of this host.
+        lifeline: the connections to those of other hosts.
         on_death: called for every dead process in every step.
 
     Attributes:
         polls: whether some process cannot ring, so that its failures have to be looked for.
     """
 
-    def __init__(self, store: Any, neighbours: Neighbours, on_death: OnDeath) -> None:
+    def __init__(self, store: Any, neighbours: Neighbours, lifeline: Lifeline, on_death: OnDeath) -> None:
         self.store = store
         self.neighbours = neighbours
+        self.lifeline = lifeline
         self.on_death = on_death
         self.polls = True
         self.step = 0
         self._on_failure: OnFailure | None = None
         self._published: int | None = None
-        self._dead: set[int] = set()
+        self._dead: dict[int, str] = {}
         self._lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._watch, args=(store.clone(),), name="fastpipe-watch", daemon=True)
@@ -89,10 +92,10 @@ class Watcher:
     def store_gone(self, error: RuntimeError) -> Failure:
         """The store is gone, mostly because the process that held it died; the kernel may say so a little later."""
         deadline = time.monotonic() + _GRACE_SECONDS
-        while not (died := self._find_dead()) and time.monotonic() < deadline:
+        while not (died := self._find_dead(self.step)) and time.monotonic() < deadline:
             time.sleep(0.01)
         if died:
-            return Failure(min(died), DIED, dead=True)
+            return Failure(min(died), died[min(died)], dead=True)
         return Failure(None, f"the store of the process group is gone: {first_line(error)}", dead=True)
 
     def close(self) -> None:
@@ -104,32 +107,45 @@ class Watcher:
             self._thread.join(timeout=2)
 
     def _watch(self, store: Any) -> None:
-        poll = select.poll()
-        poll.register(self.neighbours.bell, select.POLLIN)
-        for process in self.neighbours.processes.values():
-            poll.register(process, select.POLLIN)
+        poll = self._poll()
         looking = False
         while True:
-            ready = poll.poll(1000 * _LOOK_SECONDS if looking else None)
+            ready = poll.poll(self._milliseconds(looking))
             if self._stopping:
                 return
             self.neighbours.quiet()
+            self.lifeline.beat()
             for descriptor, _ in ready:
                 if descriptor != self.neighbours.bell:
                     poll.unregister(descriptor)
             with self._lock:
                 step, active = self.step, self._on_failure is not None
-            self._dead |= self._find_dead()
+            self._dead = self._find_dead(step)
             # told again until the step ends: a rank that has not begun its program yet would forget it
             looking = active
             if active and not self._look(store, step):
                 return
 
+    def _poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self.neighbours.bell, select.POLLIN)
+        for process in self.neighbours.processes.values():
+            poll.register(process, select.POLLIN)
+        for connection in self.lifeline.descriptors:
+            poll.register(connection, GONE)
+        return poll
+
+    def _milliseconds(self, looking: bool) -> float | None:
+        """How long it may sleep."""
+        if looking:
+            return 1000 * _LOOK_SECONDS
+        return 1000 * BEAT_SECONDS if self.lifeline.descriptors else None
+
     def _look(self, store: Any, step: int) -> bool:
         """Report what is wrong in a step; False when there is no store to look into."""
         try:
-            for rank in sorted(self._dead):
-                death = Failure(rank, DIED, dead=True)
+            for rank, cause in sorted(self._dead.items()):
+                death = Failure(rank, cause, dead=True)
                 self._report(death, step)
                 self.on_death(store, death, step)
             if store.check([_key(step)]):
@@ -139,12 +155,15 @@ class Watcher:
             return False
         return True
 
-    def _find_dead(self) -> set[int]:
+    def _find_dead(self, step: int) -> dict[int, str]:
+        """Who cannot take part in a step, and what became of it."""
         processes = {descriptor: rank for rank, descriptor in self.neighbours.processes.items()}
         poll = select.poll()
         for descriptor in processes:
             poll.register(descriptor, select.POLLIN)
-        return {processes[descriptor] for descriptor, _ in poll.poll(0)}
+        ended = self.lifeline.ended()
+        found = {rank: cause for rank, (cause, last_step) in ended.items() if last_step < step}
+        return found | {processes[descriptor]: DIED for descriptor, _ in poll.poll(0)}
 
     def _report(self, failure: Failure, step: int) -> None:
         # under the lock, or it might be told to the next step, which has nothing to do with it

@@ -187,9 +187,9 @@ def die(way: str, note: str, hosts: str = "") -> tuple[dict[str, Any], list[Fail
         return again, [dead, *heard], time.monotonic() - float(Path(note).read_text())
 
 
-def die_while_waited_for(way: str, note: str) -> tuple[dict[str, Any], float]:
+def die_while_waited_for(way: str, note: str, hosts: str) -> tuple[dict[str, Any], float]:
     """Rank 1 dies when all others wait for it already."""
-    with control(way) as own:
+    with on_hosts(hosts), control(way, bells=not hosts) as own:
         own.begin(lambda failure: None)
         if dist.get_rank() == 1:
             time.sleep(0.5)
@@ -199,9 +199,12 @@ def die_while_waited_for(way: str, note: str) -> tuple[dict[str, Any], float]:
         return found, time.monotonic() - float(Path(note).read_text())
 
 
-def test_a_death_wakes_who_waits(way: str, tmp_path: Path) -> None:
+# The last two: a neighbour of the dead one tells the others; it has none, and only rank 0 has a connection to it.
+@pytest.mark.parametrize(("way", "hosts"), [("board", ""), ("store", ""), ("store", "abb"), ("store", "abc")])
+def test_a_death_wakes_who_waits(way: str, hosts: str, tmp_path: Path) -> None:
+    skip_without_native()
     with ranks(3) as group:
-        group.start(die_while_waited_for, way, str(tmp_path / "note"))
+        group.start(die_while_waited_for, way, str(tmp_path / "note"), hosts)
         for found, seconds in group.results([0, 2]):
             assert found == {DEAD: "its process died"} and promptly(seconds)
 
@@ -221,3 +224,26 @@ def test_a_death_is_told_to_other_hosts(tmp_path: Path) -> None:
         for again, failures, seconds in group.results([0, 2]):
             assert again == {DEAD: "its process died"} and promptly(seconds)
             assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", dead=True)}
+
+
+def leave_early(hosts: str) -> tuple[list[Failure], dict[str, Any], float]:
+    """Rank 1 closes its end when it has taken part in a step, and the others go on: what they hear, and when."""
+    heard: list[Failure] = []
+    with on_hosts(hosts), control("store", bells=False) as own:
+        own.begin(heard.append)
+        own.exchange("start", {})
+        own.exchange("end", {})
+        if dist.get_rank() == 1:
+            own.end()
+            return heard, {}, 0.0
+        time.sleep(0.3)  # it is still being read here what the one that is gone said
+        own.end()
+        early, start = list(heard), time.monotonic()
+        own.begin(heard.append)
+        return early, own.exchange("start", {})[1], time.monotonic() - start
+
+
+def test_who_leaves_is_missed_in_the_next_step(group_of: Callable[[int], Ranks]) -> None:
+    for rank, (early, reply, seconds) in enumerate(group_of(3).run(leave_early, "aba")):
+        assert early == []
+        assert rank == 1 or (reply == {DEAD: "its process ended or closed the pipeline"} and promptly(seconds))

@@ -163,8 +163,9 @@ def test_a_failure_is_known_on_all_hosts(
     [
         (1, "first step", TWO_AND_TWO),
         (2, "later step", TWO_AND_TWO),
-        (3, "between steps", TWO_AND_TWO),
-        (0, "later step", "abbb"),  # alone on its host, where nobody sees it die
+        # alone on its host, where nobody sees it die
+        (0, "later step", "abbb"),
+        (3, "between steps", "aaab"),
     ],
 )
 def test_killed(victim: int, when: str, hosts: str, executor: str, tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""The connections by which processes of several hosts know of each other's end; here both ends are in one process."""
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from fastpipe.runtime.failure import DIED
+from fastpipe.runtime.lifeline import BEAT_SECONDS, GONE, LEFT, SILENT, Ended, Lifeline
+from tests.promptly import promptly
+
+STORE = SimpleNamespace(underlying_store=SimpleNamespace(host="localhost"))
+
+
+def tied(far: list[int]) -> list[Lifeline]:
+    """That of rank 0, and those of processes that are on other hosts."""
+    lines = [Lifeline(rank) for rank in (0, *far)]
+    offer = lines[0].offer(STORE)
+    threads = [threading.Thread(target=line.tie, args=(offer, far)) for line in lines[1:]]
+    for thread in threads:
+        thread.start()
+    assert sorted(lines[0].tie(offer, far)) == far
+    for thread, line in zip(threads, lines[1:], strict=True):
+        thread.join()
+        line.keep([0])
+    lines[0].keep(far)
+    return lines
+
+
+def wait_for_end(line: Lifeline, seconds: float) -> float:
+    """Sleep as the watcher does until somebody is gone; how long that took."""
+    start = time.monotonic()
+    poll = select.poll()
+    for descriptor in line.descriptors:
+        poll.register(descriptor, GONE)
+    while not poll.poll(1000 * BEAT_SECONDS) and time.monotonic() < start + seconds:
+        line.beat()
+    return time.monotonic() - start
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_who_says_goodbye_is_gone_after_its_last_step() -> None:
+    before = num_descriptors()
+    first, third, fifth = tied([3, 5])
+    for line in (first, third, fifth, first):
+        line.beat()
+    assert first.ended() == third.ended() == fifth.ended() == {}
+    third.close(17)
+    assert promptly(wait_for_end(first, 5.0)) and first.ended() == {3: Ended(LEFT, 17)}
+    first.close(18)
+    assert promptly(wait_for_end(fifth, 5.0)) and fifth.ended() == {0: Ended(LEFT, 18)}
+    fifth.close(18)
+    assert num_descriptors() == before
+
+
+def test_who_dies_is_gone_at_once_though_its_child_lives() -> None:
+    """A process that has the other end, forks, and is killed: its child, a worker say, must not keep the end open."""
+    first, second = tied([1])
+    start = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.read(os.pipe()[0], 1)  # until it is killed
+    second.let_go()
+    assert promptly(wait_for_end(first, 5.0)) and first.ended() == {1: Ended(DIED)}
+    assert promptly(time.monotonic() - start)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    first.close(0)
+
+
+def vanish(line: Lifeline) -> None:
+    """The kernel drops whatever comes on these connections from now on, as if the host were not there."""
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: accept 0 bytes
+    for tie in line._ties.values():
+        tie.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(nothing)))  # SO_ATTACH_FILTER
+
+
+def test_a_host_that_vanishes_is_gone_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPIPE_SILENCE", "0.5")
+    first, second = tied([1])
+    first.beat()
+    vanish(second)
+    seconds = wait_for_end(first, 10.0)
+    assert seconds > 0.25 and promptly(seconds, 1.0) and first.ended() == {1: Ended(SILENT)}
+    for line in (first, second):
+        line.close(0)
+
+
+def test_a_process_that_is_busy_is_not_gone() -> None:
+    """It reads nothing for what would be more than an hour."""
+    first, second = tied([1])
+    for _ in range(20_000):
+        first._next_beat = 0.0
+        first.beat()
+    assert first.ended() == second.ended() == {}
+    for line in (first, second):
+        line.close(0)
+
+
+@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", b"0" * 39 + b"1"])
+def test_strangers_are_not_let_in(greeting: bytes) -> None:
+    first, second = Lifeline(0), Lifeline(1)
+    offer = first.offer(STORE)
+    stranger = socket.create_connection(offer["address"])
+    stranger.sendall(greeting)
+    stranger.shutdown(socket.SHUT_WR)
+    thread = threading.Thread(target=second.tie, args=(offer, [1]))
+    thread.start()
+    assert first.tie(offer, [1]) == [1]
+    thread.join()
+    assert stranger.recv(1) == b"" and second.ended() == {}
+    for line in (first, second):
+        line.close(0)
+
+
+def test_who_cannot_be_reached_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 gives up, and neither end keeps what the other one has not."""
+    monkeypatch.setattr("fastpipe.runtime.lifeline._TIE_SECONDS", 0.2)
+    first, second, third = (Lifeline(rank) for rank in range(3))
+    offer = first.offer(STORE)
+    assert second.tie({**offer, "token": "0" * 32}, [1]) == [0]
+    assert third.tie({"no_lifeline": "no address"}, [1, 2]) == []
+    assert first.tie(offer, [1, 2]) == []
+    for line in (first, second, third):
+        line.keep([])
+        assert line.descriptors == [] and line.ended() == {}
+        line.close(0)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
+def test_a_silence_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPIPE_SILENCE", text)
+    with pytest.raises(ValueError, match=f"FASTPIPE_SILENCE = '{text}': set it to the seconds"):
+        Lifeline(0)
