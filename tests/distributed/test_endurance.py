@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from fastpipe import Pipeline
 from tests.conftest import skip_without_native
+from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
@@ -24,22 +26,33 @@ from tests.runtime.test_leaks import Raising
 
 GroupOf = Callable[[int], Ranks]
 MOST = 8
-# Pipelines of every size from one to eight, side by side where two are named.
-SIDE_BY_SIDE = [(8,), (1, 7), (2, 6), (3, 5), (4, 4)]
+HOSTS = "abbaabba"
+# Pipelines of every size from one to eight, side by side where two are named: whole backwards, split ones, pairs with a
+# helper thread; the last ones over two hosts, in shared memory and over groups.
+SIDE_BY_SIDE = [
+    ((8,), "1f1b", ""),
+    ((1, 7), "zb_h1", ""),
+    ((2, 6), "dualpipev", ""),
+    ((3, 5), "zb_h1", HOSTS),
+    ((4, 4), "dualpipev", HOSTS),
+]
 WAYS = [("native", "shared_memory"), ("python", "shared_memory"), ("native", "process_group")]
 
 
-def in_all_sizes(executor: str, transport: str) -> list[int]:
-    """Runs on every rank; each pipeline is compared with the unsplit model at every step."""
+def in_all_sizes(executor: str, transport: str) -> list[tuple[int, str]]:
+    """Runs on every rank; each pipeline is compared with the unsplit model at every step: its size, its transport."""
     found = []
-    for sizes in SIDE_BY_SIDE:
+    for sizes, schedule, hosts in SIDE_BY_SIDE:
         starts = itertools.accumulate(sizes, initial=0)
         groups = [dist.new_group(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
         group = next(group for group in groups if dist.get_rank() in dist.get_process_group_ranks(group))
         size = dist.get_world_size(group)
-        chosen = {} if size == 1 else {"transport": transport}
-        train_and_compare("plain", "1f1b", size + 1, num_ranks=size, group=group, executor=executor, **chosen)
-        found.append(size)
+        options: dict[str, Any] = {"num_ranks": size, "group": group, "executor": executor, "overlap": "always"}
+        if size > 1:
+            options["transport"] = "auto" if hosts and transport == "shared_memory" else transport
+        count = 2 * size if schedule == "dualpipev" else size + 1
+        with on_hosts(hosts):
+            found.append((size, train_and_compare("plain", schedule, count, **options).transport.kind))
         for group in groups:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
@@ -59,8 +72,9 @@ def test_one_to_eight_ranks_paused_and_resumed_at_random(executor: str, transpor
         time.sleep(choice.random() * 0.02)
         group.signal(rank, signal.SIGCONT)
         time.sleep(choice.random() * 0.02)
-    sizes = group.results()
-    assert {size for found in sizes for size in found} == set(range(1, MOST + 1))
+    kinds = dict(pair for found in group.results() for pair in found)
+    assert set(kinds) == set(range(1, MOST + 1))
+    assert {kinds[3], kinds[5]} == {"mixed" if transport == "shared_memory" else transport}
 
 
 def held() -> tuple[list[int], int]:
