@@ -72,11 +72,17 @@ def arm(stage: Stage, num_microbatches: int) -> None:
     parallel.reduce_grad = lambda failed: None
 
 
-def make_step(way: str, options: Any, mesh: Any) -> Callable[[], Any]:
+def bucket_sizes(pipe: Pipeline) -> list[list[int]]:
+    """Elements of each bucket of each local stage, as they are now: an armed reducer makes them anew."""
+    wrappers = [wrapper for stage in pipe._stages for wrapper in stage.parallel.wrappers]
+    return [[b.buffer().numel() for b in wrapper.reducer._get_zeros_like_grad_buckets()] for wrapper in wrappers]
+
+
+def make_tasks(way: str, options: Any, mesh: Any) -> dict[str, Callable[[], Any]]:
     def stage(_: int) -> nn.Module:
         blocks = [Block(options.megabytes, options.milliseconds / 1e3) for _ in range(options.blocks)]
         group = mesh["dp"].get_group()
-        # the reducer that is armed makes its buckets itself when it has seen a backward
+        # the reducer that is armed makes its buckets itself, as large as the others', when it has seen a backward
         return DistributedDataParallel(
             nn.Sequential(*blocks),
             process_group=group,
@@ -104,7 +110,7 @@ def make_step(way: str, options: Any, mesh: Any) -> Callable[[], Any]:
         else:
             pipe.step(x, target=y)
 
-    return step
+    return {way: step, f"buckets {way}": partial(bucket_sizes, pipe)}
 
 
 def measure(options: Any) -> list[str]:
@@ -112,10 +118,13 @@ def measure(options: Any) -> list[str]:
 
     def tasks(_: int) -> dict[str, Any]:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-        return {way: make_step(way, options, mesh) for way in WAYS}
+        return {name: task for way in WAYS for name, task in make_tasks(way, options, mesh).items()}
 
     with ranks(4, tasks, pin="never") as group:
         found = interleaved({way: partial(group.time, way, 1) for way in WAYS}, options.rounds, options.schedule)
+        buckets = {str(group.call(f"buckets {way}")) for way in WAYS}
+    if len(buckets) > 1:
+        raise RuntimeError(f"the ways have different buckets: {buckets}")
     megabytes = options.megabytes * options.blocks
     name = f"{options.schedule}, {megabytes:g} MB a stage"
     ratios = [ratio(found[way], found["no average"]) for way in WAYS[1:]]
