@@ -64,7 +64,7 @@ class Criterion:
         count = len(self.labels)
         outputs, labels = values[: len(values) - count], values[len(values) - count :]
         target = type(self.target)(labels) if isinstance(self.target, tuple | list) else labels[0]
-        self.loss = self.stage.loss(self.microbatch, one_or_all(outputs), target)
+        self.loss = self.stage.losses.root(self.microbatch, one_or_all(outputs), target)
         return self.loss
 
 
@@ -109,7 +109,7 @@ def fuse(
     Raises:
         ValueError: when the method does not return what the contract says, or has run no backward.
     """
-    criterion = Criterion(stage, microbatch) if stage.wants_loss else None
+    criterion = Criterion(stage, microbatch) if stage.losses.wanted else None
     # the method may detach the loss in place, as DualPipe's example does, which no view can be
     loss = None if grads is not None else roots[0].clone() if roots[0]._is_view() else roots[0]
     watch = RootWatch(roots if loss is None else [loss])

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from fastpipe.runtime.chain import chosen
 from fastpipe.runtime.microbatch import Rule, Rules, loss_divisors, rows_of, rule_for, split
 from fastpipe.runtime.reports import Weights
-from fastpipe.runtime.stage import Stage, StageWork
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import tensors_in
 
 

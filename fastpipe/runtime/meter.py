@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from fastpipe.runtime.boundary import from_tensors, to_tensors
 from fastpipe.runtime.chain import Chain, chosen
 from fastpipe.runtime.sharded import Sharded
-from fastpipe.runtime.stage import Stage, StageWork
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import Tensors
 from fastpipe.runtime.wrappers import unwrapped
 
@@ -99,7 +100,7 @@ class Meters:
                 assert part is not None
                 inner = Chain({name: part}) if self.by_layer else part
                 place = _place(stage.is_first and name == ends[0], stage.is_last and name == ends[1])
-                probe = _Probe(stage, Stage(place[0], inner, place[1], stage.loss_fn), args, kwargs)
+                probe = _Probe(stage, Stage(place[0], inner, place[1], stage.losses.loss_fn), args, kwargs)
                 with torch.set_grad_enabled(self.trains), probe.leaving_no_trace():
                     self.found[stage.index][number] = probe.unit()
                 args, carried = from_tensors(probe.outputs)

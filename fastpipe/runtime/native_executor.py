@@ -1,6 +1,6 @@
 """The native executor: hands one rank's program, stages and transport to C++, which runs it without asking Python
 anything but ``stage.run``. Where there are such, Python also has the caller's gradients of the outputs
-(``stage.output_grads``), the modules' own method for pairs, and, a few times a step, the replicas of a stage."""
+(``stage.losses.output_grads``), the modules' own method for pairs, and, a few times a step, the replicas of a stage."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _calls(stage: Stage) -> tuple[Any, ...]:
     parallel = stage.parallel
     return (
         stage.run,
-        stage.output_grads if stage.has_output_grads else None,
+        stage.losses.output_grads if stage.losses.has_output_grads else None,
         stage.random,
         None if parallel is None else stage.meet,
         parallel.fold if parallel is not None and parallel.folds else None,

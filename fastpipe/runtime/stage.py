@@ -8,67 +8,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastpipe.program import Op
-from fastpipe.runtime.added_losses import AddedLosses, attached
+from fastpipe.runtime.added_losses import AddedLosses
 from fastpipe.runtime.boundary import from_tensors, to_tensors
 from fastpipe.runtime.carried import apart, carried_on, together
 from fastpipe.runtime.chain import Chain, accepted_names, chosen, recomputing
 from fastpipe.runtime.current import Around, Moments
 from fastpipe.runtime.fused import fuse, method_of
 from fastpipe.runtime.generators import StageRandom, pair_region
-from fastpipe.runtime.losses import checked_loss, detached, fitting, loss_and_metrics, returned_loss, scale_loss
 from fastpipe.runtime.recompute import NONE
 from fastpipe.runtime.record import Record, enter
-from fastpipe.runtime.tensors import Tensors, tensors_in
+from fastpipe.runtime.stage_losses import LossFunction, StageLosses
+from fastpipe.runtime.stage_work import StageWork
+from fastpipe.runtime.tensors import Tensors
 from fastpipe.runtime.weight_grad import Survey, WeightGradients, make_weight_gradients
 from fastpipe.runtime.wrappers import find_data_parallel, unwrapped
-
-LossFunction = Callable[..., Any]
-
-
-class NoLoss(Exception):  # noqa: N818 - it is caught, and the step goes on without a backward
-    """The last stage returned no loss, and neither a loss function nor an output gradient was given."""
-
-
-@dataclass
-class StageWork:
-    """What one step gives to a stage and takes from it, by microbatch.
-
-    Attributes:
-        args: positional arguments of the module; None for a stage that is fed by another.
-        kwargs: keyword arguments of the module.
-        targets: the loss function's second argument.
-        divisors: what each microbatch's loss is divided by before its backward; None for no scaling.
-        loss_scale: what a backward's roots are multiplied by, see `fastpipe.GradScaler`; None for 1.
-        output_grads: gradients of the outputs, given by the caller instead of a loss.
-        keep_outputs: whether the last stage's outputs are kept.
-        reduces: whether gradients are reduced over the replicas of the pipeline in this step.
-        losses: out: the loss of each microbatch as the loss function returned it, detached.
-        scaled: out: the same after the division.
-        outputs: out: the last stage's outputs, detached.
-        metrics: out: what the loss function returned beside the loss.
-        added: out: the losses that the stage added.
-    """
-
-    args: Sequence[tuple[Any, ...]] | None = None
-    kwargs: Sequence[Mapping[str, Any]] | None = None
-    targets: Sequence[Any] | None = None
-    divisors: Sequence[float] | None = None
-    loss_scale: torch.Tensor | None = None
-    output_grads: Sequence[Tensors] | None = None
-    keep_outputs: bool = True
-    reduces: bool = True
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    scaled: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    metrics: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
-    added: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
 
 
 class Stage:
@@ -91,6 +50,7 @@ class Stage:
         has_split: whether an I has run, so that `deferred` is known.
         peak_held_bytes: the most memory that waited for W at any time.
         random: what is done about random numbers in this step; None where there is nothing to do.
+        losses: what it adds to the loss and, on the last stage, the loss.
         parallel: what the stage does with its replicas; None where its module is not wrapped.
         modules: the layers of a chain, or the one module.
         fuses: whether it brings a method for fused pairs; see `fastpipe.runtime.fused`.
@@ -109,12 +69,11 @@ class Stage:
         self.module = module
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self.loss_fn = loss_fn
+        self.losses = StageLosses(index, self.is_last, loss_fn)
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
         self.moments = Moments(index, *contexts)
         self.later: frozenset[str] | None = None
-        self.work = StageWork()
         self.running: int | None = None
         self.random: StageRandom | None = None
         self.modules = list(module.children()) if isinstance(module, Chain) else [module]
@@ -125,30 +84,21 @@ class Stage:
         self.deferred: frozenset[int] = frozenset()
         self.has_split = False
         self.peak_held_bytes = 0
-        self._added = AddedLosses()
         self._looks: tuple[bool, ...] | None = None
         self._records: dict[int, Record] = {}
         self._survey = Survey()
         self._waiting: dict[int, tuple[WeightGradients, int]] = {}
 
+    @property
+    def work(self) -> StageWork:
+        """Of the step that runs."""
+        return self.losses.work
+
     def begin(self, work: StageWork) -> None:
         """Take the work of a new step."""
         self.end()
-        self.work = work
+        self.losses.work = work
         self.running = None
-
-    @property
-    def has_output_grads(self) -> bool:
-        """Whether the caller gave the gradients of the outputs instead of a loss."""
-        return self.work.output_grads is not None
-
-    def output_grads(self, microbatch: int) -> Tensors | None:
-        """The caller's gradients of one microbatch's outputs."""
-        grads = self.work.output_grads
-        scale = self.work.loss_scale
-        if grads is None or scale is None:
-            return None if grads is None else grads[microbatch]
-        return tuple(grad * scale for grad in grads[microbatch])
 
     def run(self, microbatch: int, inputs: Tensors) -> Tensors:
         """Call the module; on the last stage also the loss.
@@ -172,7 +122,7 @@ class Stage:
         args, carried = self.received(microbatch, inputs)
         kwargs = self._kwargs_of(microbatch, carried)
         try:
-            with AddedLosses() as self._added:
+            with AddedLosses() as self.losses.added:
                 output = self._module_call(*args, **kwargs) if kwargs else self._module_call(*args)
         except RuntimeError as error:
             reason = self._dtype_reason(args)
@@ -191,23 +141,7 @@ class Stage:
         value, values = apart(output)
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
-        share = self._scaled_up(self._share_added(microbatch))
-        return attached(to_tensors(value, carried, self.index), share, self.index)
-
-    def _share_added(self, microbatch: int) -> torch.Tensor | None:
-        """The share of the losses that this stage added in that of the batch, which are noted."""
-        if not self._added.values:
-            return None
-        self.work.added[microbatch] = self._added.detached()
-        return self._added.share(self._divisor(microbatch)) if torch.is_grad_enabled() else None
-
-    def _scaled_up(self, root: torch.Tensor | None) -> torch.Tensor | None:
-        """What a backward starts from, times the scale of the losses."""
-        scale = self.work.loss_scale
-        return root if scale is None or root is None or not torch.is_grad_enabled() else root * scale
-
-    def _divisor(self, microbatch: int) -> float | None:
-        return None if self.work.divisors is None else self.work.divisors[microbatch]
+        return self.losses.attached(microbatch, to_tensors(value, carried, self.index))
 
     def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The positional arguments of the module, and what earlier stages carry."""
@@ -218,12 +152,6 @@ class Stage:
         given = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
         return given if not carried else together(given, chosen(carried, self.accepts), self.index)
 
-    @property
-    def wants_loss(self) -> bool:
-        """Whether the loss function is called here in this step."""
-        work = self.work
-        return self.is_last and self.loss_fn is not None and work.targets is not None and work.output_grads is None
-
     def fuses_with(self, pair: Stage) -> bool:
         """Whether F of this stage and B of another one are left to the modules' own method in this step."""
         return self.fuses and type(self.modules[0]) is type(pair.modules[0]) and pair.fuses and self.work.kwargs is None
@@ -233,14 +161,14 @@ class Stage:
     ) -> Tensors:
         """As `run`, with the backward of another microbatch; see `fastpipe.runtime.fused.fuse`."""
         self.running = microbatch
-        with self.moments.around_forward(), AddedLosses() as self._added:
+        with self.moments.around_forward(), AddedLosses() as self.losses.added:
             output, loss = fuse(self, microbatch, inputs, pair, roots, grads)
         if not self.is_last:
             outputs = self._hand_on(microbatch, output, {})
         elif loss is None:
             outputs = self._finish(microbatch, output)
         else:
-            self._keep(microbatch, output)
+            self.losses.keep(microbatch, output)
             outputs = (loss,)
         self.running = None
         return outputs
@@ -273,51 +201,9 @@ class Stage:
         )
 
     def _finish(self, microbatch: int, output: Any) -> Tensors:
-        work = self.work
         output, values = apart(output)
         carried_on({}, values, self.index, self.accepts, self.later)
-        self._keep(microbatch, output)
-        if work.output_grads is not None:
-            outputs = fitting(tensors_in(output, "the last stage's output"), work.output_grads[microbatch])
-            return attached(outputs, self._scaled_up(self._share_added(microbatch)), self.index)
-        if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
-            if torch.is_grad_enabled():
-                raise NoLoss
-            self._share_added(microbatch)
-            return ()
-        if self.loss_fn is not None and work.targets is None:
-            self._share_added(microbatch)
-            return ()
-        return (self.loss(microbatch, output, None if work.targets is None else work.targets[microbatch]),)
-
-    def _keep(self, microbatch: int, output: Any) -> None:
-        if self.work.keep_outputs:
-            self.work.outputs[microbatch] = detached(output)
-
-    def loss(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
-        """What the backward of one microbatch starts from: the loss's share in that of the batch, which is noted."""
-        work = self.work
-        found, metrics = (returned_loss(output), {}) if self.loss_fn is None else self._call_loss_fn(output, target)
-        loss = checked_loss(found)
-        scaled = scale_loss(loss, self._divisor(microbatch))
-        if torch.is_grad_enabled() and not scaled.requires_grad:
-            whose = "the last stage" if self.loss_fn is None else "loss_fn"
-            raise ValueError(
-                f"{whose} returned a loss that requires no gradient: leave out detach() and no_grad(), let a parameter "
-                "require one, or call eval_step"
-            )
-        work.losses[microbatch] = loss.detach()
-        work.scaled[microbatch] = scaled.detach()
-        if metrics:
-            work.metrics[microbatch] = list(metrics.items())
-        share = self._share_added(microbatch)
-        root = self._scaled_up(scaled if share is None else scaled + share)
-        assert root is not None
-        return root
-
-    def _call_loss_fn(self, output: Any, target: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-        assert self.loss_fn is not None
-        return loss_and_metrics(self.loss_fn(output, target))
+        return self.losses.roots(microbatch, output)
 
     def forward(self, microbatch: int, inputs: Tensors, *, splits: bool = False) -> Tensors:
         """Run one microbatch, and keep what its backward needs unless gradients are off.
@@ -413,7 +299,7 @@ class Stage:
     def _root_grads(self, microbatch: int, outputs: Tensors, grads: Tensors) -> Sequence[torch.Tensor] | None:
         if not self.is_last:
             return grads
-        given = self.output_grads(microbatch)
+        given = self.losses.output_grads(microbatch)
         if given is None:
             return None
         return [grad for grad, output in zip(given, outputs, strict=True) if output.requires_grad]
@@ -471,6 +357,6 @@ class Stage:
 
     def end(self) -> None:
         """Let go of all that a step left behind, the batch too."""
-        self.work = StageWork()
+        self.losses.work = StageWork()
         self._records.clear()
         self._waiting.clear()

@@ -24,7 +24,8 @@ from fastpipe.runtime.ranks import LocalRanks, Outcome
 from fastpipe.runtime.replicas import Replicas
 from fastpipe.runtime.reports import MetricRules, Reports, Values, Weights, pack, weights_of
 from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans
-from fastpipe.runtime.stage import NoLoss, Stage
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.stage_losses import NoLoss
 from fastpipe.runtime.transport import TransportError
 
 _MAX_KNOWN = 64

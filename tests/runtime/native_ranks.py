@@ -15,7 +15,8 @@ from fastpipe.program import Program
 from fastpipe.runtime.executor import Drained
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.native_executor import NativeExecutor
-from fastpipe.runtime.stage import Stage, StageWork
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.stage_work import StageWork
 from tests.promptly import PATIENCE
 
 Modules = Sequence[Callable[..., Any]]

@@ -16,7 +16,8 @@ from fastpipe.runtime import native  # noqa: E402
 from fastpipe.runtime.group import membership  # noqa: E402
 from fastpipe.runtime.native_executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.process_group import ProcessGroups  # noqa: E402
-from fastpipe.runtime.stage import Stage, StageWork  # noqa: E402
+from fastpipe.runtime.stage import Stage  # noqa: E402
+from fastpipe.runtime.stage_work import StageWork  # noqa: E402
 from fastpipe.runtime.transport import TransportError  # noqa: E402
 from tests.promptly import PATIENCE, promptly  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402

@@ -18,6 +18,7 @@ from fastpipe.program import Program  # noqa: E402
 from fastpipe.runtime import native  # noqa: E402
 from fastpipe.runtime.python_executor import PythonExecutor  # noqa: E402
 from fastpipe.runtime.shared_memory import SharedMemory  # noqa: E402
+from fastpipe.runtime.stage_work import StageWork  # noqa: E402
 from fastpipe.runtime.transport import TransportError  # noqa: E402
 from tests.runtime import native_ranks  # noqa: E402
 from tests.runtime.checks import same_bits  # noqa: E402
@@ -233,7 +234,7 @@ def test_a_silent_peer_is_given_up(ranks_of: type[NativeRanks]) -> None:
     options = {"on_failure": lambda _, error: found.append(error), "timeout": 0.3, "num_threads": 1}
     transport.links = []
     alone = executor(ranks.program, 0, stages, transport, **options)
-    ranks.stages[0].begin(native_ranks.StageWork(args=data(2)[0]))
+    ranks.stages[0].begin(StageWork(args=data(2)[0]))
     thread = threading.Thread(target=lambda: pytest.raises(TransportError, alone.run, 1, True))
     thread.start()
     thread.join(10)

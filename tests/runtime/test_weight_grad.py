@@ -18,7 +18,8 @@ from torch import nn
 from fastpipe import Pipeline, list_schedules, make_schedule
 from fastpipe.action import ActionKind
 from fastpipe.runtime import native, weight_grad
-from fastpipe.runtime.stage import Chain, Stage, StageWork
+from fastpipe.runtime.stage import Chain, Stage
+from fastpipe.runtime.stage_work import StageWork
 from fastpipe.testing import reference_step
 from tests.conftest import skip_without_native
 from tests.promptly import PATIENCE
