@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ import torch
 from fastpipe.runtime.gathering import gather
 from fastpipe.runtime.group import Membership
 from fastpipe.runtime.inputs import Request
+from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.result import StepResult
 from fastpipe.runtime.steps import Settings, Steps
-
-_CALL = "stream"
+from fastpipe.runtime.under_way import Source, UnderWay
 
 
 class Evaluates:
@@ -57,21 +57,34 @@ class Evaluates:
         return result
 
     def stream(
-        self, microbatches: Iterable[Any], *, window: int | None = None, gather_outputs: bool = False, **kwargs: Any
+        self,
+        microbatches: Iterable[Any],
+        *,
+        window: int | None = None,
+        drain: bool = False,
+        gather_outputs: bool = False,
+        **kwargs: Any,
     ) -> Iterator[Any]:
         """Send one microbatch after the other through the pipeline, and yield their outputs in order.
 
-        Called on every rank alike, and iterated on every rank. A window of microbatches is on its way at a time, and as
-        many outputs are held. Between two windows the pipeline runs empty, which costs as much as ``num_ranks - 1``
-        microbatches: a larger window is faster, a smaller one gives its first output sooner. Between two outputs other
-        steps may be made, on all ranks alike.
+        Called on every rank alike, and iterated on every rank. A window of microbatches enters at a time. The pipeline
+        stays full from window to window: the last microbatches of one go on in the next, so an output comes after
+        ``num_stages - 1`` further microbatches have entered, or the source has ended. What is held is a window's
+        inputs and outputs, and one input a stage. All ranks meet between two windows, which a larger window does less
+        often. Between two outputs other steps may be made, on all ranks alike; a microbatch that is under way goes on
+        with the weights that it meets.
 
         Whoever stops (`break`, or an exception) ends the stream for all: the others get what is left of their window.
+        When the source raises, the outputs of all that it gave before come first.
 
         Args:
             microbatches: the inputs, of any length; a tuple is several arguments. Looked at only where `needs_input`,
                 and taken as far as needed.
-            window: how many are on their way; the pipeline's ``num_microbatches`` unless given.
+            window: how many enter at a time; the pipeline's ``num_microbatches`` unless given.
+            drain: whether the pipeline runs empty after every window: for a source that needs the outputs of one window
+                to give the next. That costs the time of ``num_stages - 1`` microbatches a window. It is done in any
+                case where the schedule holds every stage twice, or is a `Schedule` of fewer than ``window + num_stages
+                - 1`` microbatches.
             gather_outputs: whether every rank yields the outputs; otherwise those without the last stage yield None.
             kwargs: keyword arguments of the model, the same for every microbatch.
 
@@ -83,30 +96,29 @@ class Evaluates:
         size = self.num_microbatches if window is None else window
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"window = {window!r}: give a number of microbatches of at least 1")
-        if self._takes_input and not isinstance(microbatches, Iterable):
+        takes_input = any(stage.is_first for stage in self._steps.stages)
+        if takes_input and not isinstance(microbatches, Iterable):
             raise TypeError(f"microbatches is of type {type(microbatches).__name__}: give an iterable, one item each")
-        return self._windows(iter(microbatches) if self._takes_input else iter(()), size, gather_outputs, kwargs)
+        source = Source(iter(microbatches), size) if takes_input else None
+        return self._windows(source, size, drain, gather_outputs, kwargs)
 
-    @property
-    def _takes_input(self) -> bool:
-        return any(stage.is_first for stage in self._steps.stages)
-
-    def _windows(self, source: Iterator[Any], size: int, gather_outputs: bool, kwargs: dict[str, Any]) -> Iterator[Any]:
+    def _windows(
+        self, source: Source | None, size: int, drain: bool, gather_outputs: bool, kwargs: dict[str, Any]
+    ) -> Iterator[Any]:
+        call = f"stream in windows of {size}{', drained' if drain else ''}"
+        plans = self._steps.plans
+        under_way = UnderWay(plans.num_stages, not drain and plans.can_keep_full(size), self.device)
         open_ = True
         try:
             while True:
-                taken, count = self._next_window(source, size)
-                if not count:
+                taken, count, is_last = self._next_window(call, source, under_way, plans)
+                if not count and not under_way:
                     open_ = False
                     return
-                named = {name: [value] * count for name, value in kwargs.items()}
-                request = Request((taken,), named, None, None, count, training=False, keeps_outputs=True)
-                result = self._run(request, False, gather_outputs)
-                outputs = [result.found.get(i) for i in range(count)]
-                del result, request, taken
-                for i in range(count):
-                    output, outputs[i] = outputs[i], None
-                    yield output
+                outputs = self._run_window(under_way, taken, count, is_last, gather_outputs, kwargs)
+                del taken
+                while outputs:
+                    yield outputs.popleft()
         except GeneratorExit:
             raise
         except BaseException:
@@ -115,22 +127,48 @@ class Evaluates:
             raise
         finally:
             if open_ and self._steps.broken is None:
-                self._steps.meet(_CALL, lambda: {"stop": True})
+                self._steps.meet(call, lambda: {"stop": True})
 
-    def _next_window(self, source: Iterator[Any], size: int) -> tuple[list[Any], int]:
-        """The next microbatches, and how many; 0 when all is done, or another rank has stopped."""
+    def _run_window(
+        self,
+        under_way: UnderWay,
+        taken: list[Any],
+        count: int,
+        is_last: bool,
+        gather_outputs: bool,
+        kwargs: dict[str, Any],
+    ) -> deque[Any]:
+        """One window; the outputs of those microbatches that have gone through."""
+        window = under_way.window(count, is_last=is_last)
+        inputs = [*under_way.inputs, *taken]
+        num_microbatches = len(window.starts)
+        named = {name: [value] * num_microbatches for name, value in kwargs.items()}
+        request = Request(
+            (inputs,), named, None, None, num_microbatches, training=False, keeps_outputs=True, window=window
+        )
+        found = self._run(request, False, gather_outputs).found
+        return deque(found.get(i) for i in range(under_way.after(window, inputs)))
+
+    def _next_window(
+        self, call: str, source: Source | None, under_way: UnderWay, plans: Plans
+    ) -> tuple[list[Any], int, bool]:
+        """The next microbatches, how many, and whether they are the last; none when another rank has stopped."""
         taken: list[Any] = []
 
         def take() -> dict[str, Any]:
-            taken.extend(islice(source, size))
-            return {"count": len(taken)} if self._takes_input else {}
+            if under_way and self._steps.plans is not plans:
+                raise ValueError("stream: the pipeline was replanned with microbatches under way; use drain=True")
+            if source is None:
+                return {}
+            taken.extend(source.take(hold_error=bool(under_way)))
+            return {"count": len(taken), "ended": source.ended}
 
-        replies = self._steps.meet(_CALL, take)
+        replies = self._steps.meet(call, take)
         if any("stop" in reply for reply in replies):
-            return [], 0
-        counts = {reply["count"] for reply in replies if "count" in reply}
-        if len(counts) > 1:
-            raise ValueError(
-                f"stream: the ranks with the first stage gave {sorted(counts)} microbatches; give the same to all"
-            )
-        return taken, counts.pop()
+            under_way.drop()
+            return [], 0, True
+        given = {(reply["count"], reply["ended"]) for reply in replies if "count" in reply}
+        if len(given) > 1:
+            counts = sorted(count for count, _ in given)
+            raise ValueError(f"stream: the ranks with the first stage gave {counts} microbatches; give the same to all")
+        return taken, *given.pop()

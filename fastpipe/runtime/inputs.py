@@ -15,6 +15,7 @@ from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import tensors_in
+from fastpipe.runtime.under_way import Window
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Request:
         training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
         keeps_outputs: whether outputs are kept although the pipeline keeps none.
+        window: of a stream, which stages compute which microbatches; None for all.
     """
 
     args: tuple[Any, ...]
@@ -40,6 +42,7 @@ class Request:
     training: bool
     reduces: bool = True
     keeps_outputs: bool = False
+    window: Window | None = None
 
 
 @dataclass
@@ -229,7 +232,11 @@ def stage_works(
     for stage in stages:
         names = chosen(inputs.kwargs, stage.accepts)
         work = StageWork(
-            keep_outputs=keep_outputs, reduces=request.reduces, divisors=weights.loss, loss_scale=loss_scale
+            keep_outputs=keep_outputs,
+            reduces=request.reduces,
+            divisors=weights.loss,
+            loss_scale=loss_scale,
+            window=request.window,
         )
         if stage.is_first:
             work.args = inputs.args

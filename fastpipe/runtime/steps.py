@@ -260,7 +260,8 @@ class Steps:
         self._flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
         kind = self.settings.device.type
         autocast = (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
-        return hash((request.num_microbatches, inputs.signature(), self._flags, autocast))
+        window = None if request.window is None else request.window.shape
+        return hash((request.num_microbatches, inputs.signature(), self._flags, autocast, window))
 
     def scale_now(self) -> torch.Tensor | None:
         """What the roots of this step's backward are multiplied by."""
@@ -291,7 +292,9 @@ class Steps:
         if request.training:
             self.replicas.before_step()
         pairs = request.training and self.plans.has_pairs(request.num_microbatches)
-        self.random.begin(request.training, self._flags, pairs)
+        # a stage that computes nothing in a window of a stream shows nothing of its habits
+        window = () if request.window is None else tuple(request.window.computes(stage.index) for stage in stages)
+        self.random.begin(request.training, (*self._flags, *window), pairs)
         outcome = self.ranks.run(program, self._number(signature), announce)
         if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
             outcome.refuse(self.random.check())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,18 @@ class Counted:
             yield item
 
 
+class Counting(Block):
+    """Counts how often it is called."""
+
+    def __init__(self, calls: list[int], index: int) -> None:
+        super().__init__()
+        self.calls, self.index = calls, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[self.index] += 1
+        return super().forward(x)
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipev", "dualpipe", "looped_bfs", "interleaved_1f1b"])
 @pytest.mark.parametrize("count", [0, 1, 11])
@@ -66,13 +79,64 @@ def test_outputs_come_in_order(schedule: str, count: int, executor: str) -> None
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_no_more_than_a_window_is_taken(executor: str) -> None:
+@pytest.mark.parametrize("drain", [True, False])
+def test_no_more_than_a_window_is_taken(executor: str, drain: bool) -> None:
     pipe = build(executor)
     source = Counted(inputs(50))
-    found = pipe.stream(source, window=5)
+    found = pipe.stream(source, window=5, drain=drain)
     assert source.taken == 0
+    under_way = 0 if drain else 1
     for i, _ in enumerate(found):
-        assert source.taken == min(50, 5 * (i // 5 + 1))
+        assert source.taken == min(50, 5 * ((i + under_way) // 5 + 1))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("window", "count"), [(3, 9), (1, 5), (2, 7), (5, 4)])
+def test_the_pipeline_stays_full(executor: str, window: int, count: int) -> None:
+    calls = [0] * 4
+    torch.manual_seed(0)
+    layers = [Counting(calls, i) for i in range(4)]
+    pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=4, executor=executor)
+    given = inputs(count)
+    for seen, (found, wanted) in enumerate(zip(pipe.stream(given, window=window), expected(pipe, given), strict=True)):
+        assert same_bits(found, wanted)
+        entered = window * ((seen + 3) // window + 1)
+        if entered <= count:  # each stage is one behind the one before it, and never more
+            assert calls == [entered + count - i for i in range(4)]
+    assert calls == [2 * count] * 4
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_source_may_wait_for_outputs(executor: str) -> None:
+    pipe = build(executor)
+    outputs = [torch.ones(1, WIDTH)]
+
+    def source() -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            yield outputs[-1]
+
+    for output in pipe.stream(source(), window=1, drain=True):
+        outputs.append(output)
+    assert all(map(same_bits, outputs[1:], expected(pipe, outputs[:4])))
+
+
+def test_a_schedule_of_few_microbatches_is_drained() -> None:
+    torch.manual_seed(0)
+    schedule = fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=4)
+    pipe = Pipeline([Block() for _ in range(4)], schedule, None, squared)
+    given = inputs(9)
+    for window in (3, 4):
+        assert all(map(same_bits, list(pipe.stream(given, window=window)), expected(pipe, given)))
+
+
+def test_no_replan_with_microbatches_under_way() -> None:
+    pipe = build("native")
+    stream = pipe.stream(inputs(20), window=4)
+    next(stream)
+    pipe._steps.follow(copy.copy(pipe._steps.plans), forward_only=False)  # what replan does
+    with pytest.raises(ValueError, match="replanned with microbatches under way; use drain=True"):
+        list(stream)
+    assert len(list(pipe.stream(inputs(3)))) == 3
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -100,7 +164,9 @@ def test_a_source_or_a_stage_may_fail(executor: str) -> None:
     with pytest.raises(KeyError, match="the source broke"):
         for output in pipe.stream(Counted(inputs(20), broken_at=10), window=4):
             found.append(output)
-    assert len(found) == 8
+    assert len(found) == 10
+    with pytest.raises(KeyError, match="the source broke"):
+        next(pipe.stream(Counted(inputs(20), broken_at=0)))
     assert len(list(pipe.stream(inputs(6)))) == 6
 
     layers = [Block(), Block(), Fault(Block(), at_call=9, error=OverflowError("too large")), Block()]
@@ -109,7 +175,7 @@ def test_a_source_or_a_stage_may_fail(executor: str) -> None:
     with pytest.raises(OverflowError, match="too large"):
         for output in pipe.stream(inputs(20), window=4):
             found.append(output)
-    assert len(found) == 8
+    assert len(found) == 7
     assert len(list(pipe.stream(inputs(6)))) == 6
 
 
