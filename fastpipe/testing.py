@@ -22,6 +22,7 @@ from fastpipe.runtime.losses import (
     checked_loss,
     detached,
     loss_and_metrics,
+    names_of,
     returned_loss,
     scale_loss,
     sum_in_order,
@@ -181,13 +182,13 @@ class _Walk:
         self.returned: Values = {0: {}}
         self.added: Values = {0: {}}
 
-    def finish(self, i: int, output: Any) -> Any:
-        """From a microbatch's output to its loss and metrics."""
+    def finish(self, i: int, output: Any, carried: Mapping[str, Any]) -> Any:
+        """From a microbatch's output, and what layers carry to the loss, to its loss and metrics."""
         targets = self.cut.targets
         found, measured = (
             (returned_loss(output), {})
             if self.loss_fn is None or targets is None
-            else loss_and_metrics(self.loss_fn(output, targets[i]))
+            else loss_and_metrics(self.loss_fn(output, targets[i], **chosen(carried, names_of(self.loss_fn))))
         )
         self.losses[i], self.returned[0][i] = checked_loss(found), list(measured.items())
         return output
@@ -216,7 +217,7 @@ class _Walk:
 def _forward_of(
     model: nn.Module,
     layers: Layers | None,
-    finish: Callable[[int, Any], Any],
+    finish: Callable[[int, Any, Mapping[str, Any]], Any],
     rng: str | None,
     seed: int | None,
     step: int,
@@ -228,7 +229,7 @@ def _forward_of(
     With `rng` it goes stage by stage, each from the state that it has in a pipeline.
     """
     if rng is None:
-        return lambda microbatch, args, kwargs: finish(microbatch, apart(model(*args, **kwargs))[0])
+        return lambda microbatch, args, kwargs: finish(microbatch, *apart(model(*args, **kwargs)))
     if rng != PER_MICROBATCH:
         raise ValueError(f"rng = {rng!r}: use None or {PER_MICROBATCH!r}")
     if isinstance(model, Chain | nn.Sequential | nn.ModuleList):
@@ -244,13 +245,15 @@ def _forward_of(
 
     def forward(microbatch: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         value: Any = args
-        carried = dict(kwargs)
+        named = dict(kwargs)
+        carried: dict[str, Any] = {}
         for index, stage in enumerate(stages):
             with generators.region(index, microbatch):
-                value, values = apart(stage(*value, **chosen(carried, accepted_names(stage))))
+                value, values = apart(stage(*value, **chosen(named, accepted_names(stage))))
+                carried |= values
                 if index == num_stages - 1:
-                    return finish(microbatch, value)
-            carried |= values
+                    return finish(microbatch, value, carried)
+            named |= values
             value = as_arguments(value)
 
     return forward

@@ -35,7 +35,8 @@ def carry(output: Any, /, **values: Any) -> Carried:
     """Return this from a layer's forward to give values to later layers, however far behind it they are.
 
     Every later layer whose ``forward`` names a value gets it as a keyword argument, in the same stage and in others;
-    the layers between need not know of it. Gradients come back the same way. Within a pipeline a value travels as far
+    the layers between need not know of it. So does a ``loss_fn`` that has a keyword-only parameter of that name, or a
+    further one without a default. Gradients come back the same way. Within a pipeline a value travels as far
     as the last stage that names it.
 
     Args:
@@ -74,7 +75,7 @@ def carried_on(
         carried: what came to it.
         values: what its own layers carry.
         stage: which one.
-        own: the names that its layers take; None for any.
+        own: the names that its layers, or its loss, take; None for any.
         later: the names that later stages take; None for any.
 
     Raises:
@@ -109,18 +110,22 @@ class Taker(Protocol):
 
     Attributes:
         index: its place.
-        accepts: the keyword arguments that it takes; None for any.
+        takes: the names that it takes; None for any.
         later: those that later stages take; None for any.
     """
 
     index: int
-    accepts: frozenset[str] | None
     later: frozenset[str] | None
+
+    @property
+    def takes(self) -> frozenset[str] | None:
+        """See above."""
+        ...
 
 
 def names_message(stages: Iterable[Taker]) -> dict[str, list[str] | None]:
-    """Which keyword arguments the local stages take, for the other processes."""
-    return {str(stage.index): None if stage.accepts is None else sorted(stage.accepts) for stage in stages}
+    """Which names the local stages take, for the other processes."""
+    return {str(stage.index): None if stage.takes is None else sorted(stage.takes) for stage in stages}
 
 
 def tell_later(stages: Iterable[Taker], messages: Sequence[Mapping[str, list[str] | None]]) -> None:

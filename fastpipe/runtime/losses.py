@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,23 @@ def fitting(outputs: Tensors, grads: Tensors) -> Tensors:
             "gradient of the same shape for each output"
         )
     return outputs
+
+
+def names_of(loss_fn: Callable[..., Any] | None) -> frozenset[str]:
+    """The carried values that a loss function takes beside output and target.
+
+    They are its keyword-only parameters, and further ones without a default. Others have to be left alone: torch's own
+    loss functions have a ``weight``, which a model may well carry for another purpose.
+    """
+    if loss_fn is None:
+        return frozenset()
+    try:
+        parameters = list(inspect.signature(getattr(loss_fn, "forward", loss_fn)).parameters.values())
+    except (TypeError, ValueError):  # a function in C that does not say
+        return frozenset()
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p.name for p in by_position[2:] if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return frozenset([*needed, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)])
 
 
 def returned_loss(output: Any) -> Any:

@@ -133,7 +133,8 @@ class _Probe:
         self.outputs: Tensors = ()
         targets, microbatch = stage.work.targets, stage.running or 0
         self._targets = None if targets is None or not part.is_last else [targets[microbatch]]
-        self._kwargs = [chosen(kwargs, part.accepts)]
+        self._carried = chosen({**stage.losses.carried, **kwargs}, part.losses.names)
+        self._kwargs = [{k: v for k, v in chosen(kwargs, part.accepts).items() if k not in self._carried}]
         self._cuda = any(parameter.is_cuda for parameter in part.module.parameters())
 
     @contextlib.contextmanager
@@ -173,7 +174,7 @@ class _Probe:
             return ()
         wants = torch.is_grad_enabled()
         value = self.args[0] if len(self.args) == 1 else self.args
-        given = to_tensors(value, {}, self.part.index)
+        given = to_tensors(value, self._carried, self.part.index)
         return tuple(t.detach().requires_grad_(wants and t.is_floating_point()) for t in given)
 
     def _run(self) -> tuple[float, float, float]:

@@ -75,9 +75,9 @@ class Pipeline(Trains, Replannable):
             ``PipelineStage`` objects of torch.distributed.pipelining, or its ``Pipe``.
         schedule: a name of `fastpipe.list_schedules`, or a `fastpipe.Schedule`.
         num_microbatches: how many microbatches a batch is cut into; a step may say otherwise.
-        loss_fn: ``loss_fn(output, target)``, one number for a microbatch, or that and metrics: ``(loss, dict)``, or all
-            in one dict with ``"loss"``. Without it the last stage returns the loss (alone, or in a dict under
-            ``"loss"``), or `step` gets ``output_grad``.
+        loss_fn: ``loss_fn(output, target)``, and by name what layers `carry`: one number for a microbatch, or that and
+            metrics: ``(loss, dict)``, or all in one dict with ``"loss"``. Without it the last stage returns the loss
+            (alone, or in a dict under ``"loss"``), or `step` gets ``output_grad``.
         num_ranks: the number of ranks; the size of the group unless given. More than there are processes only when
             there is one process: its ranks are then threads.
         stages_per_rank: how many stages a rank holds, for schedules with that option.

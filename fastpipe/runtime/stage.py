@@ -130,6 +130,7 @@ class Stage:
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)
         kwargs = self._kwargs_of(microbatch, carried)
+        self.losses.carried = chosen(carried, self.losses.names)
         try:
             with AddedLosses() as self.losses.added:
                 output = self._module_call(*args, **kwargs) if kwargs else self._module_call(*args)
@@ -160,6 +161,11 @@ class Stage:
         """The keyword arguments of the module: of the step, and of what is carried those that it names."""
         given = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
         return given if not carried else together(given, chosen(carried, self.accepts), self.index)
+
+    @property
+    def takes(self) -> frozenset[str] | None:
+        """What it takes of what earlier layers carry, for its layers or for the loss; None for any."""
+        return None if self.accepts is None else self.accepts | self.losses.names
 
     def fuses_with(self, pair: Stage) -> bool:
         """Whether F of this stage and B of another one are left to the modules' own method in this step."""
@@ -211,7 +217,8 @@ class Stage:
 
     def _finish(self, microbatch: int, output: Any) -> Tensors:
         output, values = apart(output)
-        carried_on({}, values, self.index, self.accepts, self.later)
+        carried_on({}, values, self.index, self.takes, self.later)
+        self.losses.carried |= chosen(values, self.losses.names)
         return self.losses.roots(microbatch, output)
 
     def forward(self, microbatch: int, inputs: Tensors, *, splits: bool = False) -> Tensors:
@@ -366,6 +373,6 @@ class Stage:
 
     def end(self) -> None:
         """Let go of all that a step left behind, the batch too."""
-        self.losses.work = StageWork()
+        self.losses.work, self.losses.carried = StageWork(), {}
         self._records.clear()
         self._waiting.clear()

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from fastpipe.runtime.added_losses import AddedLosses, attached
-from fastpipe.runtime.losses import checked_loss, detached, fitting, loss_and_metrics, returned_loss, scale_loss
+from fastpipe.runtime.losses import (
+    checked_loss,
+    detached,
+    fitting,
+    loss_and_metrics,
+    names_of,
+    returned_loss,
+    scale_loss,
+)
 from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import Tensors, tensors_in
 
@@ -25,9 +33,11 @@ class StageLosses:
     Args:
         stage: its index.
         is_last: whether it is the last one.
-        loss_fn: ``loss_fn(output, target)`` on the last stage.
+        loss_fn: ``loss_fn(output, target)`` on the last stage, and what is carried to it by name.
 
     Attributes:
+        names: the carried values that the loss function takes.
+        carried: those of the microbatch whose forward runs.
         work: of the step that runs.
         added: collects what the layers add in the forward that runs.
     """
@@ -36,6 +46,8 @@ class StageLosses:
         self.stage = stage
         self.is_last = is_last
         self.loss_fn = loss_fn
+        self.names = names_of(loss_fn) if is_last else frozenset()
+        self.carried: dict[str, Any] = {}
         self.work = StageWork()
         self.added = AddedLosses()
 
@@ -111,7 +123,7 @@ class StageLosses:
 
     def _call_loss_fn(self, output: Any, target: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         assert self.loss_fn is not None
-        return loss_and_metrics(self.loss_fn(output, target))
+        return loss_and_metrics(self.loss_fn(output, target, **self.carried))
 
     def _share_added(self, microbatch: int) -> torch.Tensor | None:
         """The share of the losses that this stage added in that of the batch, which are noted."""

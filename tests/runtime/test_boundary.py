@@ -16,6 +16,7 @@ import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.boundary import from_tensors, to_tensors
 from fastpipe.runtime.carried import names_later
+from fastpipe.runtime.losses import names_of
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
 from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up
@@ -149,6 +150,40 @@ def test_a_value_travels_no_farther_than_it_is_named(executor: str) -> None:
     pipe.step(data["x"], target=data["target"])
     # a plan, the output, a mask, a tuple of two, the memory; after the last that names them the output alone
     assert sent == {0: {0}, 1: {6}, 2: {1}, 3: {1}}
+
+
+def masked_loss(output: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, *, weight: torch.Tensor) -> Any:
+    return squared(output * mask, target) + weight.square().mean()
+
+
+def test_which_names_a_loss_takes() -> None:
+    assert names_of(masked_loss) == {"mask", "weight"}
+    assert names_of(nn.functional.mse_loss) == names_of(nn.MSELoss()) == names_of(None) == frozenset()
+    assert names_of(lambda *args, mask, **others: None) == {"mask"}
+
+
+class Weighs(nn.Module):
+    """Carries a mask and a weight, which the loss alone takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.linear(x)
+        return fastpipe.carry(hidden, mask=hidden > 0, weight=self.weight.exp())
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("last", [Block, Weighs])  # which carries both anew
+def test_a_loss_takes_what_is_carried(executor: str, last: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    layers = [Weighs(), Block(), Block(), last()]
+    pipe = pipeline(layers, executor, loss_fn=masked_loss)
+    data = batch()
+    assert fastpipe.check_parity(pipe, layers, (data["x"], data["target"])).ok
+    pipe.profile_layers(data["x"], target=data["target"], num_steps=1)  # the loss gets them there, too
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
