@@ -125,7 +125,7 @@ class Pieces:
         """All that is left."""
         while self.output is None:
             self.advance()
-        # not in a piece: what is added in the middle of a backward is taken to be recomputed
+        # not in a piece: what is added within the backward of a function is taken to be recomputed
         fastpipe.add_loss(BALANCE * self.balance, "balance")
         return self.output
 
