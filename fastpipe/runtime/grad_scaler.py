@@ -24,7 +24,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    Where one rank finds a gradient that is infinite or NaN, all skip the optimizer's step and lower the scale. To learn
+    Where one rank finds a gradient that is infinite or NaN, all skip the optimizer's step and lower the scale, those of
+    other replicas too. To learn
     that costs one exchange between the processes; `result.loss` is without the scale.
 
     Args:
@@ -37,7 +38,6 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         TypeError: for a pipe that is none.
-        ValueError: where stages are sharded by ``fully_shard``: no rank has all of a gradient, so use bf16.
     """
 
     def __init__(
@@ -51,12 +51,6 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if not isinstance(pipe, Pipeline):
             raise TypeError(f"pipe is of type {type(pipe).__name__}: give the Pipeline whose steps are to be scaled")
-        for stage in pipe._stages:
-            if enabled and stage.parallel is not None and not stage.parallel.whole_gradients:
-                raise ValueError(
-                    f"pipe: stage {stage.index} is {stage.parallel.description}, so no rank sees all of a gradient; "
-                    "use bf16, which needs no scale"
-                )
         super().__init__(pipe.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._steps = pipe._steps
         self._steps.loss_scale = self._loss_scale if enabled else None
@@ -69,7 +63,11 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """As torch's; whatever is found on a rank is found on all."""
+        """As torch's; whatever is found on a rank is found on all.
+
+        Of a gradient that `fully_shard` spread over replicas each unscales its shard, and torch shares what it found
+        over them; here that is shared over the pipeline of each, so that in the end all know it.
+        """
         found: dict[torch.device, torch.Tensor] = {}
 
         def unscale() -> Reply:

@@ -10,8 +10,8 @@ from torch import nn
 from fastpipe import GradScaler, Pipeline
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import reference_step
+from tests.distributed.meshes import Reference, build, mesh, wrong_gradients
 from tests.distributed.meshes import batch as mesh_batch
-from tests.distributed.meshes import build, mesh
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import unequal
 from tests.runtime.models import CASES, Block, squared
@@ -59,22 +59,40 @@ def test_ranks_with_different_scales_are_refused(group_of: GroupOf) -> None:
         assert text.startswith("the scale is 8 on rank 0, 16 on rank 1: make the scaler and call update on every rank")
 
 
-def sharded() -> str:
+def sharded() -> tuple[list[str], list[Any], str]:
+    """One step, and one in which a shard's gradient is made infinite on one rank of one replica."""
     over = mesh()
-    pipe = build("fsdp", "1f1b", "auto", over)
-    with pytest.raises(ValueError) as caught:
-        GradScaler(pipe)
-    with pytest.raises(ValueError) as other:
-        build("ddp", "1f1b", "auto", over, grad_dtype=torch.float32)
+    pipe = build("fsdp", "zbv", "auto", over)
+    reference = Reference(pipe)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = GradScaler(pipe, init_scale=8.0)
     replica = over.get_local_rank("dp")
-    pipe.step(mesh_batch(0, replica)[0], target=mesh_batch(0, replica)[1])
-    return f"{caught.value}\n{other.value}"
+    wrong, report = [], []
+    for number in range(2):
+        x, target = mesh_batch(number, replica)
+        pipe.step(x, target=target)
+        if number == 1 and pipe.is_last and replica == 1:
+            next(p.grad for p in pipe.parameters() if p.grad is not None).to_local()[0] = torch.inf
+        scaler.unscale_(optimizer)
+        if number == 0:
+            reference.step(0)
+            wrong = wrong_gradients(pipe, reference)
+        before = [p.detach().to_local().clone() for p in pipe.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = (p.detach().to_local() for p in pipe.parameters())
+        report.append((scaler.get_scale(), all(map(torch.equal, before, after))))
+    with pytest.raises(ValueError) as refused:
+        build("ddp", "1f1b", "auto", over, grad_dtype=torch.float32)
+    return wrong, report, str(refused.value)
 
 
-def test_what_replicas_cannot_do_is_said(group_of: GroupOf) -> None:
-    for text in group_of(4).run(sharded):
-        assert "sharded by fully_shard over 2 replicas, so no rank sees all of a gradient; use bf16" in text
-        assert "is in DistributedDataParallel over 2 replicas, which reduces gradients as its parameters are" in text
+def test_shards_are_unscaled_and_replicas_share_a_verdict(group_of: GroupOf) -> None:
+    for wrong, report, refused in group_of(4).run(sharded):
+        assert wrong == []
+        assert report == [(8.0, False), (4.0, True)]
+        assert "is in DistributedDataParallel over 2 replicas, which reduces gradients as its parameters are" in refused
 
 
 def tied() -> list[nn.Module]:
