@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.chain import chosen
 from fastpipe.runtime.microbatch import Rule, Rules, loss_divisors, rows_of, rule_for, split
+from fastpipe.runtime.parity import bytes_of
 from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
@@ -76,6 +79,27 @@ class Inputs:
     def given(self) -> dict[str, list[bool]]:
         """By keyword argument that a local stage takes: for which microbatches it is not None."""
         return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
+
+    def digests(self, known: Collection[str]) -> dict[str, list[int]]:
+        """The same for what their tensors and numbers are, of those whose names are not known yet.
+
+        To read a tensor is to wait for its device, so that is done once for a name.
+        """
+        return {name: list(map(_digest, values)) for name, values in self.kwargs.items() if name not in known}
+
+
+def _digest(value: Any, found: int = 0) -> int:
+    if type(value) in (tuple, list):
+        for item in value:
+            found = _digest(item, found)
+    elif type(value) is dict:
+        found = _digest(list(value.values()), found)
+    elif type(value) in (bool, int, float, str):
+        found = zlib.crc32(repr(value).encode(), found)
+    elif type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+        found = zlib.crc32(bytes_of(value).numpy().data, found)
+    # other objects may have what is each rank's own, as a cache of keys and values does
+    return found
 
 
 def _looks(value: Any) -> Any:
@@ -208,6 +232,27 @@ def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
                 f"{name}: it is None on ranks {without}, and not, or for other microbatches, on ranks "
                 f"{others or without}; stages of all of them take it: give it alike on each"
             )
+
+
+def check_digests(digests: Sequence[Mapping[str, list[int]]]) -> None:
+    """Refuse a keyword argument whose values are not the same for all stages that get it.
+
+    Args:
+        digests: what `Inputs.digests` says on every rank.
+
+    Raises:
+        ValueError: naming the argument, the ranks and the first such microbatch.
+    """
+    for name in sorted({name for own in digests for name in own}):
+        found = {rank: own[name] for rank, own in enumerate(digests) if name in own}
+        for microbatch, values in enumerate(zip(*found.values(), strict=True)):
+            if len(set(values)) > 1:
+                first, *_ = found
+                others = [rank for rank, own in found.items() if own[microbatch] != found[first][microbatch]]
+                raise ValueError(
+                    f"{name}: for microbatch {microbatch} it has other values on ranks {others} than on rank {first}; "
+                    "stages of all of them take it: give it alike on each"
+                )
 
 
 def stage_works(

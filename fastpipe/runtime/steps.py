@@ -14,7 +14,7 @@ from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure, LostError, cause_text
 from fastpipe.runtime.forked import Home
-from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_given, stage_works, take_inputs
+from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_digests, check_given, stage_works, take_inputs
 from fastpipe.runtime.interrupt import Interrupts
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import flags_of
@@ -95,6 +95,7 @@ class Steps:
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.known: dict[tuple[Any, ...], int] = {}
         self._flags: tuple[bool, ...] = ()
+        self._compared: set[str] = set()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.elsewhere: Failure | None = None
         self.broken: Failure | None = None
@@ -179,12 +180,14 @@ class Steps:
             message |= {"rows": inputs.rows, "whole": inputs.whole, "signature": signature}
             message |= {"divisors": inputs.divisors, "has_target": inputs.targets is not None}
             message |= {"unknown": inputs.unknown}
+            message["digests"] = {} if isinstance(self.control, Alone) else inputs.digests(self._compared)
         except BaseException as found:
             # an iterator may raise anything, and the others must not wait for this rank
             error = found
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
+        self._compared.update(inputs.kwargs)
         return inputs, replies
 
     def follow(self, plans: Plans, *, forward_only: bool) -> None:
@@ -254,6 +257,7 @@ class Steps:
                 f"split[{name!r}]: no stage's forward takes such an argument; name one that it takes, the position "
                 "of an input, 'target' or 'output_grad'"
             )
+        check_digests([reply["digests"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Whatever may change a shape, a dtype or a gradient flag between stages."""

@@ -86,7 +86,11 @@ def step_apart(executor: str) -> dict[str, Any]:
     pipe = fastpipe.Pipeline(layers, "1f1b", 4, layers.loss_fn, **options)
     ids, mask, labels = padded_batch(8)
     parts = list(mask.split(2))
-    masks = {"a mask": mask if rank else None, "of one microbatch": parts if rank else [*parts[:3], None]}
+    masks = {
+        "other values": mask if rank else 1 - mask,
+        "a mask": mask if rank else None,
+        "of one microbatch": parts if rank else [*parts[:3], None],
+    }
     found = {}
     for name, own in masks.items():
         found[name] = caught(lambda own=own: pipe.step(ids, attention_mask=own, target=labels))
@@ -97,6 +101,10 @@ def step_apart(executor: str) -> dict[str, Any]:
 
 def test_a_mask_that_some_ranks_do_not_give_is_refused(executor: str, group_of: GroupOf) -> None:
     for answer in group_of(2).run(step_apart, executor):
+        kind, text, *_ = answer.pop("other values")
+        assert kind == "ValueError" and "attention_mask: for microbatch 0 it has other values on ranks [1]" in text, (
+            text
+        )
         for kind, text, *_ in answer.values():
             assert kind == "ValueError" and "attention_mask: it is None on ranks [0], and not" in text, text
 
