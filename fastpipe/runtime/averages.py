@@ -19,6 +19,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastpipe.runtime.grad_dtype import grad_dtype_of, has_grad_dtype, zero_grad_of
+
+
+class FlatBucket:
+    """A bucket in the dtype of gradients that is not their parameters'; one of the reducer's has that of parameters.
+
+    Args:
+        parameters: whose gradients lie in it, one after the other.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        first = self._parameters[0]
+        self._buffer = torch.zeros(sum(sizes), dtype=grad_dtype_of(first), device=first.device)
+
+    def buffer(self) -> torch.Tensor:
+        """All of it."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Take what came of it."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The part of every parameter, in its shape."""
+        parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
 
 class Average:
     """One step's.
@@ -30,11 +59,13 @@ class Average:
 
     def __init__(self, wrapper: Any, in_place: Callable[[nn.Parameter], nn.Parameter]) -> None:
         self.wrapper = wrapper
-        self.buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+        self.buckets: Sequence[Any] = wrapper.reducer._get_zeros_like_grad_buckets()
         self.parameters = [[in_place(parameter) for parameter in bucket.parameters()] for bucket in self.buckets]
+        self._flat = any(map(has_grad_dtype, wrapper.module.parameters()))
+        if self._flat:
+            self.buckets = [FlatBucket(parameters) for parameters in self.parameters]
         # as the reducer does it: a hook gets gradients as they are, without one they are divided before they are summed
-        hooked = bool(wrapper._get_ddp_logging_data().get("comm_hook"))
-        self.factor = 1.0 if hooked else 1.0 / wrapper.process_group.size()
+        self.factor = 1.0 if has_comm_hook(wrapper) else 1.0 / wrapper.process_group.size()
         self._futures: list[Any] = []
         self._used: list[list[tuple[torch.Tensor | None, int]]] = []
         self._missing: list[int] = []
@@ -69,7 +100,12 @@ class Average:
         if not failed:
             self._fill(number)
         self._used.append([(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters[number]])
-        self._futures.append(self.wrapper.reducer._run_comm_hook(self.buckets[number]))
+        self._futures.append(self._run(self.buckets[number]))
+
+    def _run(self, bucket: Any) -> Any:
+        if not self._flat:
+            return self.wrapper.reducer._run_comm_hook(bucket)
+        return dist.all_reduce(bucket.buffer(), group=self.wrapper.process_group, async_op=True).get_future()
 
     def _fill(self, number: int) -> None:
         with torch.no_grad():
@@ -128,7 +164,7 @@ class Average:
         with torch.no_grad():
             for parameter, average, count in zip(parameters, averages, used, strict=True):
                 if count:
-                    parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
         return int(num_failed), any(again)
 
@@ -138,10 +174,15 @@ class Average:
         if repeat:
             bucket.buffer().zero_()
             self._fill(number)
-            result = _awaited(self.wrapper.reducer._run_comm_hook(bucket), deadline)
+            result = _awaited(self._run(bucket), deadline)
         bucket.set_buffer(result[0] if isinstance(result, list | tuple) else result)
         gradients: Sequence[torch.Tensor] = bucket.gradients()
         return gradients
+
+
+def has_comm_hook(wrapper: Any) -> bool:
+    """Whether a communication hook of the user's was registered."""
+    return bool(wrapper._get_ddp_logging_data().get("comm_hook"))
 
 
 def _awaited(future: Any, deadline: float) -> Any:

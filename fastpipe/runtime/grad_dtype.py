@@ -36,16 +36,16 @@ def set_grad_dtype(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.grad = None if grad is None else grad.to(dtype)
 
 
-def check_not_parallel(stage: int, parallel: DataParallel | None, dtype: torch.dtype) -> None:
-    """Refuse a stage whose replicas reduce gradients themselves.
+def check_not_sharded(stage: int, parallel: DataParallel | None, dtype: torch.dtype) -> None:
+    """Refuse a stage whose wrapper says itself what gradients are reduced in.
 
     Raises:
         ValueError: saying what to set instead.
     """
-    if parallel is not None:
+    if parallel is not None and not parallel.whole_gradients:
         raise ValueError(
-            f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which reduces gradients as its parameters "
-            "are; leave it out (fully_shard has MixedPrecisionPolicy(reduce_dtype=...))"
+            f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which says itself what gradients are "
+            "summed in; leave it out, and apply fully_shard with MixedPrecisionPolicy(reduce_dtype=...)"
         )
 
 
@@ -55,10 +55,15 @@ def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:
     return parameter.dtype if found is None else found
 
 
+def has_grad_dtype(parameter: torch.Tensor) -> bool:
+    """Whether that is another one than its own."""
+    return grad_dtype_of(parameter) != parameter.dtype
+
+
 def alias_of(parameter: torch.Tensor) -> nn.Parameter:
     """Another parameter over the same memory, with gradients of its own in the same dtype."""
     alias = nn.Parameter(parameter.detach())
-    if grad_dtype_of(parameter) != parameter.dtype:
+    if has_grad_dtype(parameter):
         alias.grad_dtype = grad_dtype_of(parameter)
     return alias
 

@@ -23,7 +23,7 @@ from fastpipe.runtime.describe import describe, pairs_text
 from fastpipe.runtime.devices import wants_streams
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.forked import Home
-from fastpipe.runtime.grad_dtype import check_grad_dtype, check_not_parallel, set_grad_dtype
+from fastpipe.runtime.grad_dtype import check_grad_dtype, check_not_sharded, set_grad_dtype
 from fastpipe.runtime.group import crowd, membership
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import Rules, check_split_and_merge
@@ -305,7 +305,7 @@ class Pipeline(Trains, Replannable):
         recompute = way_of(self._recompute, index, module)
         stage = Stage(index, module, num_stages, self.loss_fn, recompute, self._contexts)
         if self.grad_dtype is not None:
-            check_not_parallel(index, stage.parallel, self.grad_dtype)
+            check_not_sharded(index, stage.parallel, self.grad_dtype)
             set_grad_dtype(module, self.grad_dtype)
         return stage
 

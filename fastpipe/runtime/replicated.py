@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.averages import Average
+from fastpipe.runtime.averages import Average, has_comm_hook
 from fastpipe.runtime.data_parallel import DataParallel, ReplicaError, SilentReplicaError
+from fastpipe.runtime.grad_dtype import has_grad_dtype
 
 _HELD_BACK = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
 """Flags of a wrapper while a step runs: no hook reduces, not even at the end of a static graph's first backward."""
@@ -44,6 +45,15 @@ class Replicated(DataParallel):
         self._starts_early = len(wrappers) == 1 and not any(isinstance(m, nn.SyncBatchNorm) for m in modules)
         for wrapper in wrappers:
             _check_options(wrapper, stage)
+
+    def prepare(self) -> None:
+        """Refuse a communication hook that would get gradients of another dtype than its buckets'."""
+        for wrapper in self.wrappers:
+            if any(map(has_grad_dtype, wrapper.module.parameters())) and has_comm_hook(wrapper):
+                raise ValueError(
+                    f"grad_dtype: the DistributedDataParallel of stage {self.stage} has a communication hook, whose "
+                    "buckets are of the parameters' dtype; leave out one of the two"
+                )
 
     def begin(self, reduces: bool) -> None:
         """No hook reduces from now on."""

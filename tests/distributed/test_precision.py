@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fastpipe import GradScaler, Pipeline
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import reference_step
+from tests.distributed import meshes
 from tests.distributed.meshes import Reference, build, mesh, wrong_gradients
 from tests.distributed.meshes import batch as mesh_batch
 from tests.distributed.ranks import Ranks
-from tests.runtime.checks import unequal
+from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, Block, squared
 
 GroupOf = Callable[[int], Ranks]
@@ -84,7 +86,7 @@ def sharded() -> tuple[list[str], list[Any], str]:
         after = (p.detach().to_local() for p in pipe.parameters())
         report.append((scaler.get_scale(), all(map(torch.equal, before, after))))
     with pytest.raises(ValueError) as refused:
-        build("ddp", "1f1b", "auto", over, grad_dtype=torch.float32)
+        build("fsdp", "1f1b", "auto", over, grad_dtype=torch.float32)
     return wrong, report, str(refused.value)
 
 
@@ -92,7 +94,40 @@ def test_shards_are_unscaled_and_replicas_share_a_verdict(group_of: GroupOf) -> 
     for wrong, report, refused in group_of(4).run(sharded):
         assert wrong == []
         assert report == [(8.0, False), (4.0, True)]
-        assert "is in DistributedDataParallel over 2 replicas, which reduces gradients as its parameters are" in refused
+        assert "is sharded by fully_shard over 2 replicas, which says itself what gradients are summed in" in refused
+
+
+def in_bfloat16() -> list[nn.Module]:
+    return [layer.bfloat16() for layer in meshes.layers()]
+
+
+def averaged_in_fp32(executor: str) -> tuple[list[str], str]:
+    """One step; the replicas' averages are those of sums in fp32."""
+    over = mesh()
+    pipe = build("ddp", "zbv", executor, over, made=in_bfloat16, grad_dtype=torch.float32)
+    models = [Chain(dict(enumerate(in_bfloat16()))) for _ in range(2)]
+    pipe_batch = [tensor.bfloat16() for tensor in mesh_batch(0, over.get_local_rank("dp"))]
+    pipe.step(pipe_batch[0], target=pipe_batch[1])
+    for replica, model in enumerate(models):
+        x, target = (tensor.bfloat16() for tensor in mesh_batch(0, replica))
+        reference_step(model, (x, target), pipe.schedule, meshes.squared, grad_dtype=torch.float32)
+    first, second = (dict(model.named_parameters()) for model in models)
+    wrong = [
+        name
+        for name, p in pipe.named_parameters()
+        if p.grad is not None and not same_bits(p.grad, (first[name].grad + second[name].grad) / 2)
+    ]
+    for module in pipe.stage_modules.values():
+        module.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(ValueError) as refused:
+        pipe.step(pipe_batch[0], target=pipe_batch[1])
+    return wrong, str(refused.value)
+
+
+def test_replicas_average_in_fp32(executor: str, group_of: GroupOf) -> None:
+    for wrong, refused in group_of(4).run(averaged_in_fp32, executor):
+        assert wrong == []
+        assert "has a communication hook, whose buckets are of the parameters' dtype" in refused
 
 
 def tied() -> list[nn.Module]:
