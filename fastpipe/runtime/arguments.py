@@ -16,9 +16,7 @@ from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
 
-def check_arguments(
-    loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, timeout: Any, overlap: Any, recompute: Any
-) -> None:
+def check_arguments(loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, overlap: Any, recompute: Any) -> None:
     """Refuse what cannot be right whatever the model.
 
     Raises:
@@ -35,6 +33,14 @@ def check_arguments(
         )
     check_overlap(overlap)
     check_policy(recompute)
+
+
+def check_timeout(timeout: Any) -> None:
+    """Refuse what is no time to wait.
+
+    Raises:
+        ValueError: with what to give.
+    """
     if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
 

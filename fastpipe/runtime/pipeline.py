@@ -13,7 +13,13 @@ from torch import nn
 
 from fastpipe.runtime import native
 from fastpipe.runtime.agreement import agreeing, closing_on_error
-from fastpipe.runtime.arguments import check_arguments, check_transport, find_num_microbatches, find_num_ranks
+from fastpipe.runtime.arguments import (
+    check_arguments,
+    check_timeout,
+    check_transport,
+    find_num_microbatches,
+    find_num_ranks,
+)
 from fastpipe.runtime.between import between_processes
 from fastpipe.runtime.carried import names_message, tell_later
 from fastpipe.runtime.control import Alone, Control, Reply
@@ -162,9 +168,7 @@ class Pipeline(Trains, Replannable):
         backward_context: Around | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        check_arguments(loss_fn, loss_reduction, metrics, rng, timeout, overlap, recompute)
-        check_grad_dtype(grad_dtype)
-        self._contexts = checked_contexts(forward_context, backward_context)
+        check_timeout(timeout)
         self.device = find_device(stages, device)
         self._member = membership(group_of(stages) if group is None else group, self.device)
         self.loss_fn = loss_fn
@@ -173,12 +177,15 @@ class Pipeline(Trains, Replannable):
         self._unit = MEASURED.get(partition, "") if isinstance(partition, str) else ""
         self._seed = torch.initial_seed() if rng == PER_MICROBATCH else None
         merge_rules: Rules = None if isinstance(merge, bool) else merge
-        check_split_and_merge(split, merge_rules)
         settings = Settings(loss_fn, loss_reduction, split, merge_rules, merge is not False, metrics, self.device)
         store = self._member.store() if self._member.size > 1 else None
         self._crowd = crowd()
         self._control = self._make_control(store, timeout)
         with agreeing(self._control, self._plan_message, self._adopt_plan):
+            check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute)
+            check_split_and_merge(split, merge_rules)
+            check_grad_dtype(grad_dtype)
+            self._contexts = checked_contexts(forward_context, backward_context)
             self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
             self._crowd.join(self.num_ranks if self._member.size == 1 else 1)
             lanes = check_transport(transport, self.num_ranks, self._member.size)
