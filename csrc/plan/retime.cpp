@@ -2,18 +2,33 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <limits>
 
 namespace fastpipe::plan {
 
 namespace {
-constexpr double kUnknown = -1.0;
 constexpr double kSlope = 0.1;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 }  // namespace
 
 Order::Order(const Tasks& all, const int32_t* order) : tasks(order, order + all.size()), place(all.size()) {
   for (int32_t i = 0; i < all.size(); ++i) place[tasks[i]] = i;
+}
+
+void Agenda::add(double key, int32_t task) {
+  if (waits_[task]) return;
+  waits_[task] = true;
+  heap_.emplace_back(key, task);
+  std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+}
+
+int32_t Agenda::take() {
+  std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+  const int32_t task = heap_.back().second;
+  heap_.pop_back();
+  waits_[task] = false;
+  return task;
 }
 
 Retimer::Retimer(const Tasks& tasks, const Order& order, bool span)
@@ -25,13 +40,18 @@ Retimer::Retimer(const Tasks& tasks, const Order& order, bool span)
       trial_starts_(tasks.size()),
       trial_ends_(tasks.size()),
       tails_(tasks.size(), 0.0),
+      agenda_(tasks.size()),
       cut_(tasks.num_ranks()),
       position_(tasks.num_ranks()),
       blocked_on_(tasks.num_ranks()) {}
 
 bool Retimer::run() {
-  std::fill(trial_ends_.begin(), trial_ends_.end(), kUnknown);
-  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) cut_[rank] = tasks_.first(rank);
+  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
+    cut_[rank] = tasks_.first(rank);
+    for (int32_t i = tasks_.first(rank); i < tasks_.last(rank); ++i) {
+      if (tasks_.rank_of(order_.tasks[i]) != rank) return false;
+    }
+  }
   if (!sweep(kNever, kNever)) return false;
   keep();
   return true;
@@ -44,7 +64,6 @@ bool Retimer::attempt(double began, double settled, double most) {
     const auto last = order_.tasks.begin() + tasks_.last(rank);
     const auto cut = std::partition_point(first, last, [&](int32_t t) { return starts_[t] < began; });
     cut_[rank] = static_cast<int32_t>(cut - order_.tasks.begin());
-    std::for_each(cut, last, [&](int32_t t) { trial_ends_[t] = kUnknown; });
   }
   // A bound of the objective that goes with the bound of the score, as if the slope's part of it stayed.
   if (sweep(settled, most - (score_ - objective_)) && trial_score_ <= most) return true;
@@ -54,7 +73,7 @@ bool Retimer::attempt(double began, double settled, double most) {
 
 void Retimer::restore() {
   for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
-    for (int32_t i = cut_[rank]; i < tasks_.last(rank); ++i) {
+    for (int32_t i = cut_[rank]; i < position_[rank]; ++i) {
       const int32_t task = order_.tasks[i];
       trial_starts_[task] = starts_[task];
       trial_ends_[task] = ends_[task];
@@ -94,7 +113,10 @@ bool Retimer::advance(int32_t rank, double settled, double most) {
       return true;
     }
     const double end = start + tasks_.seconds(task);
-    if (starts_[task] >= settled && end + tails_[task] > most) return false;
+    if (starts_[task] >= settled && end + tails_[task] > most) {
+      position_[rank] = i;
+      return false;
+    }
     trial_starts_[task] = start;
     trial_ends_[task] = end;
     wake(task);
@@ -109,11 +131,11 @@ bool Retimer::start_of(int32_t task, int32_t position, int32_t first, double& st
   for (int part = 0; part < 2; ++part) {
     const int32_t source = tasks_.source(task, part);
     if (source == kNobody) break;
-    const double sent = trial_ends_[source];
-    if (sent < 0.0) {
+    if (!is_timed(source)) {
       blocked_on_[tasks_.rank_of(task)] = source;
       return false;
     }
+    const double sent = trial_ends_[source];
     const double posted = position - first >= 2 ? trial_ends_[order_.tasks[position - 2]] : 0.0;
     start = std::max(start, std::max(sent, posted) + tasks_.transfer(task, part));
   }
@@ -159,7 +181,6 @@ void Retimer::keep() {
 }
 
 void Retimer::find_tails() {
-  std::fill(tails_.begin(), tails_.end(), -kNever);
   ready_.clear();
   for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
     position_[rank] = tasks_.last(rank) - 1;
@@ -173,12 +194,17 @@ void Retimer::find_tails() {
   }
 }
 
+// Finds the tail of the task at the rank's position; false where that of a consumer is not known yet.
 bool Retimer::retreat(int32_t rank) {
-  const int32_t position = position_[rank];
-  const int32_t task = order_.tasks[position];
-  double tail = 0.0;
-  if (!tail_of(task, position, tasks_.last(rank), tail)) return false;
-  tails_[task] = tail;
+  const int32_t task = order_.tasks[position_[rank]];
+  const Lists& consumers = tasks_.consumers();
+  for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
+    if (order_.place[*consumer] <= position_[tasks_.rank_of(*consumer)]) {
+      blocked_on_[rank] = *consumer;
+      return false;
+    }
+  }
+  tails_[task] = tail_of(task);
   for (int part = 0; part < 2; ++part) {
     const int32_t source = tasks_.source(task, part);
     if (source == kNobody) break;
@@ -191,23 +217,47 @@ bool Retimer::retreat(int32_t rank) {
   return true;
 }
 
-bool Retimer::tail_of(int32_t task, int32_t position, int32_t last, double& tail) {
+double Retimer::tail_of(int32_t task) const {
   const int32_t rank = tasks_.rank_of(task);
-  tail = -measure_base(rank);
-  if (position + 1 < last) {
+  const int32_t position = order_.place[task];
+  double tail = -measure_base(rank);
+  if (position + 1 < tasks_.last(rank)) {
     const int32_t next = order_.tasks[position + 1];
     tail = tasks_.seconds(next) + tails_[next];
   }
   const Lists& consumers = tasks_.consumers();
   for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
-    if (tails_[*consumer] == -kNever) {
-      blocked_on_[rank] = *consumer;
-      return false;
-    }
     const int part = tasks_.source(*consumer, 0) == task ? 0 : 1;
     tail = std::max(tail, tasks_.transfer(*consumer, part) + tasks_.seconds(*consumer) + tails_[*consumer]);
   }
-  return true;
+  return tail;
+}
+
+// Backwards from what moved, the last first, until nothing differs: the same tails as found from nothing.
+void Retimer::renew_tails(const std::vector<Window>& windows) {
+  for (const Window& window : windows) {
+    const int32_t first = std::max(window.low - 1, tasks_.first(window.rank));
+    for (int32_t i = window.high; i >= first; --i) renew_tail(order_.tasks[i]);
+  }
+  for (int32_t rank = 0; span_ && rank < tasks_.num_ranks(); ++rank) {
+    if (tasks_.first(rank) < tasks_.last(rank)) renew_tail(order_.tasks[tasks_.last(rank) - 1]);
+  }
+  while (!agenda_.empty()) renew_tail(agenda_.take());
+}
+
+void Retimer::renew_tail(int32_t task) {
+  const double tail = tail_of(task);
+  if (tail == tails_[task]) return;
+  tails_[task] = tail;
+  const int32_t position = order_.place[task];
+  if (position > tasks_.first(tasks_.rank_of(task))) {
+    const int32_t before = order_.tasks[position - 1];
+    agenda_.add(-ends_[before], before);
+  }
+  for (int part = 0; part < 2; ++part) {
+    const int32_t source = tasks_.source(task, part);
+    if (source != kNobody) agenda_.add(-ends_[source], source);
+  }
 }
 
 void Retimer::find_path(std::vector<int32_t>& path) const {

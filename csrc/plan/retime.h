@@ -1,6 +1,7 @@
 // When every task of an order starts and ends: fastpipe/planner/retime.py, sooner. A trial begins where the change is.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "plan/tasks.h"
@@ -12,6 +13,26 @@ struct Order {
   Order(const Tasks& all, const int32_t* order);
   std::vector<int32_t> tasks;
   std::vector<int32_t> place;
+};
+
+// The positions of a rank between which its order was changed, both included.
+struct Window {
+  int32_t rank;
+  int32_t low;
+  int32_t high;
+};
+
+// Tasks that wait for a look, the lowest key first; each stands in it once.
+class Agenda {
+ public:
+  explicit Agenda(int32_t num_tasks) : waits_(num_tasks, false) {}
+  bool empty() const { return heap_.empty(); }
+  void add(double key, int32_t task);
+  int32_t take();
+
+ private:
+  std::vector<std::pair<double, int32_t>> heap_;
+  std::vector<char> waits_;
 };
 
 class Retimer {
@@ -32,10 +53,11 @@ class Retimer {
   double objective() const { return objective_; }
   // The objective, and a little of every rank's own measure, so that a plateau has a slope.
   double score() const { return score_; }
-  double trial_score() const { return trial_score_; }
 
   // The longest way from the end of every task to the end of all; a bound of what a delay does.
   void find_tails();
+  // The same after a change that was kept, as far as that reaches.
+  void renew_tails(const std::vector<Window>& windows);
   // The tasks of the longest way, last to first.
   void find_path(std::vector<int32_t>& path) const;
 
@@ -43,11 +65,13 @@ class Retimer {
   bool sweep(double settled, double most);
   bool advance(int32_t rank, double settled, double most);
   bool start_of(int32_t task, int32_t position, int32_t first, double& start);
+  bool is_timed(int32_t task) const { return order_.place[task] < position_[tasks_.rank_of(task)]; }
   void wake(int32_t task);
   void judge();
   void restore();
   bool retreat(int32_t rank);
-  bool tail_of(int32_t task, int32_t position, int32_t last, double& tail);
+  double tail_of(int32_t task) const;
+  void renew_tail(int32_t task);
   int32_t reason(int32_t task) const;
   double measure_base(int32_t rank) const { return span_ ? starts_[order_.tasks[tasks_.first(rank)]] : 0.0; }
 
@@ -56,9 +80,10 @@ class Retimer {
   const bool span_;
   std::vector<double> starts_;
   std::vector<double> ends_;
-  std::vector<double> trial_starts_;
+  std::vector<double> trial_starts_;  // between trials those that hold
   std::vector<double> trial_ends_;
   std::vector<double> tails_;
+  Agenda agenda_;
   std::vector<int32_t> cut_;         // by rank: the first position that the trial times anew
   std::vector<int32_t> position_;    // by rank: how far a sweep has come
   std::vector<int32_t> blocked_on_;  // by rank: the task that it waits for

@@ -21,19 +21,16 @@ Search::Search(const Tasks& tasks, const int32_t* order, bool span, uint64_t see
       retimer_(tasks, order_, span),
       random_(seed),
       level_(tasks.size()),
-      low_(tasks.num_ranks(), kNobody),
-      high_(tasks.num_ranks()) {}
+      window_of_(tasks.num_ranks(), kNobody) {}
 
 bool Search::begin() {
   if (!retimer_.run()) return false;
   for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
     if (tasks_.first(rank) == tasks_.last(rank)) continue;
-    touch(rank, tasks_.first(rank), tasks_.last(rank) - 1);
-    if (overflow(rank) != kNobody) return false;
+    if (overflow({rank, tasks_.first(rank), tasks_.last(rank) - 1}) != kNobody) return false;
   }
   retimer_.find_tails();
   retimer_.find_path(path_);
-  best_ = order_.tasks;
   best_objective_ = retimer_.objective();
   best_score_ = retimer_.score();
   return true;
@@ -45,8 +42,7 @@ void Search::improve(int64_t attempts, double hot, double cold) {
     const double draw = random_.unit();
     const double most = retimer_.score() + heat * (draw * draw);
     shifts_.clear();
-    for (const int32_t rank : touched_) low_[rank] = kNobody;
-    touched_.clear();
+    forget_windows();
     if (propose() && try_out(most)) {
       accept();
     } else {
@@ -67,8 +63,10 @@ bool Search::propose() {
 
 // Three of four times on the critical path, where alone a change can make the whole shorter.
 int32_t Search::chosen_task() {
-  if (random_.below(4) != 0) return path_[random_.below(static_cast<int32_t>(path_.size()))];
-  return random_.below(tasks_.size());
+  if (random_.below(4) == 0) return random_.below(tasks_.size());
+  if (path_is_old_) retimer_.find_path(path_);
+  path_is_old_ = false;
+  return path_[random_.below(static_cast<int32_t>(path_.size()))];
 }
 
 // The same change for those that follow: in the steady state what helps one microbatch helps all, and what goes earlier
@@ -119,14 +117,19 @@ void Search::put(Shift shift) {
 }
 
 void Search::touch(int32_t rank, int32_t low, int32_t high) {
-  if (low_[rank] == kNobody) {
-    touched_.push_back(rank);
-    low_[rank] = low;
-    high_[rank] = high;
+  if (window_of_[rank] == kNobody) {
+    window_of_[rank] = static_cast<int32_t>(windows_.size());
+    windows_.push_back({rank, low, high});
   } else {
-    low_[rank] = std::min(low_[rank], low);
-    high_[rank] = std::max(high_[rank], high);
+    Window& window = windows_[window_of_[rank]];
+    window.low = std::min(window.low, low);
+    window.high = std::max(window.high, high);
   }
+}
+
+void Search::forget_windows() {
+  for (const Window& window : windows_) window_of_[window.rank] = kNobody;
+  windows_.clear();
 }
 
 void Search::rotate(Shift shift) {
@@ -143,17 +146,17 @@ void Search::rotate(Shift shift) {
 void Search::undo() {
   if (shifts_.empty()) return;
   for (; !shifts_.empty(); shifts_.pop_back()) rotate({shifts_.back().to, shifts_.back().from});
-  for (const int32_t rank : touched_) overflow(rank);
+  for (const Window& window : windows_) overflow(window);
 }
 
 bool Search::try_out(double most) {
   double began = kNever;
   double settled = 0.0;
-  for (const int32_t rank : touched_) {
-    for (int32_t full = overflow(rank); full != kNobody; full = overflow(rank)) {
-      if (shifts_.size() >= kMostShifts || !make_room(rank, full)) return false;
+  for (const Window& window : windows_) {  // which only grow: what makes room is of the same rank
+    for (int32_t full = overflow(window); full != kNobody; full = overflow(window)) {
+      if (shifts_.size() >= kMostShifts || !make_room(window.rank, full)) return false;
     }
-    for (int32_t i = low_[rank]; i <= high_[rank]; ++i) {
+    for (int32_t i = window.low; i <= window.high; ++i) {
       began = std::min(began, retimer_.start(order_.tasks[i]));
       settled = std::max(settled, retimer_.end(order_.tasks[i]));
     }
@@ -161,12 +164,12 @@ bool Search::try_out(double most) {
   return retimer_.attempt(began, settled, most);
 }
 
-// The first position between low and high where memory does not suffice, or nobody's.
-int32_t Search::overflow(int32_t rank) {
-  const double limit = tasks_.limit(rank) + kSlack;
-  double held = level_[low_[rank]];
+// The first position of a window where memory does not suffice, or nobody's.
+int32_t Search::overflow(const Window& window) {
+  const double limit = tasks_.limit(window.rank) + kSlack;
+  double held = level_[window.low];
   int32_t found = kNobody;
-  for (int32_t i = low_[rank]; i <= high_[rank]; ++i) {
+  for (int32_t i = window.low; i <= window.high; ++i) {
     level_[i] = held;
     held += tasks_.take(order_.tasks[i]);
     if (held > limit && found == kNobody) found = i;
@@ -208,13 +211,31 @@ int32_t Search::latest(int32_t task) const {
 
 void Search::accept() {
   retimer_.keep();
-  retimer_.find_tails();
-  retimer_.find_path(path_);
+  retimer_.renew_tails(windows_);
+  path_is_old_ = true;
   if (retimer_.score() < best_score_) {
-    best_ = order_.tasks;
+    best_.clear();
+    since_best_.clear();
     best_objective_ = retimer_.objective();
     best_score_ = retimer_.score();
+  } else if (best_.empty()) {
+    since_best_.insert(since_best_.end(), shifts_.begin(), shifts_.end());
+    if (since_best_.size() > order_.tasks.size()) best_ = best();
   }
+}
+
+// What led away from the best order is taken back: a copy each time that an order is the best would cost more.
+std::vector<int32_t> Search::best() const {
+  if (!best_.empty()) return best_;
+  std::vector<int32_t> order = order_.tasks;
+  const auto at = order.begin();
+  for (auto shift = since_best_.rbegin(); shift != since_best_.rend(); ++shift) {
+    const int32_t from = shift->to;
+    const int32_t to = shift->from;
+    if (from < to) std::rotate(at + from, at + from + 1, at + to + 1);
+    if (to < from) std::rotate(at + to, at + from, at + from + 1);
+  }
+  return order;
 }
 
 }  // namespace fastpipe::plan
@@ -226,7 +247,8 @@ extern "C" int32_t fastpipe_plan_improve(const PlanTasks* given, int32_t span, u
     fastpipe::plan::Search search(tasks, order, span != 0, seed);
     if (!search.begin()) return 0;
     search.improve(attempts, hot, cold);
-    std::copy(search.best().begin(), search.best().end(), order);
+    const std::vector<int32_t> best = search.best();
+    std::copy(best.begin(), best.end(), order);
     *objective = search.best_objective();
     return 1;
   } catch (const std::exception&) {

@@ -42,7 +42,8 @@ class Search {
   // Tries so many changes; a worse order is taken if it is worse by less than `heat`, times a random number. `heat`
   // falls from the first to the second.
   void improve(int64_t attempts, double hot, double cold);
-  const std::vector<int32_t>& best() const { return best_; }
+  // The shortest order so far; what is searched stays where it is.
+  std::vector<int32_t> best() const;
   double best_objective() const { return best_objective_; }
 
  private:
@@ -56,9 +57,10 @@ class Search {
   void rotate(Shift shift);
   void undo();
   bool try_out(double most);
-  int32_t overflow(int32_t rank);
+  int32_t overflow(const Window& window);
   void touch(int32_t rank, int32_t low, int32_t high);
   bool make_room(int32_t rank, int32_t position);
+  void forget_windows();
   int32_t earliest(int32_t task) const;
   int32_t latest(int32_t task) const;
   void accept();
@@ -70,12 +72,13 @@ class Search {
   std::vector<double> level_;  // by position: what is held before the task there
   std::vector<Shift> shifts_;
   std::vector<int32_t> path_;
-  std::vector<int32_t> best_;
+  bool path_is_old_ = false;
+  std::vector<Shift> since_best_;  // what leads from the best order to this one, up to a length
+  std::vector<int32_t> best_;      // beyond that it itself, else nothing
   double best_objective_ = 0.0;
   double best_score_ = 0.0;
-  std::vector<int32_t> touched_;  // ranks with shifts; by rank, between which positions
-  std::vector<int32_t> low_;
-  std::vector<int32_t> high_;
+  std::vector<Window> windows_;     // of the ranks with shifts
+  std::vector<int32_t> window_of_;  // by rank, or nobody
 };
 
 }  // namespace fastpipe::plan

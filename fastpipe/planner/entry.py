@@ -76,8 +76,8 @@ def plan(
         recompute: ``"none"``: stages keep what their forward made for its backward. ``"full"``: they keep their input,
             and their backward runs the forward again. ``"auto"``: some do, where memory asks for it and it is shorter;
             ``plan.recomputes`` says which, and ``Pipeline(recompute=plan.recompute)`` does so.
-        effort: how long the search is, as a factor: 1 anneals for about a second natively. 1 unless given, or a
-            hundredth of it where there is no native library.
+        effort: how long the search is, as a factor: 1 anneals for half a second to a second natively. 1 unless given,
+            or a hundredth of it where there is no native library.
         time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
             it: the same seed gives the same plan, natively and in Python.
         seed: of the search's random numbers.

@@ -16,7 +16,7 @@ from fastpipe.planner.tasks import Ints, Tasks, tasks_of
 from fastpipe.schedule import Schedule
 
 WORK = 2.5e8
-"""Attempts times tasks of a whole search: about a second natively."""
+"""Attempts times tasks of a whole search: half a second to a second natively."""
 _ROUNDS = ((5, 0.15), (2, 0.2), (1, 0.65))
 """How many orders are annealed, and with what part of the attempts."""
 _HOT, _COLD = 0.2, 0.01
