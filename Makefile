@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SAY := @printf '\033[1m== %s\033[0m\n'
 RECORD := fastpipe/_build_info.json
 TORCH_VERSION := $(VENV)/lib/python3*/site-packages/torch/version.py
-BUILD_INPUTS := setup.py $(wildcard csrc csrc/* csrc/*/* $(RECORD) $(TORCH_VERSION))
+BUILD_INPUTS := setup.py $(wildcard building/*.py csrc csrc/* csrc/*/* $(RECORD) $(TORCH_VERSION))
 CPP = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/*/*.h tests/*/*.cpp)
 STAMPS := $(VENV)/stamps
 

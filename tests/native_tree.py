@@ -41,6 +41,7 @@ class NativeTree:
         self.environment.pop("CXX", None)
         for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"):
             shutil.copy(REPOSITORY / name, root / name)
+        shutil.copytree(REPOSITORY / "building", root / "building", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("_version.py", "py.typed", "runtime/__init__.py", "runtime/native.py"):
             self.write(f"fastpipe/{name}", (REPOSITORY / "fastpipe" / name).read_text())
         for name, text in SOURCES.items():
