@@ -4,23 +4,25 @@
 
 namespace fastpipe {
 
-void PairClock::note(bool together, double seconds) {
-  if (left_ > 0) {
-    --left_;
-    return;
-  }
-  Samples& samples = together ? together_ : in_order_;
-  if (samples.count < kSamples) samples.seconds[samples.count++] = seconds;
-  if (in_order_.count < kSamples || together_.count < kSamples) return;
-  best_ = together_.median() < in_order_.median();
-  left_ = kept_;
-  kept_ = std::min(2 * kept_, kKept);
-  in_order_.count = together_.count = 0;
+bool PairClock::next() const {
+  const bool together_first = num_rounds_ % 2 != 0;
+  if (place_ == 0) return together_first;
+  return place_ == 1 ? !together_first : best_;
 }
 
-double PairClock::Samples::median() {
-  std::sort(seconds.begin(), seconds.end());
-  return (seconds[(kSamples - 1) / 2] + seconds[kSamples / 2]) / 2;
+void PairClock::note(double seconds) {
+  if (place_ == 0) first_ = seconds;
+  if (place_ == 1) vote(next() ? seconds < first_ : first_ < seconds);
+  const std::size_t period = kPeriods[std::min(num_rounds_ / kVotes, kPeriods.size() - 1)];
+  place_ = (place_ + 1) % period;
+}
+
+void PairClock::vote(bool together) {
+  votes_ = votes_ << 1;
+  votes_[0] = together;
+  ++num_rounds_;
+  const std::size_t all = std::min(num_rounds_, kVotes);
+  if (2 * votes_.count() != all) best_ = 2 * votes_.count() > all;
 }
 
 }  // namespace fastpipe

@@ -2,36 +2,34 @@
 #pragma once
 
 #include <array>
+#include <bitset>
 #include <cstddef>
 
 namespace fastpipe {
 
-// The first pairs go either way by turns; the next ones go the way whose median was less; after a while it is
-// measured again, later each time, since the first pairs of all may be slow for reasons of their own.
+// Two pairs in a row that go one way each are a round, and the faster way has its vote: what disturbs the machine for
+// longer than a pair disturbs both. Which way comes first alternates. All other pairs go the way that had more of the
+// last votes. Rounds come often to begin with and then seldom, but for ever, so that no verdict outlives its machine.
 class PairClock {
  public:
-  static constexpr std::size_t kSamples = 8;
-  static constexpr std::size_t kFirstKept = 64;
-  static constexpr std::size_t kKept = 4096;  // in the long run
+  static constexpr std::size_t kVotes = 8;
+  // Pairs from round to round, each for as many rounds as there are votes; then the last one. Primes, so that rounds
+  // come to another place in every step.
+  static constexpr std::array<std::size_t, 4> kPeriods{7, 13, 29, 61};
 
   // Whether the next pair is to be run together.
-  bool next() const { return left_ > 0 ? best_ : together_.count < in_order_.count; }
-  // How long it took.
-  void note(bool together, double seconds);
+  bool next() const;
+  // How long that one took.
+  void note(double seconds);
 
  private:
-  struct Samples {
-    double median();
+  void vote(bool together);
 
-    std::array<double, kSamples> seconds{};
-    std::size_t count = 0;
-  };
-
-  Samples in_order_;
-  Samples together_;
+  std::size_t num_rounds_ = 0;
+  std::size_t place_ = 0;      // of the next pair: the first two are the round's
+  double first_ = 0;           // seconds of the round's first pair
+  std::bitset<kVotes> votes_;  // a bit a round, the last one lowest: together was faster
   bool best_ = false;
-  std::size_t left_ = 0;
-  std::size_t kept_ = kFirstKept;
 };
 
 }  // namespace fastpipe

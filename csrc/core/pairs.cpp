@@ -15,14 +15,13 @@ void Pairs::run(std::int32_t pair, const PairPart& forward, const PairPart& back
   if (way_ == PairWay::kInOrder || !forward.stage.may_run_beside(backward.stage)) return in_order(forward, backward);
   if (way_ == PairWay::kTogether) return together(forward, backward, position, observer);
   PairClock& clock = clocks_[pair];
-  const bool beside = clock.next();
   const double begin = now_seconds();
-  if (beside) {
+  if (clock.next()) {
     together(forward, backward, position, observer);
   } else {
     in_order(forward, backward);
   }
-  clock.note(beside, now_seconds() - begin);
+  clock.note(now_seconds() - begin);
 }
 
 void Pairs::in_order(const PairPart& forward, const PairPart& backward) {

@@ -13,6 +13,7 @@
 #include "core/errors.h"
 #include "core/loopback_hub.h"
 #include "core/mixed_transport.h"
+#include "core/pair_clock.h"
 #include "core/program.h"
 #include "core/shared_memory_exchange.h"
 #include "core/shared_memory_link.h"
@@ -273,6 +274,11 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("current", &current_moment);
   bind_cuda(m);
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
+  // for the test that compares it with Python's
+  py::class_<PairClock>(m, "PairClock")
+      .def(py::init<>())
+      .def("next", &PairClock::next)
+      .def("note", &PairClock::note, py::arg("seconds"));
   py::class_<Runner>(m, "Executor")
       .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),
            py::arg("transport"), py::arg("timeout"), py::arg("device") = at::Device(at::kCPU), py::arg("pairs") = 0,

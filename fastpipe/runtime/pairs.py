@@ -8,8 +8,8 @@ The native executor has the same in ``csrc/core/pairs.h``.
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -23,13 +23,11 @@ IN_ORDER, TOGETHER, MEASURED = "in order", "together", "measured"
 WAYS = (IN_ORDER, TOGETHER, MEASURED)
 """The numbers are those of the native executor."""
 OVERLAPS = ("auto", "always", "never")
-NUM_SAMPLES = 8
-"""How many pairs of two stages are measured either way."""
-FIRST_KEPT = 64
-"""After how many pairs it is measured again for the first time, as the first pairs of all may be slow for reasons of
-their own; then after twice as many, and so on, up to `NUM_KEPT`."""
-NUM_KEPT = 4096
-"""After how many pairs it is measured again, in the long run."""
+NUM_VOTES = 8
+"""How many rounds decide which way pairs go; see `PairClock`."""
+PERIODS = (7, 13, 29, 61)
+"""Pairs from round to round, each for `NUM_VOTES` rounds; then the last one. Primes, so that rounds come to another
+place in every step."""
 
 
 @dataclass(frozen=True)
@@ -75,33 +73,41 @@ def check_overlap(overlap: str) -> None:
 
 
 class PairClock:
-    """Which way the pairs of two stages go: the first ones by turns, the next ones the way whose median was less."""
+    """Which way the pairs of two stages go.
+
+    Two pairs in a row that go one way each are a round, and the faster way has its vote: what disturbs the machine for
+    longer than a pair disturbs both. Which way comes first alternates. All other pairs go the way that had more of the
+    last votes. Rounds come often to begin with and then seldom, but for ever, so that no verdict outlives its machine.
+    """
 
     def __init__(self) -> None:
-        self._seconds: tuple[list[float], list[float]] = ([], [])
+        self._num_rounds = 0
+        self._place = 0  # of the next pair: the first two are the round's
+        self._first = 0.0
+        self._votes: deque[bool] = deque(maxlen=NUM_VOTES)
         self._best = False
-        self._left = 0
-        self._kept = FIRST_KEPT
 
     def next(self) -> bool:
         """Whether the next pair is to be run together."""
-        if self._left:
-            return self._best
-        in_order, together = self._seconds
-        return len(together) < len(in_order)
+        together_first = self._num_rounds % 2 != 0
+        if self._place == 0:
+            return together_first
+        return not together_first if self._place == 1 else self._best
 
-    def note(self, together: bool, seconds: float) -> None:
-        """How long it took."""
-        if self._left:
-            self._left -= 1
-            return
-        self._seconds[together].append(seconds)
-        if min(map(len, self._seconds)) == NUM_SAMPLES:
-            in_order, overlapped = map(statistics.median, self._seconds)
-            self._best = overlapped < in_order
-            self._left = self._kept
-            self._kept = min(2 * self._kept, NUM_KEPT)
-            self._seconds = ([], [])
+    def note(self, seconds: float) -> None:
+        """How long that one took."""
+        if self._place == 0:
+            self._first = seconds
+        if self._place == 1:
+            self._vote(seconds < self._first if self.next() else self._first < seconds)
+        period = PERIODS[min(self._num_rounds // NUM_VOTES, len(PERIODS) - 1)]
+        self._place = (self._place + 1) % period
+
+    def _vote(self, together: bool) -> None:
+        self._votes.append(together)
+        self._num_rounds += 1
+        if 2 * sum(self._votes) != len(self._votes):
+            self._best = 2 * sum(self._votes) > len(self._votes)
 
 
 @dataclass
@@ -158,10 +164,9 @@ class Pairs:
         if self.way == TOGETHER:
             return self._together(forward, backward)
         clock = self._clocks.setdefault(stages, PairClock())
-        together = clock.next()
         begin = time.perf_counter()
-        (self._together if together else self._in_order)(forward, backward)
-        clock.note(together, time.perf_counter() - begin)
+        (self._together if clock.next() else self._in_order)(forward, backward)
+        clock.note(time.perf_counter() - begin)
 
     def _in_order(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         self.counts.in_order += 1

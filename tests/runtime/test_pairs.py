@@ -13,16 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import Pipeline
-from fastpipe.runtime.pairs import (
-    FIRST_KEPT,
-    IN_ORDER,
-    MEASURED,
-    NUM_KEPT,
-    NUM_SAMPLES,
-    TOGETHER,
-    PairClock,
-    pair_policy,
-)
+from fastpipe.runtime.pairs import IN_ORDER, MEASURED, TOGETHER, pair_policy
 from fastpipe.testing import Fault
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.paired import PAIRED, WIDTH, Layer, Own, batch, compare, layers_of, make, model_of, num_stages
@@ -319,27 +310,6 @@ def test_who_may_have_a_helper() -> None:
     assert pair_policy("always", 8, 1, cpu).way == TOGETHER and pair_policy("never", 1, 8, cpu).way == IN_ORDER
     with pytest.raises(ValueError, match="overlap = 'often'"):
         make(layers_of(Layer, 4), "dualpipev", "python", overlap="often")
-
-
-@pytest.mark.parametrize("wins", [False, True])
-def test_what_was_faster_is_kept_for_long(wins: bool) -> None:
-    clock = PairClock()
-
-    def ways(count: int, wins: bool) -> list[bool]:
-        found = []
-        for i in range(count):
-            found.append(clock.next())
-            outlier = 50.0 if i % 5 == 0 else 0.0
-            clock.note(found[-1], (1.0 if found[-1] == wins else 2.0) + outlier)
-        return found
-
-    kept = [FIRST_KEPT]
-    while kept[-1] < NUM_KEPT:
-        kept.append(2 * kept[-1])
-    for number, count in enumerate([*kept, NUM_KEPT]):
-        faster = wins if number % 2 else not wins
-        assert sum(ways(2 * NUM_SAMPLES, faster)) == NUM_SAMPLES
-        assert ways(count, faster) == [faster] * count
 
 
 def test_it_is_told_how_pairs_run(executor: str) -> None:
