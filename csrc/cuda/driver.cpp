@@ -49,6 +49,9 @@ void StreamFlags::wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t v
 std::optional<std::string> copy_engine_obstacle(int device) {
   try {
     if (attribute(cudaDevAttrUnifiedAddressing, device) == 0) return "the device has no unified addressing";
+    if (attribute(cudaDevAttrCanUseHostPointerForRegisteredMem, device) == 0) {
+      return "the device does not see the host's memory at the host's addresses";
+    }
     const StreamFlags flags;
     return std::nullopt;
   } catch (const Error& error) {

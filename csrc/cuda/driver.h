@@ -13,7 +13,7 @@ namespace fastpipe {
 // Throws Error, naming what was tried, unless `code` is success.
 void require(cudaError_t code, const char* what);
 
-// Flags in device memory that streams write and wait for, without the host. The functions are looked up in the driver
+// Flags in memory that streams write and wait for, without the host. The functions are looked up in the driver
 // that runs, so that this library can be loaded where there is none.
 class StreamFlags {
  public:

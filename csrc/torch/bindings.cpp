@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "copy_engine_codec.h"
+#include "core/copy_engine_link.h"
+#include "core/copy_engine_source.h"
+#include "core/copy_engine_trial.h"
 #include "core/errors.h"
 #include "core/loopback_hub.h"
 #include "core/mixed_transport.h"
@@ -19,6 +24,7 @@
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
 #ifdef FASTPIPE_WITH_CUDA
+#include "cuda/copy_engine.h"
 #include "cuda/driver.h"
 #endif
 #include "endpoint.h"
@@ -62,17 +68,46 @@ std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                   static_cast<PairWay>(pairs), several_streams);
 }
 
+// The programs of all ranks.
+std::vector<RankProgram> to_programs(const std::vector<Columns>& columns, const std::vector<ChannelTuple>& channels) {
+  std::vector<RankProgram> programs;
+  for (std::size_t rank = 0; rank < columns.size(); ++rank) {
+    programs.push_back(to_program(static_cast<std::int32_t>(rank), columns[rank], channels));
+  }
+  return programs;
+}
+
 std::shared_ptr<SharedMemorySource> make_shared_memory(std::shared_ptr<SharedMemoryLink> link,
                                                        const std::vector<ChannelTuple>& channels,
                                                        const std::vector<Columns>& columns,
-                                                       std::optional<std::vector<bool>> carried) {
+                                                       std::optional<std::vector<bool>> carried,
+                                                       const at::Device& device) {
   std::vector<ChannelNeeds> needs(channels.size());
-  for (std::size_t rank = 0; rank < columns.size(); ++rank) {
-    count_needs(to_program(static_cast<std::int32_t>(rank), columns[rank], channels), needs);
-  }
+  for (const RankProgram& program : to_programs(columns, channels)) count_needs(program, needs);
   return std::make_shared<SharedMemorySource>(
-      std::move(link), std::make_shared<TensorCodec>(), std::move(needs),
+      std::move(link), std::make_shared<TensorCodec>(device), std::move(needs),
       carried ? std::move(*carried) : channels_between_ranks(to_channels(channels)));
+}
+
+std::shared_ptr<CopyEngineSource> make_copy_engine(std::shared_ptr<CopyEngineLink> link,
+                                                   const std::vector<ChannelTuple>& channels,
+                                                   const std::vector<Columns>& columns, const at::Device& device) {
+  auto announced = make_shared_memory(link->host(), channels, columns, std::nullopt, device);
+  std::vector<CopyPlaces> places(channels.size());
+  for (const RankProgram& program : to_programs(columns, channels)) add_places(program, places);
+  return std::make_shared<CopyEngineSource>(std::move(link), std::make_shared<DeviceCodec>(device),
+                                            std::move(announced), std::move(places));
+}
+
+py::bytes to_bytes(const CopyTicket& ticket) {
+  return py::bytes(reinterpret_cast<const char*>(ticket.data()), ticket.size());
+}
+
+CopyTicket to_ticket(const std::string& bytes) {
+  CopyTicket ticket{};
+  if (bytes.size() != ticket.size()) throw ArgumentError("a ticket has " + std::to_string(ticket.size()) + " bytes");
+  std::memcpy(ticket.data(), bytes.data(), bytes.size());
+  return ticket;
 }
 
 std::unique_ptr<Endpoint> make_endpoint(std::int32_t rank, const Columns& columns,
@@ -130,7 +165,7 @@ void bind_shared_memory(py::module_& m) {
           py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"));
   py::class_<SharedMemorySource, TransportSource, std::shared_ptr<SharedMemorySource>>(m, "SharedMemorySource")
       .def(py::init(&make_shared_memory), py::arg("link"), py::arg("channels"), py::arg("columns"),
-           py::arg("carried") = py::none());
+           py::arg("carried") = py::none(), py::arg("device") = at::Device(at::kCPU));
   py::class_<MixedSource, TransportSource, std::shared_ptr<MixedSource>>(m, "MixedSource")
       .def(py::init<std::shared_ptr<SharedMemorySource>, std::shared_ptr<TransportSource>>(), py::arg("near"),
            py::arg("far"));
@@ -142,7 +177,27 @@ void bind_shared_memory(py::module_& m) {
       .def("wait_receive", &Endpoint::wait_receive, WithoutGil())
       .def("send", &Endpoint::send, WithoutGil())
       .def("wait_send", &Endpoint::wait_send, WithoutGil())
-      .def("end", &Endpoint::end, WithoutGil());
+      .def("end", &Endpoint::end, WithoutGil())
+      .def("check", &Endpoint::check);
+}
+
+void bind_copy_engine(py::module_& m) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<CopyMemory, std::shared_ptr<CopyMemory>>(m, "CopyMemory");
+  py::class_<CopyEngine, std::shared_ptr<CopyEngine>>(m, "CopyEngine")
+      .def("allocate", &CopyEngine::allocate, py::arg("bytes"), WithoutGil())
+      .def("ticket", [](CopyEngine& engine, const CopyMemory& memory) { return to_bytes(engine.ticket(memory)); })
+      .def("open", [](CopyEngine& engine, const std::string& ticket) { return engine.open(to_ticket(ticket)); })
+      .def("obstacle", &obstacle_to_flags, py::arg("timeout"), WithoutGil());
+  py::class_<CopyEngineLink, std::shared_ptr<CopyEngineLink>>(m, "CopyEngineLink")
+      .def(py::init<std::shared_ptr<SharedMemoryLink>, std::shared_ptr<CopyEngine>>(), py::arg("host"),
+           py::arg("engine"));
+  py::class_<CopyEngineSource, TransportSource, std::shared_ptr<CopyEngineSource>>(m, "CopyEngineSource")
+      .def(py::init(&make_copy_engine), py::arg("link"), py::arg("channels"), py::arg("columns"), py::arg("device"));
+#ifdef FASTPIPE_WITH_CUDA
+  py::class_<CudaCopyEngine, CopyEngine, std::shared_ptr<CudaCopyEngine>>(m, "CudaCopyEngine")
+      .def(py::init<int>(), py::arg("device"));
+#endif
 }
 
 // (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage.
@@ -268,6 +323,7 @@ PYBIND11_MODULE(_runtime, m) {
                       const at::Device& device) { return std::make_shared<ProcessGroups>(std::move(groups), device); }),
           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
   bind_shared_memory(m);
+  bind_copy_engine(m);
   bind_exchange(m);
   bind_weight_gradients(m);
   bind_random_numbers(m);
@@ -291,6 +347,7 @@ PYBIND11_MODULE(_runtime, m) {
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
            py::arg("state") = py::none(), py::arg("num_threads") = 0)
       .def("fail", &Runner::fail)
+      .def("check", &Runner::check)
       .def("deferred", &deferred)
       .def_property_readonly("broken", &Runner::broken);
 }

@@ -28,6 +28,8 @@ class Endpoint final {
   void send(std::size_t position, const std::optional<std::vector<at::Tensor>>& tensors);
   void wait_send(std::int32_t number);
   void end(bool complete);
+  // See Transport.
+  void check() { transport_->check(); }
 
  private:
   Transfer transfer(std::size_t position) const;

@@ -1,11 +1,15 @@
 #include "payload.h"
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <utility>
+
+#include "bytes.h"
 #include "core/errors.h"
 
 namespace fastpipe {
@@ -55,7 +59,23 @@ at::Tensor packed(const at::Tensor& tensor) {
   return dense.detach().set_requires_grad(tensor.requires_grad());
 }
 
+// Gives a storage other memory with the same bytes. Its tensors and views go on with that.
+void move_out(const c10::Storage& storage) {
+  if (storage.nbytes() == 0) return;
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor old = bytes_at(storage.data(), storage.nbytes(), storage.device());
+  const at::Tensor own = at::empty_like(old);
+  own.copy_(old);
+  storage.set_data_ptr(own.storage().set_data_ptr(at::DataPtr(nullptr, storage.device())));
+}
+
 }  // namespace
+
+std::size_t bytes_of(const TensorSpec& spec) {
+  std::size_t bytes = c10::elementSize(spec.dtype);
+  for (const std::int64_t size : spec.sizes) bytes *= static_cast<std::size_t>(size);
+  return bytes;
+}
 
 TensorSpec::TensorSpec(const at::Tensor& tensor)
     : TensorSpec(tensor.scalar_type(), tensor.requires_grad(), tensor.sizes(), tensor.strides()) {}
@@ -94,12 +114,27 @@ void TensorPayload::clear() noexcept {
   tensors_.clear();
   try {
     read_.wait();  // what is made in their memory next comes after who reads it
+    end_loan();
     note_idle();
   } catch (...) {
     // The device is broken, and says so to whoever uses it next.
   }
   read_.forget();
   made_.forget();
+}
+
+void TensorPayload::borrow(CopyLoan loan) {
+  loan_ = std::move(loan);
+  for (const at::Tensor& tensor : tensors_) lent_.push_back(tensor.storage());
+}
+
+void TensorPayload::end_loan() {
+  if (!loan_.active()) return;
+  for (const c10::Storage& storage : lent_) {
+    if (storage.use_count() > 1) move_out(storage);
+  }
+  lent_.clear();
+  loan_.end();
 }
 
 void TensorPayload::note_idle() {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/copy_engine_loan.h"
 #include "core/payload.h"
 #include "streams.h"
 
@@ -26,6 +27,8 @@ struct TensorSpec {
   bool matches(const at::Tensor& tensor) const;
   std::string text() const;
 };
+
+std::size_t bytes_of(const TensorSpec& spec);
 
 class TensorListSpec final : public Spec {
  public:
@@ -51,6 +54,9 @@ class TensorPayload final : public Payload {
   }
   // The contents for the current stream, which may keep them.
   const std::vector<at::Tensor>& taken_in() const;
+  // The contents lie in memory that is lent. When they are cleared, what somebody else still holds of them is moved to
+  // memory of its own, on the current stream, and the loan ends.
+  void borrow(CopyLoan loan);
 
   // On the stream that made the contents.
   void clear() noexcept override;
@@ -70,6 +76,7 @@ class TensorPayload final : public Payload {
  private:
   const at::Tensor& buffer(std::size_t index, const TensorSpec& spec);
   void note_idle();
+  void end_loan();
   void expose_one(std::size_t index, bool requires_grad);
 
   at::Device device_;
@@ -80,6 +87,8 @@ class TensorPayload final : public Payload {
   mutable Fence read_;  // by another stream
   std::vector<at::Tensor> tensors_;
   std::vector<at::Tensor> buffers_;  // kept from step to step
+  CopyLoan loan_;
+  std::vector<c10::Storage> lent_;  // those of the contents
 };
 
 }  // namespace fastpipe

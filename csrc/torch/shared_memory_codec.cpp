@@ -1,5 +1,7 @@
 #include "shared_memory_codec.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/intrusive_ptr.h>
@@ -9,6 +11,7 @@
 #include <cstring>
 #include <utility>
 
+#include "bytes.h"
 #include "core/errors.h"
 
 namespace fastpipe {
@@ -59,12 +62,6 @@ class Reader {
   std::size_t at_ = 0;
 };
 
-std::size_t bytes_of(const TensorSpec& spec) {
-  std::size_t bytes = c10::elementSize(spec.dtype);
-  for (const std::int64_t size : spec.sizes) bytes *= static_cast<std::size_t>(size);
-  return bytes;
-}
-
 // A message's lease, which its tensors share.
 struct SharedLease final : c10::intrusive_ptr_target {
   explicit SharedLease(SharedMemoryLease lease) : lease(std::move(lease)) {}
@@ -81,6 +78,16 @@ at::Tensor tensor_at(std::byte* data, const TensorSpec& spec, const LeasePtr& le
                           .context(LeasePtr(lease).release(), SharedLease::let_go)
                           .options(at::TensorOptions().dtype(spec.dtype))
                           .make_tensor();
+  if (spec.requires_grad) tensor.set_requires_grad(true);
+  return tensor;
+}
+
+at::Tensor copy_on(at::Device device, const std::byte* data, const TensorSpec& spec) {
+  at::Tensor tensor = at::empty_strided(spec.sizes, spec.strides, at::TensorOptions().dtype(spec.dtype).device(device));
+  if (tensor.nbytes() > 0) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    bytes_at(tensor.const_data_ptr(), tensor.nbytes(), device).copy_(bytes_at(data, tensor.nbytes(), at::kCPU));
+  }
   if (spec.requires_grad) tensor.set_requires_grad(true);
   return tensor;
 }
@@ -105,9 +112,18 @@ void TensorCodec::write(const Payload& payload, const CellBytes& to) const {
     at += header_size(tensors_of(payload));
   }
   for (const at::Tensor& tensor : tensors_of(payload)) {
-    if (tensor.nbytes() > 0) std::memcpy(at, tensor.const_data_ptr(), tensor.nbytes());
+    if (tensor.nbytes() > 0) write_one(tensor, at);
     at += whole_lines(tensor.nbytes());
   }
+}
+
+void TensorCodec::write_one(const at::Tensor& tensor, std::byte* to) const {
+  if (device_.is_cpu()) {
+    std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
+    return;
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  bytes_at(to, tensor.nbytes(), at::kCPU).copy_(bytes_at(tensor.const_data_ptr(), tensor.nbytes(), device_));
 }
 
 std::unique_ptr<Spec> TensorCodec::read_spec(const CellBytes& from) const {
@@ -136,9 +152,11 @@ void TensorCodec::adopt(Payload& into, const Spec& spec, const CellBytes& from, 
   // In a step under inference mode they would become inference tensors, which a training step cannot use.
   const c10::InferenceMode normal(false);
   for (const TensorSpec& tensor : specs) {
-    payload.add(tensor_at(from.data + at, tensor, shared));
+    payload.add(device_.is_cpu() ? tensor_at(from.data + at, tensor, shared)
+                                 : copy_on(device_, from.data + at, tensor));
     at += whole_lines(bytes_of(tensor));
   }
+  if (!device_.is_cpu()) payload.filled();  // it may be another stage's turn than the consumer's
 }
 
 }  // namespace fastpipe

@@ -90,11 +90,13 @@ def check_transport(transport: str | Transport, num_ranks: int, num_processes: i
         if not alone and isinstance(transport, Loopback):
             raise ValueError("transport: loopback connects threads of one process; use 'process_group' or 'auto'")
         return transport.lanes
-    if transport not in ("auto", "loopback", "shared_memory", "process_group"):
-        raise ValueError(f"transport = {transport!r}: use 'auto', 'loopback', 'shared_memory' or 'process_group'")
+    if transport not in ("auto", "loopback", "shared_memory", "cuda_ipc", "process_group"):
+        raise ValueError(
+            f"transport = {transport!r}: use 'auto', 'loopback', 'shared_memory', 'cuda_ipc' or 'process_group'"
+        )
     if not alone and transport == "loopback":
         raise ValueError("transport = 'loopback': there are several processes; use 'process_group' or 'auto'")
-    if alone and transport in ("shared_memory", "process_group") and num_ranks > 1:
+    if alone and transport in ("shared_memory", "cuda_ipc", "process_group") and num_ranks > 1:
         raise ValueError(
             f"transport = {transport!r}: there is one process for {num_ranks} ranks; start one a rank with "
             "torchrun, or use 'loopback' or 'auto'"

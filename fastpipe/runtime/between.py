@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastpipe.runtime import native
+from fastpipe.runtime.cuda_ipc import CudaIpc, Trial
 from fastpipe.runtime.failure import first_line
 from fastpipe.runtime.group import Membership
 from fastpipe.runtime.host import host_name
@@ -35,7 +36,7 @@ def between_processes(
     """The transport for several processes. All call it, and all get the same answer.
 
     Args:
-        choice: ``"auto"``, ``"shared_memory"`` or ``"process_group"``; the same on all of them.
+        choice: ``"auto"``, ``"shared_memory"``, ``"cuda_ipc"`` or ``"process_group"``; the same on all of them.
         exchange: how they tell each other something: ``(phase, message) -> messages of all``.
         member: this process's place.
         device: what it computes on.
@@ -43,60 +44,75 @@ def between_processes(
         num_ranks_here: how many ranks compute on this host: only where a core is free a rank looks before it sleeps.
 
     Raises:
-        ValueError: for ``"shared_memory"`` where it cannot be; it says why.
+        ValueError: for ``"shared_memory"`` or ``"cuda_ipc"`` where it cannot be; it says why.
     """
-    if choice not in ("auto", "shared_memory", "process_group"):
-        raise ValueError(f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto', 'shared_memory' or 'process_group'")
+    if choice not in ("auto", "shared_memory", "cuda_ipc", "process_group"):
+        raise ValueError(
+            f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto', 'shared_memory', 'cuda_ipc' or 'process_group'"
+        )
     if choice == "process_group":
         return ProcessGroups(member, timeout)
-    link, circles, why = find_circles(exchange, member, device, num_ranks_here)
+    by_engine = choice == "cuda_ipc" or (choice == "auto" and device.type != "cpu")
+    link, trial, circles, why = find_circles(exchange, member, device, num_ranks_here, by_engine)
     if len(circles) == 1:
-        return SharedMemory(link, member, timeout)
-    if choice == "shared_memory":
-        raise ValueError(f"transport = 'shared_memory': {why}; use 'auto' or 'process_group'")
+        return CudaIpc(link, trial.engine, member, timeout) if trial else SharedMemory(link, member, timeout)
+    if choice != "auto":
+        raise ValueError(f"transport = {choice!r}: {why}; use 'auto' or 'process_group'")
     groups = ProcessGroups(member, timeout)
-    if len(circles) == member.size:
-        groups.why = f"no shared memory: {why}"
+    if by_engine or len(circles) == member.size:
+        # of a GPU's messages no part goes another way than the rest
+        groups.why = f"no {'cuda_ipc' if by_engine else 'shared memory'}: {why}"
         return groups
     alone = [member.rank] in circles
     return Mixed(None if alone else SharedMemory(link, member, timeout), groups, circles, member.rank, why)
 
 
 def find_circles(
-    exchange: Exchange, member: Membership, device: torch.device, num_ranks_here: int
-) -> tuple[Any, Circles, str]:
+    exchange: Exchange, member: Membership, device: torch.device, num_ranks_here: int, by_engine: bool = False
+) -> tuple[Any, Trial | None, Circles, str]:
     """Connect this process to those that it can share memory with.
 
+    Args:
+        exchange: how they tell each other something.
+        member: this process's place.
+        device: what it computes on.
+        num_ranks_here: how many ranks compute on this host.
+        by_engine: whether devices are to copy messages into memory of theirs.
+
     Returns:
-        Its side of the shared memory, who shares it with whom, and why not all do.
+        Its side of the shared memory, its copy engine, who shares memory with whom, and why not all do.
     """
-    link, offer = _offer(member, device, num_ranks_here)
+    link, trial, offer = _offer(member, device, num_ranks_here, by_engine)
     offers = exchange("offer of shared memory", offer)
     circles = _alike(offers)
     mates = next(circle for circle in circles if member.rank in circle)
     # one may be forbidden what another is allowed, so they agree on the outcome, too
-    answers = exchange("connection by shared memory", {"why": _connect(link, member.rank, mates, offers)})
+    answers = exchange("connection by shared memory", {"why": _connect(link, trial, member.rank, mates, offers)})
     failed = [f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]]
     kept = []
     for circle in circles:
         connected = not any(answers[rank]["why"] for rank in circle)
         kept += [circle] if connected else [[rank] for rank in circle]
-    return link, kept, _obstacle(offers) or next(iter(failed), "")
+    return link, trial, kept, _obstacle(offers) or next(iter(failed), "")
 
 
-def _offer(member: Membership, device: torch.device, num_ranks_here: int) -> tuple[Any, Offer]:
+def _offer(
+    member: Membership, device: torch.device, num_ranks_here: int, by_engine: bool
+) -> tuple[Any, Trial | None, Offer]:
     """This rank's side, and what the others need to know of it."""
     runtime: Any = native.load()
     if runtime is None:
-        return None, {"cannot": native.native_status()}
-    if device.type != "cpu":
-        return None, {"cannot": f"the stages are on {device.type}"}
+        return None, None, {"cannot": native.native_status()}
+    if device.type != "cpu" and not by_engine:
+        return None, None, {"cannot": f"the stages are on {device.type}"}
     try:
         link = runtime.SharedMemoryLink(member.rank, member.size, num_ranks_here)
+        trial = Trial(runtime, device) if by_engine else None
+        ticket = {} if trial is None else {"ticket": trial.ticket()}
     except RuntimeError as error:
-        return None, {"cannot": first_line(error)}
+        return None, None, {"cannot": first_line(error)}
     identity = {"host": host_name(), "user": os.geteuid(), "torch": torch.__version__, "machine": os.uname().machine}
-    return link, identity | {"address": link.address()}
+    return link, trial, identity | {"address": link.address()} | ticket
 
 
 def _alike(offers: Sequence[Offer]) -> list[list[int]]:
@@ -119,12 +135,15 @@ def _obstacle(offers: Sequence[Offer]) -> str:
     return "" if offers[0]["host"] else "this system does not tell which processes are on one host"
 
 
-def _connect(link: Any, own: int, mates: Sequence[int], offers: Sequence[Offer]) -> str:
+def _connect(link: Any, trial: Trial | None, own: int, mates: Sequence[int], offers: Sequence[Offer]) -> str:
     """Open what the others of a circle offer; why it cannot be, or nothing."""
     try:
         for rank in mates:
-            if rank != own:
-                link.connect(rank, *offers[rank]["address"])
+            if rank == own:
+                continue
+            link.connect(rank, *offers[rank]["address"])
+            if trial is not None:
+                trial.connect(offers[rank]["ticket"])
     except RuntimeError as error:
         return first_line(error)
     return ""

@@ -96,6 +96,14 @@ class Executor(ABC):
         """The step has failed elsewhere: drain. May be called from any thread."""
 
     @abstractmethod
+    def check(self) -> None:
+        """After a step, when its device has come to its end: what the transport has found out since.
+
+        Raises:
+            TransportError: when a peer was given up.
+        """
+
+    @abstractmethod
     def pair_counts(self) -> PairCounts:
         """How many pairs went which way so far."""
 

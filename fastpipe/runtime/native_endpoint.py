@@ -57,6 +57,10 @@ class NativeEndpoint(Endpoint):
         """See `Endpoint.end`."""
         self._native.end(False)
 
+    def check(self) -> None:
+        """See `Endpoint.check`."""
+        self._native.check()
+
 
 def _positions(program: Program, rank: int) -> dict[tuple[Op, Message], int]:
     """Where each message is sent or its receive posted, in the rank's program."""

@@ -77,6 +77,10 @@ class NativeExecutor(Executor):
         """What is around its backwards, and what `fastpipe.current` tells of the step."""
         return stage.moments.around, (stage.moments.step, self.last[stage.index])
 
+    def check(self) -> None:
+        """See `Executor.check`."""
+        self._native.check()
+
     def pair_counts(self) -> PairCounts:
         """How many pairs went which way so far."""
         return PairCounts(*self._native.pair_counts())

@@ -113,6 +113,7 @@ class Pipeline(Trains, Replannable):
             that or by ``fully_shard``; either way gradients are averaged over the replicas once a step.
         executor: ``"auto"``, ``"native"`` or ``"python"``.
         transport: ``"loopback"`` (the ranks are threads), ``"shared_memory"`` (processes of one host, on CPU),
+            ``"cuda_ipc"`` (processes of one host, on GPUs that reach each other, with CUDA_DEVICE_MAX_CONNECTIONS=32),
             ``"process_group"`` (any), or ``"auto"``: channel by channel the first of these that can be. The variable
             FASTPIPE_TRANSPORT says what "auto" means for several processes; set it alike for all. Or a
             `fastpipe.runtime.transport.Transport`.

@@ -170,6 +170,10 @@ class PythonExecutor(Executor):
                 self.made[number] = tensors
         return True
 
+    def check(self) -> None:
+        """See `Executor.check`."""
+        self.endpoint.check()
+
     def pair_counts(self) -> PairCounts:
         """How many pairs went which way so far."""
         return self._pairs.counts

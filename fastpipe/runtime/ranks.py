@@ -129,6 +129,20 @@ class LocalRanks:
                 outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
+    def check(self, outcome: Outcome) -> bool:
+        """When the devices have come to the end of a step: whether the transport found none of its peers gone in it.
+
+        Otherwise that is the step's failure.
+        """
+        for executor in (executor for executors in self._executors.values() for executor in executors):
+            try:
+                executor.check()
+            except TransportError as error:
+                failure = Failure(executor.rank if error.peer is None else error.peer, str(error), dead=True)
+                outcome.failure, outcome.error, outcome.first = failure, error, failure
+                return False
+        return True
+
     def pair_counts(self) -> PairCounts:
         """How many pairs went which way so far, on all local ranks."""
         total = PairCounts()

@@ -18,6 +18,7 @@ from fastpipe.program import Program
 from fastpipe.runtime import native
 from fastpipe.runtime.group import Membership, make_group
 from fastpipe.runtime.native_endpoint import NativeEndpoint
+from fastpipe.runtime.process_group import wait_for
 from fastpipe.runtime.transport import Endpoint, Transport, TransportError
 
 
@@ -69,7 +70,7 @@ class SharedMemory(Transport):
             works = [self._group.send([tensor], peer, 0) for tensor in own]
             works += [self._group.recv([tensor], peer, 0) for tensor in theirs]
             for work in works:
-                work.wait(self.timeout)
+                wait_for(work, self.timeout, self.member.device)
         except RuntimeError as error:
             raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
         return theirs

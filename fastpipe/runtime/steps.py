@@ -139,7 +139,11 @@ class Steps:
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
         """Learn how it went for the others, and sum the gradients of stages that two ranks hold."""
-        replies = self.control.exchange("end", self._report(outcome, trace))
+        report = self._report(outcome, trace)
+        # to report losses is to wait for the device, which may have waited for who is gone, and gone on without
+        if outcome.failure is None and not self.ranks.check(outcome):
+            report = self._report(outcome, trace)
+        replies = self.control.exchange("end", report)
         if request.training:
             succeeded = not any("failure" in reply or DEAD in reply for reply in replies)
             try:

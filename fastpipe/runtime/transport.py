@@ -122,6 +122,13 @@ class Endpoint(ABC):
     def end(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what a step left."""
 
+    def check(self) -> None:  # noqa: B027 - most know all when a step has ended
+        """After a step, when its device has come to its end: what was found out since.
+
+        Raises:
+            TransportError: when a peer was given up.
+        """
+
 
 class Transport(ABC):
     """How the ranks of a pipeline exchange tensors.

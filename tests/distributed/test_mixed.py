@@ -89,6 +89,13 @@ def test_shared_memory_alone_is_refused(group_of: Callable[[int], Ranks]) -> Non
     assert group_of(4).run(choose, TWO_AND_TWO, -1, "shared_memory") == [expected] * 4
 
 
+def test_copy_engines_of_cpus_are_refused(group_of: Callable[[int], Ranks]) -> None:
+    expected = (
+        "transport = 'cuda_ipc': rank 0: the stages are on cpu, which has no copy engines; use 'auto' or 'process"
+    )
+    assert all(text.startswith(expected) for text in group_of(4).run(choose, "aaaa", -1, "cuda_ipc"))
+
+
 def forbid(hosts: str) -> str:
     """Runs on every rank; rank 3 may not open what rank 2 offers."""
     runtime: Any = native.load()

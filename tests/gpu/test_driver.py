@@ -13,3 +13,11 @@ def test_streams_can_wait_for_flags_in_memory() -> None:
     if runtime is None or not runtime.has_cuda:
         pytest.fail("the extension was built without csrc/cuda")
     assert runtime.copy_engine_obstacle(0) is None
+
+
+def test_the_host_releases_streams_by_flags_in_its_memory() -> None:
+    """A stream waits for a flag in registered memory of the host until the host sets it, and the host sees what a stream
+    writes there: without that a stream that waits for a dead process could not be released."""
+    runtime = native.load()
+    assert runtime is not None
+    assert runtime.CudaCopyEngine(0).obstacle(10.0) is None

@@ -4,9 +4,11 @@ import traceback
 
 import pytest
 
+from fastpipe import StepError
+from fastpipe.runtime.transport import TransportError
 from fastpipe.testing import Loopback
 from tests.promptly import promptly
-from tests.runtime.faults import Boom, FaultyTraining, Scenario
+from tests.runtime.faults import NEVER, Boom, FaultyTraining, Scenario
 
 # All combinations for one schedule; of the others, which differ by the order that is drained, each choice once.
 SCENARIOS = [("1f1b", stage, backward, step) for stage in (0, 1, -1) for backward in (False, True) for step in (0, 2)]
@@ -35,3 +37,21 @@ def test_own_exception_then_a_good_step(schedule: str, stage: int, backward: boo
     assert all(not queue for _, hub in transport._hubs.values() for queue in hub.queues.values())
     for _ in range(3):
         training.good_step()
+
+
+def test_a_peer_that_is_found_gone_when_the_device_ends_fails_the_step(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is behind its host may wait for who is gone, and go on without: its losses are no losses."""
+    training = FaultyTraining(Scenario("1f1b", NEVER, NEVER, 0, False, executor), num_ranks=4)
+    training.good_step()
+
+    def gone(_: object) -> None:
+        raise TransportError("rank 0: no transfer with rank 1 any more", 1)
+
+    monkeypatch.setattr(type(training.pipe._steps.ranks._executors.popitem()[1][0]), "check", gone)
+    training.pipe._steps.ranks.forget()
+    for _ in range(2):
+        error, _ = training.bad_step()
+        assert isinstance(error, StepError) and error.rank == 1
+        assert "no transfer with rank 1" in str(error)

@@ -26,8 +26,14 @@ ROOT = Path(__file__).parents[2]
 BUILD = """
 import sys
 from torch.utils import cpp_extension
-source, folder = sys.argv[1:]
-cpp_extension.load("fake_device", [source], ["-O0", "-DAT_PER_OPERATOR_HEADERS"], build_directory=folder)
+source, folder, root = sys.argv[1:]
+cpp_extension.load(
+    "fake_device",
+    [source, root + "/csrc/core/shared_memory_segment.cpp"],
+    ["-O0", "-DAT_PER_OPERATOR_HEADERS"],
+    extra_include_paths=[root + "/csrc", root + "/tests/native"],
+    build_directory=folder,
+)
 """
 
 RACES = """
@@ -68,7 +74,7 @@ print([race.partition(" of")[0] for race in races()], "is given out while it is 
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake device, compiled in another process, since to load it here would give torch a device for good."""
     folder = tmp_path_factory.mktemp("fake_device")
-    run("-c", BUILD, str(ROOT / "tests/runtime/devices/fake_device.cpp"), str(folder))
+    run("-c", BUILD, str(ROOT / "tests/runtime/devices/fake_device.cpp"), str(folder), str(ROOT))
     return folder / "fake_device.so"
 
 
@@ -127,21 +133,27 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         fastpipe.Pipeline([torch.nn.Linear(2, 2)], "gpipe", 2, num_ranks=1, device="cuda")
 
 
-@pytest.mark.parametrize("name", ["native", "python"])
-def test_messages_between_processes_are_waited_for_by_streams(library: Path, name: str, tmp_path: Path) -> None:
-    """The process groups of a device: what is sent stays until it is sent, what is received into is free, and who
-    consumes it waits for it; the host waits for the losses alone, when the step's work is queued."""
-    if name == "native":
+TRANSPORTS = [("process_group", "native"), ("process_group", "python"), ("cuda_ipc", "native"), ("cuda_ipc", "python")]
+
+
+@pytest.mark.parametrize(("transport", "name"), TRANSPORTS, ids="-".join)
+def test_messages_between_processes_are_waited_for_by_streams(
+    library: Path, transport: str, name: str, tmp_path: Path
+) -> None:
+    """The process groups of a device, and its copy engine: what is sent stays until it is sent, what is received into
+    is free, and who consumes it waits for it; the host waits for the losses alone, when the step's work is queued."""
+    if name == "native" or transport == "cuda_ipc":
         skip_without_native()
     cases = ("one stage each of two", "pairs", "split backward", "several stages a rank", "two routes")
     arguments = ("-m", "tests.runtime.devices.steps", str(library), name, *cases)
-    meeting = {"FILE": str(tmp_path / "meeting"), "WORLD_SIZE": "2", "FASTPIPE_TRANSPORT": "process_group"}
+    meeting = {"FILE": str(tmp_path / "meeting"), "WORLD_SIZE": "2", "FASTPIPE_TRANSPORT": transport}
     ranks = [start(*arguments, RANK=str(rank), **meeting) for rank in range(2)]
     try:
         for rank, lines in enumerate([lines_of(process) for process in ranks]):
             found: dict[str, dict[str, Any]] = dict(zip(cases, map(json.loads, lines), strict=True))
             for case, account in found.items():
                 where = f"{case}, rank {rank}"
+                assert account["transport"].startswith(transport), where
                 assert account["same"], where
                 assert account["races"] == [], where
                 assert set(account["waits"]) <= {"copy to the host"}, where

@@ -299,10 +299,17 @@ void add_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
 
 }  // namespace
 
+#include "fake_engine.h"
+
 PYBIND11_MODULE(fake_device, module) {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
   module.def("add_device", &add_device);
+  // Its base is a class of fastpipe's own library, which must be loaded first.
+  module.def("bind_engine", [module]() mutable {
+    pybind11::class_<FakeEngine, fastpipe::CopyEngine, std::shared_ptr<FakeEngine>>(module, "Engine")
+        .def(pybind11::init<>());
+  });
   module.def("reset", [] { account().reset(); });
   module.def("races", [] { return account().races(); });
   module.def("host_waits", [] { return account().waits(); });

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastpipe
-from fastpipe.runtime import process_group
+from fastpipe.runtime import cuda_ipc, native, process_group, shared_memory
 from fastpipe.testing import reference_step
 from tests.runtime.devices import fake
 
@@ -106,11 +106,13 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
         "streams": streams,
         "events": events,
         "pairs": pipe.describe().rpartition("pairs")[2],
+        "transport": pipe.transport.describe(),
     }
 
 
 def meet(account: Any) -> None:
-    """Join the other ranks; the pipelines' groups then take tensors of the fake device as NCCL would."""
+    """Join the other ranks; the pipelines' groups then take tensors of the fake device as NCCL would, and the device has a
+    copy engine."""
     dist.init_process_group(
         "gloo", f"file://{os.environ['FILE']}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
@@ -121,7 +123,10 @@ def meet(account: Any) -> None:
         account.add_device(group)
         return group
 
-    process_group.make_group = make_group
+    process_group.make_group = shared_memory.make_group = make_group
+    if native.load() is not None:
+        account.bind_engine()
+        cuda_ipc.ENGINES[fake.NAME] = lambda runtime, device: account.Engine()
 
 
 def main() -> None:

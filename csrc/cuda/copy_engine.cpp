@@ -1,0 +1,205 @@
+#include "copy_engine.h"
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cstring>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace fastpipe {
+
+namespace {
+
+// Smaller allocations may lie beside others in one block, which an IPC handle would open as a whole.
+constexpr std::size_t kGranularity = std::size_t{2} << 20;
+
+static_assert(sizeof(cudaIpcMemHandle_t) <= sizeof(CopyTicket), "a ticket has room for a handle");
+
+class OwnMemory final : public CopyMemory {
+ public:
+  OwnMemory(int device, std::size_t bytes)
+      : device_(device), size_((bytes + kGranularity - 1) / kGranularity * kGranularity) {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    require(cudaMalloc(&data_, size_), "allocating memory that other processes can open");
+  }
+  // Where it fails the device is lost, or the process is a forked child or ends: there is nobody to tell.
+  ~OwnMemory() override {
+    cudaFree(data_);
+    static_cast<void>(cudaGetLastError());
+  }
+  std::byte* data() const override { return static_cast<std::byte*>(data_); }
+  std::size_t size() const override { return size_; }
+
+ private:
+  int device_;
+  std::size_t size_;
+  void* data_ = nullptr;
+};
+
+class OpenedMemory final : public CopyMemory {
+ public:
+  OpenedMemory(int device, const cudaIpcMemHandle_t& handle) {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    require(cudaIpcOpenMemHandle(&data_, handle, cudaIpcMemLazyEnablePeerAccess), "opening another process's memory");
+  }
+  ~OpenedMemory() override {
+    cudaIpcCloseMemHandle(data_);
+    static_cast<void>(cudaGetLastError());
+  }
+  std::byte* data() const override { return static_cast<std::byte*>(data_); }
+  std::size_t size() const override { return 0; }  // its owner knows
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Host memory as the device sees it, at the same addresses.
+class Registered final {
+ public:
+  explicit Registered(std::shared_ptr<SharedMemorySegment> segment) : segment_(std::move(segment)) {
+    require(cudaHostRegister(segment_->data(), segment_->size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
+            "showing the host's memory to the device");
+  }
+  Registered(const Registered&) = delete;
+  Registered& operator=(const Registered&) = delete;
+  ~Registered() {
+    cudaHostUnregister(segment_->data());
+    static_cast<void>(cudaGetLastError());
+  }
+
+ private:
+  std::shared_ptr<SharedMemorySegment> segment_;
+};
+
+class CudaMark final : public CopyMark {
+ public:
+  CudaMark() { require(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event"); }
+  ~CudaMark() override {
+    cudaEventDestroy(event_);
+    static_cast<void>(cudaGetLastError());
+  }
+  bool reached() const override {
+    const cudaError_t state = cudaEventQuery(event_);
+    if (state == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    require(state, "asking for an event");
+    return true;
+  }
+  cudaEvent_t event() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+}  // namespace
+
+// A stream that is somebody else's.
+class CudaCopyEngine::Stream : public CopyQueue {
+ public:
+  Stream(int device, const StreamFlags& flags, cudaStream_t stream) : device_(device), flags_(flags), stream_(stream) {}
+
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    const c10::cuda::CUDAGuard guard(index());
+    require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "starting a copy");
+  }
+  void zero(std::byte* to, std::size_t bytes) override {
+    const c10::cuda::CUDAGuard guard(index());
+    require(cudaMemsetAsync(to, 0, bytes, stream_), "filling a place");
+  }
+  void write(SharedWord& flag, std::uint32_t value) override { flags_.write(stream_, address(flag), value); }
+  void wait(SharedWord& flag, std::uint32_t value) override { flags_.wait(stream_, address(flag), value); }
+  void record(CopyMark& mark) override {
+    const c10::cuda::CUDAGuard guard(index());
+    require(cudaEventRecord(static_cast<CudaMark&>(mark).event(), stream_), "recording an event");
+  }
+  void wait(const CopyMark& mark) override {
+    const c10::cuda::CUDAGuard guard(index());
+    require(cudaStreamWaitEvent(stream_, static_cast<const CudaMark&>(mark).event(), 0), "waiting for an event");
+  }
+
+  void follow(cudaStream_t stream) { stream_ = stream; }
+
+ protected:
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  c10::DeviceIndex index() const { return static_cast<c10::DeviceIndex>(device_); }
+  static std::uint32_t* address(SharedWord& flag) { return reinterpret_cast<std::uint32_t*>(&flag); }
+
+  int device_;
+  const StreamFlags& flags_;
+  cudaStream_t stream_;
+};
+
+namespace {
+
+cudaStream_t make_stream(int device) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  cudaStream_t stream = nullptr;
+  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+  return stream;
+}
+
+// Its own. Work that it still has goes on when it is destroyed.
+template <typename Base>
+class OwnStream final : public Base {
+ public:
+  OwnStream(int device, const StreamFlags& flags) : Base(device, flags, make_stream(device)) {}
+  ~OwnStream() override {
+    cudaStreamDestroy(this->stream());
+    static_cast<void>(cudaGetLastError());
+  }
+};
+
+}  // namespace
+
+CudaCopyEngine::CudaCopyEngine(int device) : device_(device) {
+  const auto obstacle = copy_engine_obstacle(device);
+  if (obstacle) throw Error(*obstacle);
+  current_ = std::make_unique<Stream>(device_, flags_, nullptr);
+}
+
+CudaCopyEngine::~CudaCopyEngine() = default;
+
+std::shared_ptr<CopyMemory> CudaCopyEngine::allocate(std::size_t bytes) {
+  return std::make_shared<OwnMemory>(device_, bytes);
+}
+
+CopyTicket CudaCopyEngine::ticket(const CopyMemory& memory) {
+  cudaIpcMemHandle_t handle{};
+  require(cudaIpcGetMemHandle(&handle, memory.data()), "making an IPC handle");
+  CopyTicket ticket{};
+  std::memcpy(ticket.data(), &handle, sizeof(handle));
+  return ticket;
+}
+
+std::shared_ptr<CopyMemory> CudaCopyEngine::open(const CopyTicket& ticket) {
+  cudaIpcMemHandle_t handle{};
+  std::memcpy(&handle, ticket.data(), sizeof(handle));
+  return std::make_shared<OpenedMemory>(device_, handle);
+}
+
+std::shared_ptr<void> CudaCopyEngine::expose(std::shared_ptr<SharedMemorySegment> segment) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+  return std::make_shared<Registered>(std::move(segment));
+}
+
+std::unique_ptr<CopyQueue> CudaCopyEngine::make_queue() {
+  return std::make_unique<OwnStream<Stream>>(device_, flags_);
+}
+
+std::unique_ptr<CopyMark> CudaCopyEngine::make_mark() {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+  return std::make_unique<CudaMark>();
+}
+
+CopyQueue& CudaCopyEngine::current() {
+  current_->follow(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device_)).stream());
+  return *current_;
+}
+
+}  // namespace fastpipe

@@ -1,0 +1,255 @@
+// The executor's loop over copy engines of threads, with a stub in place of torch: ranks as threads, under the
+// sanitizers, and as processes, some of which die.
+// tests/native/build.py builds it. Run: copy_engine_test [number of programs] [first seed]
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "copy_engine_ranks.h"
+#include "core/clock.h"
+#include "core/copy_engine_trial.h"
+#include "core/errors.h"
+#include "harness.h"
+#include "processes.h"
+#include "stream_stage.h"
+
+namespace fastpipe::testing {
+
+namespace {
+
+void test_random_program(std::uint32_t seed) {
+  std::mt19937 random(seed);
+  const Shape shape = random_shape(random);
+  Ranks ranks = ranks_over_engines(shape, seed);
+  fail_and_recover(ranks, random);
+}
+
+void test_changed_size_is_refused() {
+  Ranks ranks = ranks_over_engines({2, 2, 3}, 1);
+  change_size(ranks);
+}
+
+// One that takes no part in a known step: streams wait for it, and are released.
+void test_silent_peer() {
+  Ranks ranks = ranks_over_engines({3, 3, 2}, 1, 0.3);
+  ranks.good_step(true);
+  ranks.good_step(false);
+  const double start = now_seconds();
+  ranks.step(false, {}, 1);
+  expect(now_seconds() - start < 3, "a silent peer is given up once, not once a message");
+  for (const std::size_t rank : {0, 2}) {
+    const std::string error = ranks[rank].error();
+    expect(error.find("no transfer with rank 1 any more (nothing came of it in 0.3") != std::string::npos, error);
+  }
+  ranks.step(false, {}, 1);
+  expect(ranks[0].error().find("build the Pipeline again") != std::string::npos, "the transport stays broken");
+}
+
+// --- a device, which is behind its host -----------------------------------------------------------------------------
+
+class Nobody final : public Observer {
+ public:
+  void starts(std::size_t) noexcept override {}
+  void ends(std::size_t) noexcept override {}
+  void failed(std::size_t, const std::exception_ptr& error) noexcept override { expect(false, text(error)); }
+  void beside(std::size_t, FunctionRef<void()> backward) override { backward(); }
+};
+
+// One rank with a stream a stage. Its steps follow each other without a wait for the streams.
+class StreamRank final {
+ public:
+  StreamRank(const RandomPrograms& programs, const Link& link, bool passes, std::uint32_t seed)
+      : engine_(std::make_shared<HostCopyEngine>(seed)), codec_(std::make_shared<StreamCodec>(engine_)) {
+    const Shape& shape = programs.shape();
+    const RankProgram program = programs.program(link->rank());
+    Stages stages(shape.num_stages);
+    for (std::int32_t index = 0; index < shape.num_stages; ++index) {
+      if (programs.rank_of(index) != link->rank()) continue;
+      auto stage = std::make_unique<StreamStage>(index, shape.num_stages, shape.num_microbatches, passes, seed + 100);
+      stages_.push_back(stage.get());
+      stages[index] = std::move(stage);
+    }
+    std::vector<ChannelNeeds> needs(programs.channels().size());
+    for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) count_needs(programs.program(rank), needs);
+    auto announced = std::make_shared<SharedMemorySource>(link, codec_, std::move(needs),
+                                                          channels_between_ranks(programs.channels()));
+    CopyEngineSource source(std::make_shared<CopyEngineLink>(link, engine_), codec_, std::move(announced),
+                            places_of(programs));
+    executor_ = std::make_unique<Executor>(program, std::move(stages), source.connect(program, 20),
+                                           [] { return std::make_unique<StreamPayload>(); });
+    start_.resize(program.size());
+    end_.resize(program.size());
+  }
+
+  void run(int num_steps) {
+    Nobody observer;
+    for (int step = 0; step < num_steps; ++step) {
+      const Outcome outcome = executor_->run(7, step == 0, observer, start_.data(), end_.data());
+      expect(outcome == Outcome::kDone, "a step of streams: " + text(executor_->take_error()));
+    }
+  }
+  void expect_right(int num_steps, std::int32_t num_microbatches) {
+    for (StreamStage* stage : stages_) {
+      stage->finish();
+      expect(stage->num_wrong == 0, std::to_string(stage->num_wrong) + " wrong numbers in a stage of streams");
+      expect(stage->num_backwards == num_steps * num_microbatches, "each backward ran");
+    }
+  }
+  int num_duplicates() const { return codec_->num_duplicates; }
+
+ private:
+  std::shared_ptr<HostCopyEngine> engine_;
+  std::shared_ptr<StreamCodec> codec_;
+  std::vector<StreamStage*> stages_;  // the executor's
+  std::unique_ptr<Executor> executor_;
+  std::vector<double> start_;
+  std::vector<double> end_;
+};
+
+// How often what was sent lay in a place.
+int run_streams(std::uint32_t seed, bool passes) {
+  std::mt19937 random(seed);
+  const Shape shape = random_shape(random);
+  const RandomPrograms programs(shape, seed);
+  const int num_steps = 4;
+  std::vector<std::unique_ptr<StreamRank>> ranks;
+  for (const Link& link : make_links(shape, [](std::int32_t, std::int32_t) { return true; })) {
+    ranks.push_back(std::make_unique<StreamRank>(programs, link, passes, seed));
+  }
+  std::vector<std::thread> threads;
+  for (const auto& rank : ranks) threads.emplace_back([&rank] { rank->run(num_steps); });
+  for (std::thread& thread : threads) thread.join();
+  int num_duplicates = 0;
+  for (const auto& rank : ranks) {
+    rank->expect_right(num_steps, shape.num_microbatches);
+    num_duplicates += rank->num_duplicates();
+  }
+  return num_duplicates;
+}
+
+void test_streams(int first, int count) {
+  int num_duplicates = 0;
+  for (int seed = first; seed < first + count; ++seed) {
+    expect(run_streams(static_cast<std::uint32_t>(seed), false) == 0, "what stages make lies in no place");
+    num_duplicates += run_streams(static_cast<std::uint32_t>(seed), true);
+  }
+  expect(num_duplicates > 0 || count < 5, "what stages hand on does, in some program");
+}
+
+// --- what a device must be able to do
+// ---------------------------------------------------------------------------------
+
+class DeafQueue final : public HostQueue {
+ public:
+  using HostQueue::wait;
+  void wait(SharedWord&, std::uint32_t) override {}
+  void give(std::function<void()> work) override { queue_.give(std::move(work)); }
+
+ private:
+  ThreadQueue queue_{0};
+};
+
+class DeafEngine final : public CopyEngine {
+ public:
+  std::shared_ptr<CopyMemory> allocate(std::size_t bytes) override { return host_.allocate(bytes); }
+  CopyTicket ticket(const CopyMemory& memory) override { return host_.ticket(memory); }
+  std::shared_ptr<CopyMemory> open(const CopyTicket& ticket) override { return host_.open(ticket); }
+  std::shared_ptr<void> expose(std::shared_ptr<SharedMemorySegment>) override {
+    if (refuses) throw Error("not on this machine");
+    return nullptr;
+  }
+  std::unique_ptr<CopyQueue> make_queue() override { return std::make_unique<DeafQueue>(); }
+  std::unique_ptr<CopyMark> make_mark() override { return host_.make_mark(); }
+  CopyQueue& current() override { return host_.current(); }
+
+  bool refuses = false;
+
+ private:
+  HostCopyEngine host_;
+};
+
+void test_trial() {
+  HostCopyEngine good;
+  expect(!obstacle_to_flags(good, 5), "an engine that can all it must has no obstacle");
+  DeafEngine deaf;
+  const auto found = obstacle_to_flags(deaf, 5);
+  expect(found && found->find("flag") != std::string::npos, "one whose streams do not wait is found out");
+  deaf.refuses = true;
+  expect(obstacle_to_flags(deaf, 5) == "not on this machine", "and what it says itself is passed on");
+}
+
+// --- processes ---------------------------------------------------------------------------------------------------
+
+// Steps one after the other, with nothing between them to keep the ranks together. The victim dies in the midst of one.
+int run_process(Meeting& meeting, const Shape& shape, std::uint32_t seed, std::int32_t own, std::int32_t victim) {
+  const RandomPrograms programs(shape, seed);
+  const Link link = make_link(shape, own);
+  meet(meeting, *link, own, shape.num_ranks);
+  const Mishap none;
+  Rank rank(programs, own, none, [&](const RankProgram& program) {
+    return connect_engines(link, programs, program, seed + static_cast<std::uint32_t>(own), 20);
+  });
+  const int num_steps = 20;
+  for (int step = 0; step < num_steps; ++step) {
+    if (own == victim && step == num_steps / 2) {
+      std::thread([] { ::kill(::getpid(), SIGKILL); }).detach();
+    }
+    rank.run(step == 0, [] {});
+    if (rank.outcome() == Outcome::kDone) continue;
+    if (rank.outcome() == Outcome::kDrained) return victim == kNone ? 1 : 3;  // by one that had noticed it before
+    return victim != kNone && rank.error().find("no transfer with rank") != std::string::npos ? 3 : 1;
+  }
+  return 0;
+}
+
+std::vector<int> run_all(const Shape& shape, std::uint32_t seed, std::int32_t victim) {
+  return run_processes(shape.num_ranks, [&](Meeting& meeting, std::int32_t rank) {
+    return run_process(meeting, shape, seed, rank, victim);
+  });
+}
+
+void test_processes(std::uint32_t seed) {
+  std::mt19937 random(seed);
+  Shape shape = random_shape(random);
+  shape.num_ranks = std::max(shape.num_ranks, 2);
+  shape.num_stages = std::max(shape.num_stages, shape.num_ranks);
+  for (const int code : run_all(shape, seed, kNone)) expect(code == 0, "processes run step after step");
+}
+
+void test_killed_process() {
+  const double start = now_seconds();
+  const std::vector<int> codes = run_all({4, 8, 6}, 5, 2);
+  expect(codes[2] == -SIGKILL || codes[2] == 0, "the victim dies");
+  for (const int rank : {0, 1, 3}) {
+    expect(codes[rank] == 3 || codes[rank] == 0, "the others name who is gone, not " + std::to_string(codes[rank]));
+  }
+  expect(now_seconds() - start < 10, "soon");
+}
+
+}  // namespace
+
+}  // namespace fastpipe::testing
+
+int main(int argc, char** argv) {
+  using namespace fastpipe::testing;
+  const int count = argc > 1 ? std::atoi(argv[1]) : 100;
+  const int first = argc > 2 ? std::atoi(argv[2]) : 0;
+  // Before any thread, since a sanitizer cannot follow a process forked beside them.
+  for (int seed = first; seed < first + count / 8; ++seed) test_processes(static_cast<std::uint32_t>(seed));
+  test_killed_process();
+  test_changed_size_is_refused();
+  test_silent_peer();
+  test_trial();
+  test_streams(first, count / 4);
+  for (int seed = first; seed < first + count / 2; ++seed) test_random_program(static_cast<std::uint32_t>(seed));
+  std::printf("%d programs: ok\n", count);
+  return 0;
+}
