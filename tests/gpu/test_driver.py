@@ -16,8 +16,8 @@ def test_streams_can_wait_for_flags_in_memory() -> None:
 
 
 def test_the_host_releases_streams_by_flags_in_its_memory() -> None:
-    """A stream waits for a flag in registered memory of the host until the host sets it, and the host sees what a stream
-    writes there: without that a stream that waits for a dead process could not be released."""
+    """A stream waits for a flag in registered memory of the host until the host sets it, and the host sees what a
+    stream writes there: without that a stream that waits for a dead process could not be released."""
     runtime = native.load()
     assert runtime is not None
     assert runtime.CudaCopyEngine(0).obstacle(10.0) is None

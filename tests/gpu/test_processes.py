@@ -14,8 +14,8 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
-# Several ranks on one device pass NCCL's check when each seems to be on a host of its own. (With copy engines, too, NCCL
-# sums the gradients of stages that two ranks hold.)
+# Several ranks on one device pass NCCL's check when each seems to be on a host of its own. (With copy engines, too,
+# NCCL sums the gradients of stages that two ranks hold.)
 OVER_SOCKETS = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_P2P_DISABLE": "1",

@@ -33,7 +33,8 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SanitizedC
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_random_programs_run_clean(sanitizer: str, name: str, core: Callable[[str], SanitizedCore]) -> None:
     """Loopback: threads, with and without delay. Shared memory, and the exchange beside it: threads and processes, some
-    of which are killed. Both in one program, for ranks of several hosts. Copy engines: queues of threads. Allocations: none where nothing is new."""
+    of which are killed. Both in one program, for ranks of several hosts. Copy engines: queues of threads.
+    Allocations: none where nothing is new."""
     program = core(sanitizer).program(name)
     ran = subprocess.run([program, str(NUM_PROGRAMS)], capture_output=True, text=True, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stdout + ran.stderr

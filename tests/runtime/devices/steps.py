@@ -111,8 +111,8 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
 
 
 def meet(account: Any) -> None:
-    """Join the other ranks; the pipelines' groups then take tensors of the fake device as NCCL would, and the device has a
-    copy engine."""
+    """Join the other ranks; the pipelines' groups then take tensors of the fake device as NCCL would, and the device
+    has a copy engine."""
     dist.init_process_group(
         "gloo", f"file://{os.environ['FILE']}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
