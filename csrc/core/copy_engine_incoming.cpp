@@ -24,6 +24,7 @@ CopyIncoming::CopyIncoming(std::shared_ptr<CopyEngineLink> link, const CopyPlace
 }
 
 CopyIncoming::~CopyIncoming() {
+  words_.given_up.store(1);
   for (auto& memory : memories_) link_->bury(std::move(memory), segment_, words_, peer_);
 }
 

@@ -27,7 +27,7 @@ struct CopyWords {
   alignas(kSharedLine) SharedNumber stand_ins;  // the number of a step's first stand-in, from 1
   SharedWord closed;                            // it will not touch the places any more
 
-  // Either host: it has given up, so that the other need not wait until the time is over.
+  // Either host: it has given up or is done, and whoever waits for more need not wait until the time is over.
   alignas(kSharedLine) SharedWord given_up;
 };
 

@@ -17,7 +17,9 @@ CopyOutgoing::CopyOutgoing(std::shared_ptr<CopyEngineLink> link, const CopyPlace
 CopyOutgoing::~CopyOutgoing() {
   queue_.reset();
   memories_.clear();
-  if (words_ != nullptr) words_->closed.store(1);
+  if (words_ == nullptr) return;
+  words_->given_up.store(1);
+  words_->closed.store(1);
 }
 
 void CopyOutgoing::open(CopyWords& words, CopyWatch& watch) {
@@ -33,6 +35,7 @@ bool CopyOutgoing::prepare(std::size_t bytes) {
     place_bytes_ = shown;
     return true;
   }
+  if (words_->given_up.load() != 0) throw Error("it has given up this rank");
   if (words_->refused.load() == 0) return false;
   throw Error("it has no memory on its device for " + std::to_string(channel_.count) + " messages of " +
               std::to_string(bytes) + " bytes");

@@ -93,7 +93,7 @@ void CopyWatch::look(Line& line, Clock::time_point now) {
   if (broken_locked(peer)) return;
   // Asked before the last look at the flag, for what it sent before it died counts.
   const bool alive = !line.waits() || line.peer_->alive();
-  const bool given_up = line.given_up_.load() != 0;
+  const bool given_up = line.given_up_.load() != 0;  // likewise
   const std::uint32_t flag = line.flag_.load();
   if (!line.waits()) {
     line.since_ = {};

@@ -53,6 +53,18 @@ void test_silent_peer() {
   expect(ranks[0].error().find("build the Pipeline again") != std::string::npos, "the transport stays broken");
 }
 
+// One that ends its transport, as a pipeline does that gives up: who waits for it is told.
+void test_peer_that_leaves() {
+  Ranks ranks = ranks_over_engines({2, 2, 2}, 1);
+  ranks.good_step(true);
+  ranks.good_step(false);
+  ranks.leave(1);
+  const double start = now_seconds();
+  ranks.step(false, {}, 1);
+  expect(now_seconds() - start < 3, "soon");
+  expect(ranks[0].error().find("(it has given up this rank)") != std::string::npos, ranks[0].error());
+}
+
 // --- a device, which is behind its host -----------------------------------------------------------------------------
 
 class Nobody final : public Observer {
@@ -247,6 +259,7 @@ int main(int argc, char** argv) {
   test_killed_process();
   test_changed_size_is_refused();
   test_silent_peer();
+  test_peer_that_leaves();
   test_trial();
   test_streams(first, count / 4);
   for (int seed = first; seed < first + count / 2; ++seed) test_random_program(static_cast<std::uint32_t>(seed));

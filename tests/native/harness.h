@@ -149,7 +149,9 @@ class Ranks final {
       if (static_cast<std::int32_t>(rank) == absent) continue;
       threads.emplace_back([this, rank, announce] {
         ranks_[rank]->run(announce, [this] {
-          for (const auto& other : ranks_) other->fail();
+          for (const auto& other : ranks_) {
+            if (other) other->fail();
+          }
         });
       });
     }
@@ -171,6 +173,9 @@ class Ranks final {
       expect(!own || found.find(message) != std::string::npos, "with its own error, not " + found);
     }
   }
+
+  // For good: its transport ends. It is to be absent from then on.
+  void leave(std::size_t rank) { ranks_[rank].reset(); }
 
   const Rank& operator[](std::size_t rank) const { return *ranks_[rank]; }
   const Shape& shape() const { return programs_.shape(); }
