@@ -17,7 +17,9 @@ CopyIncoming::CopyIncoming(std::shared_ptr<CopyEngineLink> link, const CopyPlace
       words_(words),
       peer_(peer),
       line_(watch.add(words.arrived, words.given_up, link_->host()->peer(peer))),
-      queue_(link_->engine()->make_queue()) {
+      queue_(link_->engine()->make_queue()),
+      granted_(link_->engine()->make_mark()),
+      waited_(link_->engine()->make_mark()) {
   for (std::int32_t place = 0; place < channel_.count; ++place) {
     places_.push_back(std::make_shared<CopyPlace>(link_->engine()->make_mark()));
   }
@@ -49,13 +51,16 @@ std::uint64_t CopyIncoming::post() {
   if (place.lent) throw Error("a receive is posted into a slot that was not freed; lower the schedule again");
   queue_->wait(*place.unused);
   queue_->write(words_.granted, static_cast<std::uint32_t>(message + 1));
+  queue_->record(*granted_);
   return message;
 }
 
 CopyLoan CopyIncoming::take(std::uint64_t message) {
   const auto count = static_cast<std::uint32_t>(message + 1);
   line_.expect(count);
-  link_->engine()->current().wait(words_.arrived, count);
+  CopyQueue& current = link_->engine()->current();
+  current.wait(words_.arrived, count);
+  current.record(*waited_);
   if (is_stand_in(message)) return {};
   const std::int32_t place = channel_.of(message);
   return {link_->engine(), places_[place], memories_.back(), memories_.back()->data() + place * place_bytes_};

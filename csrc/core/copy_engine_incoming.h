@@ -31,6 +31,8 @@ class CopyIncoming final {
   // Makes the current queue wait for a message. Not active: it is known to be a stand-in.
   CopyLoan take(std::uint64_t message);
   std::int32_t peer() const { return peer_; }
+  // Whether no queue has anything to do with the words any more.
+  bool idle() const { return granted_->reached() && waited_->reached(); }
   // Whether something lies in a place.
   bool holds(const std::byte* data) const;
 
@@ -44,6 +46,8 @@ class CopyIncoming final {
   std::int32_t peer_;
   CopyWatch::Line& line_;
   std::unique_ptr<CopyQueue> queue_;
+  std::unique_ptr<CopyMark> granted_;  // of the last message that was posted
+  std::unique_ptr<CopyMark> waited_;   // for the last that was taken: for the others there is nothing to wait then
   std::vector<std::shared_ptr<CopyPlace>> places_;
   std::vector<std::shared_ptr<CopyMemory>> memories_;  // the last is in use; the sender may have opened the others
   std::size_t place_bytes_ = 0;

@@ -78,19 +78,31 @@ CopyEngineTransport::~CopyEngineTransport() {
 
 // What was sent arrives, if its receiver takes it; then all is given back, in order.
 void CopyEngineTransport::finish() noexcept {
-  const Clock::time_point deadline = Clock::now() + as_duration(std::min(timeout_seconds_, kLastSeconds));
-  const auto busy = [&] {
-    const auto copies = [](const auto& outgoing) { return outgoing && !outgoing->idle(); };
-    return watch_.waiting() || std::any_of(outgoing_.begin(), outgoing_.end(), copies);
-  };
-  while (!watch_.any_broken() && busy() && Clock::now() < deadline) std::this_thread::sleep_for(kPause);
+  const double patience = std::min(timeout_seconds_, kLastSeconds);
+  Clock::time_point deadline = Clock::now() + as_duration(patience);
+  while (!watch_.any_broken() && (watch_.waiting() || busy()) && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kPause);
+  }
   const std::vector<Channel>& channels = program_.channels();
   for (std::size_t i = 0; i < channels.size() && watch_.waiting(); ++i) {
     const std::int32_t peer = channels[i].peer_of(program_.rank());
     if (incoming_[i] || outgoing_[i]) watch_.give_up(peer, "the transport is gone");
   }
+  // What was released runs out. Until then it needs the flags.
+  deadline = Clock::now() + as_duration(patience);
+  while (busy() && Clock::now() < deadline) std::this_thread::sleep_for(kPause);
   outgoing_.clear();
   incoming_.clear();
+}
+
+bool CopyEngineTransport::busy() const noexcept {
+  const auto works = [](const auto& end) { return end && !end->idle(); };
+  try {
+    return std::any_of(outgoing_.begin(), outgoing_.end(), works) ||
+           std::any_of(incoming_.begin(), incoming_.end(), works);
+  } catch (const std::exception&) {
+    return false;  // a device that is lost does nothing any more
+  }
 }
 
 void CopyEngineTransport::begin_step(std::int64_t signature, bool announce) {

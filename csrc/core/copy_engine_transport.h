@@ -86,6 +86,7 @@ class CopyEngineTransport final : public Transport {
   [[noreturn]] void give_up(std::int32_t peer, const std::string& why);
   [[noreturn]] void fail() const;
   void finish() noexcept;
+  bool busy() const noexcept;
 
   const pid_t process_;
   std::shared_ptr<CopyEngineLink> link_;

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import sys
+import time
 
 import torch
 from torch import nn
@@ -37,6 +39,22 @@ def main() -> None:
         for key, parameter in pipe.named_parameters():
             assert same_bits(parameter.grad.cpu(), expected[key].cpu()), f"the gradient of {key} differs"
     print("ok", pipe.transport.describe())
+    if "VICTIM" in os.environ:
+        lose(pipe, x, target)
+
+
+def lose(pipe: fastpipe.Pipeline, x: torch.Tensor, target: torch.Tensor) -> None:
+    """One more step, in which the rank VICTIM is killed while the others wait for what it has not computed."""
+    if os.environ["RANK"] == os.environ["VICTIM"]:
+        module = next(iter(pipe.stage_modules.values()))
+        module.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.perf_counter()
+    try:
+        pipe.step(x, target=target)
+        torch.cuda.synchronize()
+    except fastpipe.StepError as error:
+        torch.cuda.synchronize()
+        print("lost", error.rank, time.perf_counter() - start < 20)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,25 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
+def start(num_ranks: int, *arguments: str, **variables: str) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    ranks = []
+    for rank in range(num_ranks):
+        meeting = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "NCCL_HOSTID": str(rank)}
+        meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.ranks", *arguments],
+                cwd=ROOT,
+                env=os.environ | OVER_SOCKETS | meeting | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return ranks
+
+
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("transport", ["process_group", "cuda_ipc"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -38,21 +58,7 @@ def free_port() -> int:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe"])
 def test_bits(schedule: str, num_ranks: int, dtype: str, transport: str, executor: str) -> None:
     """Processes, over NCCL and by copy engines, have the bits of the same kernels run unsplit, for three steps."""
-    port = free_port()
-    ranks = []
-    for rank in range(num_ranks):
-        meeting = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "NCCL_HOSTID": str(rank)}
-        meeting |= {"FASTPIPE_TRANSPORT": transport, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.ranks", schedule, dtype, executor],
-                cwd=ROOT,
-                env=os.environ | OVER_SOCKETS | meeting,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+    ranks = start(num_ranks, schedule, dtype, executor, FASTPIPE_TRANSPORT=transport)
     try:
         for process in ranks:
             out, errors = process.communicate(timeout=SECONDS)
@@ -61,3 +67,17 @@ def test_bits(schedule: str, num_ranks: int, dtype: str, transport: str, executo
     finally:
         for process in ranks:
             process.kill()
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_streams_that_wait_for_a_killed_process_are_released(executor: str) -> None:
+    """A process that shares the GPU is killed in mid-step: the other's streams, which wait for flags that the dead one
+    would have set, come to their end, and the step fails with its rank."""
+    first, victim = start(2, "1f1b", "float32", executor, FASTPIPE_TRANSPORT="cuda_ipc", VICTIM="1")
+    try:
+        out, errors = first.communicate(timeout=SECONDS)
+        assert out.splitlines()[1:] == ["lost 1 True"], errors[-3000:]
+        assert victim.wait(timeout=SECONDS) == -signal.SIGKILL
+    finally:
+        first.kill()
+        victim.kill()
