@@ -17,6 +17,8 @@ struct Flags {
   alignas(kSharedLine) SharedWord gone;
 };
 
+constexpr std::chrono::milliseconds kGrace{10};  // in which a queue that does not wait would go on
+
 bool reached_in_time(const CopyMark& mark, double timeout_seconds) {
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds);
   while (!mark.reached()) {
@@ -41,6 +43,7 @@ std::optional<std::string> obstacle_to_flags(CopyEngine& engine, double timeout_
     queue->write(flags.gone, 1);
     queue->record(*after);
     if (!reached_in_time(*before, timeout_seconds)) return "a stream of the device does not come to its work";
+    std::this_thread::sleep_for(kGrace);
     if (after->reached() || flags.gone.load() != 0) return "a stream does not wait for a flag in the host's memory";
     flags.go.store(1 + kFarAhead);
     if (!reached_in_time(*after, timeout_seconds)) return "a stream does not see a flag that the host sets";

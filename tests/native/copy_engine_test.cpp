@@ -163,10 +163,7 @@ class DeafQueue final : public HostQueue {
  public:
   using HostQueue::wait;
   void wait(SharedWord&, std::uint32_t) override {}
-  void give(std::function<void()> work) override { queue_.give(std::move(work)); }
-
- private:
-  ThreadQueue queue_{0};
+  void give(std::function<void()> work) override { work(); }
 };
 
 class DeafEngine final : public CopyEngine {
