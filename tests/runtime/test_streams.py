@@ -136,7 +136,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 TRANSPORTS = [("process_group", "native"), ("process_group", "python"), ("cuda_ipc", "native"), ("cuda_ipc", "python")]
 
 
-@pytest.mark.parametrize(("transport", "name"), TRANSPORTS, ids="-".join)
+@pytest.mark.parametrize(("transport", "name"), TRANSPORTS)
 def test_messages_between_processes_are_waited_for_by_streams(
     library: Path, transport: str, name: str, tmp_path: Path
 ) -> None:
