@@ -26,6 +26,7 @@
 #ifdef FASTPIPE_WITH_CUDA
 #include "cuda/copy_engine.h"
 #include "cuda/driver.h"
+#include "cuda/nvtx_ranges.h"
 #endif
 #include "endpoint.h"
 #include "process_group.h"
@@ -58,6 +59,14 @@ RankProgram to_program(std::int32_t rank, const Columns& columns, const std::vec
   return {rank, columns.data(), static_cast<std::size_t>(columns.shape(1)), to_channels(channels)};
 }
 
+std::unique_ptr<Ranges> make_ranges() {
+#ifdef FASTPIPE_WITH_CUDA
+  return std::make_unique<NvtxRanges>();
+#else
+  return nullptr;
+#endif
+}
+
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
                                     TransportSource& transport, double timeout, const at::Device& device, int pairs,
@@ -65,7 +74,7 @@ std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
   std::vector<StagePlace> places;
   for (const auto& [index, is_first, is_last] : stages) places.push_back({index, is_first, is_last});
   return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device,
-                                  static_cast<PairWay>(pairs), several_streams);
+                                  static_cast<PairWay>(pairs), several_streams, make_ranges());
 }
 
 // The programs of all ranks.
@@ -345,7 +354,8 @@ PYBIND11_MODULE(_runtime, m) {
              return std::make_tuple(counts.together, counts.in_order, counts.fused);
            })
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
-           py::arg("state") = py::none(), py::arg("num_threads") = 0)
+           py::arg("state") = py::none(), py::arg("num_threads") = 0, py::arg("trace") = false,
+           py::arg("ranges") = false)
       .def("fail", &Runner::fail)
       .def("check", &Runner::check)
       .def("deferred", &deferred)

@@ -25,9 +25,11 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 
 // Plain tensors have no other key: not fake, functional, batched, quantized, a subclass with a dispatch of its own.
-const DispatchKeySet kPlain({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView,
-                             DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU,
-                             DispatchKey::AutocastCUDA});
+// PrivateUse1 is a device that torch does not know; who has one may call this kernel from there.
+const DispatchKeySet kPlain({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::PrivateUse1,
+                             DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
+                             DispatchKey::AutogradPrivateUse1, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA,
+                             DispatchKey::AutocastPrivateUse1});
 // Of a thread: what traces or transforms. A graph that is traced now runs later, and elsewhere.
 const DispatchKeySet kTracing({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PreDispatch,
                                DispatchKey::Functionalize, DispatchKey::FuncTorchDynamicLayerFrontMode,

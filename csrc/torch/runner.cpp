@@ -15,28 +15,21 @@ namespace fastpipe {
 
 namespace {
 
-// As torch's pipelines label theirs. Without it torch's profiler takes "2F0" for a mangled C++ name and shows "F0".
-const std::string kLabelPrefix = "PP:";
-
 std::size_t count(const std::vector<StagePlace>& stages) {
   std::int32_t highest = -1;
   for (const StagePlace& stage : stages) highest = std::max(highest, stage.index);
   return static_cast<std::size_t>(highest + 1);
 }
 
-void begin_label(std::optional<at::RecordFunction>& label, const std::string& text) {
-  if (text.empty()) return;
-  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
-  if (!callbacks) return;
-  label.emplace(std::move(*callbacks));
-  label->before(text);
-}
-
 }  // namespace
 
 Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-               double timeout_seconds, at::Device device, PairWay pairs, bool several_streams)
-    : process_(::getpid()), streams_(device, several_streams ? stages.size() : 0) {
+               double timeout_seconds, at::Device device, PairWay pairs, bool several_streams,
+               std::unique_ptr<Ranges> ranges)
+    : process_(::getpid()),
+      ranges_(std::move(ranges)),
+      device_(device),
+      streams_(device, several_streams ? stages.size() : 0) {
   Stages owned(count(stages));
   for (const auto& [index, is_first, is_last] : stages) {
     auto stage = std::make_unique<TorchStage>(index, is_first, is_last, program);
@@ -45,12 +38,10 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
     owned.at(index) = std::move(stage);
   }
   for (std::size_t position = 0; position < program.size(); ++position) {
-    const std::string text = program.action_text(position);
-    labels_.push_back(text.empty() ? text : kLabelPrefix + text);
+    labels_.push_back(program.action_text(position));
     const Instruction it = program[position];
     if (it.op != Op::kOverlapFB) continue;
-    labels_of_backwards_[position] =
-        kLabelPrefix + std::to_string(it.pair_stage) + "B" + std::to_string(it.pair_microbatch);
+    labels_of_backwards_[position] = std::to_string(it.pair_stage) + "B" + std::to_string(it.pair_microbatch);
   }
   executor_ = std::make_unique<Executor>(
       program, std::move(owned), transport.connect(program, timeout_seconds),
@@ -66,7 +57,8 @@ Runner::~Runner() {
 }
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                       const py::object& on_failure, const ThreadState* state, int num_threads) {
+                       const py::object& on_failure, const ThreadState* state, int num_threads, bool trace,
+                       bool ranges) {
   if (on_failure_) throw Error("this executor is running a step already; it runs one at a time, in one thread");
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
@@ -75,6 +67,8 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   state_.emplace();
   num_threads_ = at::get_num_threads();
   bind(calls);
+  set_times(trace);
+  wanted_ranges_ = ranges ? ranges_.get() : nullptr;
   on_failure_ = on_failure;
   const auto size = static_cast<py::ssize_t>(labels_.size());
   py::array_t<double> start(size);
@@ -108,11 +102,22 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
   }
 }
 
+void Runner::set_times(bool trace) {
+  times_ = nullptr;
+  if (trace && !device_.is_cpu()) {
+    if (!known_times_) known_times_.emplace(executor_->program(), device_);
+    times_ = &*known_times_;
+    times_->forget();
+  }
+  for (TorchStage* stage : stages_) stage->set_times(times_);
+}
+
 Outcome Runner::run_in_streams(std::int64_t signature, bool announce, double* start, double* end) {
   streams_.fork();
   try {
     const Outcome outcome = executor_->run(signature, announce, *this, start, end);
     streams_.join();
+    if (times_ != nullptr && outcome == Outcome::kDone) times_->read(start, end);
     return outcome;
   } catch (...) {
     streams_.join();
@@ -138,11 +143,18 @@ Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* s
 }
 
 void Runner::starts(std::size_t position) noexcept {
-  begin_label(label_, labels_[position]);
+  label_.begin(labels_[position], wanted_ranges_);
+  if (noted_here(position)) times_->starts(position);
 }
 
-void Runner::ends(std::size_t) noexcept {
-  label_.reset();
+void Runner::ends(std::size_t position) noexcept {
+  if (noted_here(position)) times_->ends(position);
+  label_.end();
+}
+
+// Computing stages note it themselves, on their streams.
+bool Runner::noted_here(std::size_t position) const {
+  return times_ != nullptr && !is_compute(executor_->program()[position].op);
 }
 
 void Runner::beside(std::size_t position, FunctionRef<void()> backward) {
@@ -150,8 +162,8 @@ void Runner::beside(std::size_t position, FunctionRef<void()> backward) {
   if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
   const at::ThreadLocalStateGuard guard(*state_);
   const InStream stream(streams_.caller());
-  std::optional<at::RecordFunction> label;
-  begin_label(label, labels_of_backwards_.at(position));
+  Label label;
+  label.begin(labels_of_backwards_.at(position), wanted_ranges_);
   backward();
 }
 

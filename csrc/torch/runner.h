@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
-#include <ATen/record_function.h>
 #include <sys/types.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -15,6 +14,9 @@
 
 #include "core/executor.h"
 #include "core/observer.h"
+#include "core/ranges.h"
+#include "device_times.h"
+#include "label.h"
 #include "stage.h"
 #include "streams.h"
 
@@ -39,16 +41,18 @@ struct StagePlace {
 class Runner final : public Observer {
  public:
   Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-         double timeout_seconds, at::Device device, PairWay pairs, bool several_streams);
+         double timeout_seconds, at::Device device, PairWay pairs, bool several_streams,
+         std::unique_ptr<Ranges> ranges);
   // With the GIL held.
   ~Runner() override;
 
   // calls: (run, output_grads, a StageRandom, meet, fold, fuse, its partners, last_backward, around, (number of the
   // step, the stage's last microbatches)) of each stage, in the constructor's order; None for what is not wanted.
   // Returns (start, end), or None when the step failed on another rank; raises what failed here. num_threads: of
-  // torch's operators; 0 leaves it.
+  // torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
+  // ranges: actions are ranges for a profiler, where this library has such.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                 const py::object& on_failure, const ThreadState* state, int num_threads);
+                 const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool ranges);
   void fail() { executor_->fail(); }
   void check() { executor_->check(); }
   // Why no further step can be run; empty while it can.
@@ -63,20 +67,27 @@ class Runner final : public Observer {
 
  private:
   void bind(const std::vector<py::tuple>& calls);
+  void set_times(bool trace);
   Outcome run_in_streams(std::int64_t signature, bool announce, double* start, double* end);
   Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end);
+  bool noted_here(std::size_t position) const;
   void note_broken(const std::exception_ptr& error);
 
   pid_t process_;
+  std::unique_ptr<Ranges> ranges_;                                    // null where there are none
   std::vector<TorchStage*> stages_;                                   // owned by the executor
   std::vector<std::string> labels_;                                   // by position; empty where no label is wanted
   std::unordered_map<std::size_t, std::string> labels_of_backwards_;  // of pairs
+  at::Device device_;
   StageStreams streams_;
   std::unique_ptr<Executor> executor_;
   std::string broken_;
+  std::optional<DeviceTimes> known_times_;  // made for the first step that is traced
   // Of the step that runs.
   py::handle on_failure_;
-  std::optional<at::RecordFunction> label_;
+  Label label_;
+  Ranges* wanted_ranges_ = nullptr;
+  DeviceTimes* times_ = nullptr;  // null where the host's clock is asked
   // For the helper thread. Its own state of Python's lasts as long as it: the engine leaves an error in it.
   PyThreadState* python_state_ = nullptr;
   std::optional<at::ThreadLocalState> state_;

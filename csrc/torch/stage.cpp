@@ -57,8 +57,14 @@ std::string TorchStage::place(std::int32_t microbatch) const {
   return "stage " + std::to_string(index_) + ", microbatch " + std::to_string(microbatch);
 }
 
+Timed TorchStage::timed(Op op, std::int32_t microbatch, const Payload* given) const {
+  if (times_ != nullptr) tensors_of(given);
+  return {times_, op, index_, microbatch};
+}
+
 void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
   const InStream stream(stream_);
+  const Timed span = timed(Op::kF, microbatch, input);
   const Moment moment(calls_.moment, Op::kF, index_, microbatch);
   const RandomRegion region(calls_.random, RandomRegion::Kind::kForward, microbatch);
   run(records_[microbatch], Arming::Phase::kForward, microbatch, input,
@@ -136,6 +142,7 @@ void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) con
 
 void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
   const InStream stream(stream_);
+  const Timed span = timed(Op::kB, microbatch, gradient);
   if (microbatch == calls_.last_backward) meet(Op::kB, false);
   backwards(Op::kB, microbatch, [&] { differentiate(microbatch, gradient); });
 }
@@ -185,6 +192,7 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
   const auto& partners = calls_.partners;
   const bool fits = std::find(partners.begin(), partners.end(), pair.index_) != partners.end();
   if (!fits || theirs.kept.empty()) return false;
+  const Timed span = timed(Op::kF, microbatch, input);
   const Moment moment(calls_.moment, Op::kF, index_, microbatch);
   const bool by_forward = calls_.random != nullptr && calls_.random->guards_forward;
   const RandomRegion region(by_forward ? calls_.random : pair.calls_.random,
@@ -205,6 +213,7 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
 
 void TorchStage::backward_input(std::int32_t microbatch, const Payload* gradient) {
   const InStream stream(stream_);
+  const Timed span = timed(Op::kI, microbatch, gradient);
   backwards(Op::kI, microbatch, [&] { differentiate_inputs(microbatch, gradient); });
 }
 
@@ -222,6 +231,7 @@ void TorchStage::differentiate_inputs(std::int32_t microbatch, const Payload* gr
 
 void TorchStage::backward_weight(std::int32_t microbatch) {
   const InStream stream(stream_);
+  const Timed span = timed(Op::kW, microbatch, nullptr);
   if (microbatch == calls_.last_backward) meet(Op::kW, false);
   Record& record = records_[microbatch];
   backwards(Op::kW, microbatch, [&] {

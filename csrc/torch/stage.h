@@ -16,6 +16,7 @@
 #include "core/function_ref.h"
 #include "core/program.h"
 #include "core/stage.h"
+#include "device_times.h"
 #include "entry.h"
 #include "moment.h"
 #include "payload.h"
@@ -52,6 +53,9 @@ class TorchStage final : public Stage {
   // All its work goes there; forward and backward of a microbatch must be on one stream, as torch's engine takes the
   // forward's.
   void set_stream(const std::optional<c10::Stream>& stream) { stream_ = stream; }
+
+  // Of the step that comes; null where nobody asks for them.
+  void set_times(DeviceTimes* times) { times_ = times; }
 
   bool is_first() const override { return is_first_; }
   bool is_last() const override { return is_last_; }
@@ -97,6 +101,8 @@ class TorchStage final : public Stage {
   static void split(const Record& record);
   using Call = FunctionRef<py::object(const Tensors&)>;
 
+  // Its span begins when the stream has what the action is given.
+  Timed timed(Op op, std::int32_t microbatch, const Payload* given) const;
   template <typename Body>
   void backwards(Op op, std::int32_t microbatch, const Body& body) const;
   void differentiate(std::int32_t microbatch, const Payload* gradient);
@@ -116,6 +122,7 @@ class TorchStage final : public Stage {
   StageCalls calls_;
   std::optional<c10::Stream> stream_;
   std::optional<c10::StreamGuard> turn_;
+  DeviceTimes* times_ = nullptr;
   std::vector<Record> records_;  // by microbatch
   // Of the forward that runs, and of the backward that runs: kept for their memory.
   Tensors entered_;

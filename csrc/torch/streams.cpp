@@ -4,13 +4,9 @@
 
 namespace fastpipe {
 
-namespace {
-
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
-
-}  // namespace
 
 void Fence::record(c10::Device device) {
   if (!event_) event_.emplace(device.type());

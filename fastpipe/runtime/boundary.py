@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,8 +26,26 @@ _PLAN_BYTES = 256
 _TENSOR, _NONE, _INTEGER, _OTHER = b"tnio"
 
 
-def to_tensors(value: Any, carried: Mapping[str, Any], stage: int) -> Tensors:
+def plan_tensor(text: bytes, lasting: bool = False) -> torch.Tensor:
+    """A plan on the host."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def plan_text(plan: torch.Tensor) -> bytes:
+    """The way back; of a plan on a device the host waits for it."""
+    return plan.cpu().numpy().tobytes()
+
+
+def to_tensors(
+    value: Any, carried: Mapping[str, Any], stage: int, make: Callable[[bytes, bool], torch.Tensor] = plan_tensor
+) -> Tensors:
     """What a stage returned, and the values that travel on with it, for a transport.
+
+    Args:
+        value: what it returned.
+        carried: by name.
+        stage: which one.
+        make: the tensor of a plan, from its text, and whether that holds for every microbatch: it has no values in it.
 
     Raises:
         ValueError: for what cannot be taken apart or pickled; it names the stage.
@@ -43,19 +61,26 @@ def to_tensors(value: Any, carried: Mapping[str, Any], stage: int) -> Tensors:
     # by value, and not by what Python takes for equal: 0.0 and -0.0, 1 and True
     values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind not in (_TENSOR, _NONE)]
     text = _known_plan(structure, kinds) if not values else _plan(structure, kinds, values, stage)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors
+    return make(text, not values), *tensors
 
 
-def from_tensors(tensors: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional arguments of a stage, and the values that travel with them."""
+def from_tensors(
+    tensors: Tensors, read: Callable[[torch.Tensor], bytes] = plan_text
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional arguments of a stage, and the values that travel with them; ``read`` gives the text of a plan."""
     if not tensors or not _is_plan(tensors[0]):
         return tensors, {}
-    text = tensors[0].cpu().numpy().tobytes()
+    text = read(tensors[0])
     structure, kinds, values = _read_lasting(text)
     remaining, rest = iter(tensors[1:]), iter(_read(text)[2] if values else ())
     leaves = [_leaf(kind, remaining, rest) for kind in kinds]
     args, carried = pytree.tree_unflatten(leaves, structure)
     return args, carried
+
+
+def is_lasting(text: bytes) -> bool:
+    """Whether a plan has no values in it, so that it may be that of other microbatches, too."""
+    return not _read_lasting(text)[2]
 
 
 def _is_plan(tensor: torch.Tensor) -> bool:

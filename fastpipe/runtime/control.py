@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastpipe.runtime.failure import Failure
+from fastpipe.runtime.mail import Mail
 
 DEAD = "dead"
 """The key of a reply made on behalf of a dead process."""
@@ -20,7 +21,17 @@ Reply = dict[str, Any]
 
 
 class Control(ABC):
-    """The exchange between the processes of a pipeline."""
+    """The exchange between the processes of a pipeline.
+
+    Attributes:
+        rank: this process.
+        step: how often `begin` was called.
+        mail: for what a device has later than the host ends a step; None where there is nobody to tell.
+    """
+
+    rank = 0
+    step = 0
+    mail: Mail | None = None
 
     @abstractmethod
     def setup(self, message: Reply) -> list[Reply]:

@@ -76,15 +76,17 @@ class Executor(ABC):
         """Make what every step needs, once."""
 
     @abstractmethod
-    def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
+    def run(self, signature: int, announce: bool, trace: bool = False) -> tuple[Seconds, Seconds]:
         """Run one step.
 
         Args:
             signature: names the shapes of this step.
             announce: whether they are unknown yet, so that every message says what it is.
+            trace: whether the times are wanted, and the host may wait for the device to have them.
 
         Returns:
-            The start and end of every instruction, on the monotonic clock.
+            The start and end of every instruction, on the monotonic clock: on a device with streams the times at which
+            it was launched, or, with ``trace``, those at which the device did it.
 
         Raises:
             Drained: when the step failed elsewhere.

@@ -31,6 +31,7 @@ from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.forked import Home
 from fastpipe.runtime.grad_dtype import check_grad_dtype, check_not_sharded, set_grad_dtype
 from fastpipe.runtime.group import crowd, membership
+from fastpipe.runtime.known_plans import KnownPlans
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import Rules, check_split_and_merge
 from fastpipe.runtime.mixed import Mixed
@@ -200,17 +201,17 @@ class Pipeline(Trains, Replannable):
             self._partition = cut_by(partition, self._costs, self.schedule.num_stages)
             modules = self._build_stages(stages, self._partition, tied, data_parallel)
             self._executor = executor_class(executor)
-        self._streams = wants_streams(self.device, overlap, self._stages_by_rank.values())
-        cores = len(os.sched_getaffinity(0))
-        self._pair_policy = pair_policy(overlap, self._crowd.count(), cores, self.device, self._streams)
         self.transport = self._make_transport(transport, timeout)
-        self._settings, self._timeout = settings, timeout
+        self._settings, self._timeout, self._overlap = settings, timeout, overlap
         self._reduces = True
         self._join(modules)
         logger.info("%s", self.describe())
 
     def _join(self, modules: dict[int, dict[int, nn.Module]]) -> None:
         """Make of modules, programs and a transport what runs steps."""
+        streams = wants_streams(self.device, self._overlap, self._stages_by_rank.values())
+        cores = len(os.sched_getaffinity(0))
+        self._pair_policy = pair_policy(self._overlap, self._crowd.count(), cores, self.device, streams)
         random = self._make_random()
         exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory | Mixed) else None
         placement = self.schedule.placement
@@ -229,7 +230,7 @@ class Pipeline(Trains, Replannable):
             self._control.publish,
             self._pair_policy.way,
             self.device,
-            self._streams,
+            streams,
         )
         has_backward = self._plans.has_backward(self.num_microbatches)
         self._steps = Steps(
@@ -312,6 +313,8 @@ class Pipeline(Trains, Replannable):
     def _stage(self, index: int, module: nn.Module, num_stages: int) -> Stage:
         recompute = way_of(self._recompute, index, module)
         stage = Stage(index, module, num_stages, self.loss_fn, recompute, self._contexts)
+        if self.device.type != "cpu":
+            stage.plans = KnownPlans(index, self.device)
         if self.grad_dtype is not None:
             check_not_sharded(index, stage.parallel, self.grad_dtype)
             set_grad_dtype(module, self.grad_dtype)

@@ -17,6 +17,7 @@ from fastpipe.runtime.control import Control, Reply, dead_among
 from fastpipe.runtime.failure import Failure, LostError
 from fastpipe.runtime.host import Crowd, Neighbours, same_host
 from fastpipe.runtime.lifeline import Lifeline
+from fastpipe.runtime.mail import Mail
 from fastpipe.runtime.meeting import Meeting, StoreMeeting
 from fastpipe.runtime.watcher import Watcher, note_failure
 
@@ -44,6 +45,7 @@ class Processes(Control):
         self._store_meeting = StoreMeeting(store, rank, size, timeout, self._watcher.store_gone)
         self._board = Board(rank, size, timeout, crowd)
         self._meeting: Meeting = self._store_meeting
+        self.mail: Mail = Mail(store, rank, timeout)
 
     def setup(self, message: Reply) -> list[Reply]:
         """Meet the others, watch those that can be watched, and move to a board if all can."""
@@ -108,6 +110,7 @@ class Processes(Control):
 
     def close(self) -> None:
         """Stop watching, and let go of what the processes share."""
+        self.mail.close()
         self._watcher.close()
         self._lifeline.close(self.step)
         self._neighbours.close()

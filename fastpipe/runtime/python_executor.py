@@ -7,7 +7,6 @@ slot of its input, the message it sends and so on. A step then makes the calls i
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import torch
 from fastpipe.action import NONE, Action, ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
+from fastpipe.runtime.devices import clock_of
 from fastpipe.runtime.executor import Drained, Executor, Seconds, backward_of, last_backwards
 from fastpipe.runtime.generators import may_run_together
 from fastpipe.runtime.pairs import PairCounts, Pairs
@@ -67,19 +67,21 @@ class PythonExecutor(Executor):
         """Drain from the next instruction on."""
         self.failed = True
 
-    def run(self, signature: int, announce: bool) -> tuple[Seconds, Seconds]:
+    def run(self, signature: int, announce: bool, trace: bool = False) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
         self.failed, self.error = False, None
+        clock = clock_of(self.device, trace)
         for index, stage in self.stages.items():
             stage.moments.last = self.last[index]
         self.endpoint.begin(signature, announce)
         # the end of an instruction is the start of the next
-        times = [time.perf_counter()]
+        clock.note()
         for position, step in enumerate(self.steps):
             self._execute(position, step)
-            times.append(time.perf_counter())
+            clock.note()
         self._finish()
-        starts, ends = np.array(times[:-1]), np.array(times[1:])
+        times = np.array(clock.read())
+        starts, ends = times[:-1], times[1:].copy()
         for send, wait in self.waits_of_sends:
             ends[send] = ends[wait]
         return starts, ends

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -112,16 +113,16 @@ class LocalRanks:
             several_streams=self.several_streams,
         )
 
-    def run(self, program: Program, signature: int, announce: bool) -> Outcome:
-        """One step on every local rank."""
+    def run(self, program: Program, signature: int, announce: bool, trace: bool = False) -> Outcome:
+        """One step on every local rank; see `Executor.run`."""
         with self._lock:
             self._outcome = Outcome()
             self._current = self._executors[id(program)]
         try:
             if self._pool is None:
-                self._run_one(self._current[0], signature, announce)
+                self._run_one(self._current[0], signature, announce, trace)
             else:
-                self._run_all(self._pool, signature, announce)
+                self._run_all(self._pool, signature, announce, trace)
         finally:
             with self._lock:
                 self._current = ()
@@ -188,31 +189,31 @@ class LocalRanks:
         self.retire()
         self.transport.close()
 
-    def _run_all(self, pool: ThreadPoolExecutor, signature: int, announce: bool) -> None:
+    def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = ThreadState(self.device)
-        futures = [pool.submit(self._in_thread, state, executor, signature, announce) for executor in self._current]
+        futures = [pool.submit(self._in_thread, state, executor, *how) for executor in self._current]
         for future in futures:
             future.result()
 
-    def _in_thread(self, state: ThreadState, executor: Executor, signature: int, announce: bool) -> None:
+    def _in_thread(self, state: ThreadState, executor: Executor, *how: Any) -> None:
         # OpenMP keeps the number of threads for each thread: bits depend on it
         torch.set_num_threads(self.num_threads)
         with state.applied():
-            self._run_one(executor, signature, announce)
+            self._run_one(executor, *how)
 
-    def _run_one(self, executor: Executor, signature: int, announce: bool) -> None:
+    def _run_one(self, executor: Executor, *how: Any) -> None:
         replicated = [(stage, stage.parallel) for stage in executor.stages.values() if stage.parallel is not None]
         for stage, parallel in replicated:
             parallel.begin(stage.work.reduces and torch.is_grad_enabled())
-        spans = self._run_program(executor, signature, announce)
+        spans = self._run_program(executor, *how)
         deadline = time.monotonic() + self.timeout
         for stage, parallel in replicated:
             self._await_replicas(executor.rank, stage.index, parallel, spans is None, deadline)
 
-    def _run_program(self, executor: Executor, signature: int, announce: bool) -> tuple[Seconds, Seconds] | None:
+    def _run_program(self, executor: Executor, *how: Any) -> tuple[Seconds, Seconds] | None:
         """None when the step failed, here or elsewhere."""
         try:
-            spans: tuple[Seconds, Seconds] = executor.run(signature, announce)
+            spans: tuple[Seconds, Seconds] = executor.run(*how)
         except Drained:
             return None
         except BaseException as error:

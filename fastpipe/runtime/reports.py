@@ -67,21 +67,38 @@ def weights_of(
     return Weights(None if reduction == "sum" else mean, mean)
 
 
-def pack(values: Values) -> list[Any]:
-    """Values as JSON, to the last bit: where they belong, then their bytes by dtype."""
+def packing(values: Values, *, wait: bool = True) -> Callable[[], list[Any]]:
+    """Values as JSON, to the last bit: where they belong, then their bytes by dtype.
+
+    Args:
+        values: what to pack.
+        wait: for the device that computes them; otherwise they must be there before the function is called.
+    """
     flat = [(stage, i, name, v) for stage, found in values.items() for i, named in found.items() for name, v in named]
     if not flat:
-        return []
+        return list
     places = [[stage, i, name, list(value.shape)] for stage, i, name, value in flat]
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, (*_, value) in enumerate(flat):
         by_dtype.setdefault(value.dtype, []).append(number)
-    packed = {}
-    for dtype, numbers in by_dtype.items():
-        together = torch.cat([flat[number][3].detach().reshape(-1) for number in numbers]).cpu()
-        data = together.view(torch.uint8).numpy().tobytes()
-        packed[str(dtype).removeprefix("torch.")] = [numbers, base64.b64encode(data).decode()]
-    return [places, packed]
+    copies = [
+        (
+            numbers,
+            torch.cat([flat[number][3].detach().reshape(-1) for number in numbers]).to("cpu", non_blocking=not wait),
+        )
+        for numbers in by_dtype.values()
+    ]
+    return lambda: [places, {dtype_name(copy): [numbers, text_of(copy)] for numbers, copy in copies}]
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """As an attribute of torch."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def text_of(tensor: torch.Tensor) -> str:
+    """The bytes of a tensor of the host's."""
+    return base64.b64encode(tensor.view(torch.uint8).numpy().tobytes()).decode()
 
 
 def unpack(replies: Iterable[list[Any]]) -> Values:
@@ -105,15 +122,14 @@ class Reports:
     """What all processes reported of a step.
 
     Attributes:
-        metrics: the replies with what the loss function returned beside the loss.
-        added: the replies with the losses that stages added.
+        parts: give what each process found: under "metrics" what the loss function returned beside the loss, under
+            "added" the losses that stages added, both as `packing` has them.
         weights: of the microbatches.
         rules: how metrics are reduced.
         count: of the microbatches.
     """
 
-    metrics: Sequence[list[Any]] = ()
-    added: Sequence[list[Any]] = ()
+    parts: Sequence[Callable[[], Mapping[str, Any]]] = ()
     weights: Weights = field(default_factory=lambda: Weights(None, None))
     rules: MetricRules = "mean"
     count: int = 0
@@ -124,11 +140,11 @@ class Reports:
         Raises:
             ValueError: for one that the loss function did not return with every microbatch.
         """
-        return reduce_metrics(unpack(self.metrics), self.count, self.weights, self.rules)
+        return reduce_metrics(unpack(part()["metrics"] for part in self.parts), self.count, self.weights, self.rules)
 
     def added_losses(self) -> dict[str, torch.Tensor]:
         """What was added by name, weighed as the loss is."""
-        return added_by_name(unpack(self.added), self.weights)
+        return added_by_name(unpack(part()["added"] for part in self.parts), self.weights)
 
 
 def reduce_metrics(values: Values, count: int, weights: Weights, rules: MetricRules) -> dict[str, Any]:

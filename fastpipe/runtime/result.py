@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from fastpipe.program import Program
 from fastpipe.runtime.losses import sum_in_order
 from fastpipe.runtime.microbatch import Rules, merge
-from fastpipe.runtime.reports import Reports
+from fastpipe.runtime.reports import Reports, dtype_name, text_of
 from fastpipe.timeline import Timeline
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
@@ -23,8 +23,8 @@ Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 Packed = dict[str, list[Any]]
 """Scalars by dtype: their microbatches, and their bytes as text."""
 
-Losses = Packed | dict[int, torch.Tensor]
-"""Those of another process, or as they are, by microbatch."""
+Part = Callable[[], Mapping[str, Any]]
+"""What a process found: under "losses" and "scaled" the losses of its microbatches, packed."""
 
 
 class StepResult:
@@ -32,16 +32,14 @@ class StepResult:
 
     def __init__(
         self,
-        losses: Sequence[Losses],
-        scaled: Sequence[Losses],
+        parts: Sequence[Part],
         outputs: Mapping[int, Any] | None,
         merge_rules: Rules,
         program: Program,
         spans: Spans,
         reports: Reports | None = None,
     ) -> None:
-        self._packed_losses = losses
-        self._packed_scaled = scaled
+        self._parts = parts
         self.found = dict(outputs or {})
         self._merge_rules = merge_rules
         self._program = program
@@ -51,11 +49,11 @@ class StepResult:
     @cached_property
     def losses(self) -> list[torch.Tensor] | None:
         """The loss of every microbatch as the loss function returned it; None when there was no loss."""
-        return _by_microbatch(self._packed_losses)
+        return _by_microbatch([part()["losses"] for part in self._parts])
 
     @cached_property
     def _scaled(self) -> list[torch.Tensor] | None:
-        return _by_microbatch(self._packed_scaled)
+        return _by_microbatch([part()["scaled"] for part in self._parts])
 
     @cached_property
     def loss(self) -> torch.Tensor | None:
@@ -109,30 +107,28 @@ class StepResult:
         )
 
 
-def _by_microbatch(losses: Sequence[Losses]) -> list[torch.Tensor] | None:
+def _by_microbatch(losses: Sequence[Packed]) -> list[torch.Tensor] | None:
     found: dict[int, torch.Tensor] = {}
     for part in losses:
-        found.update(unpack_tensors(_packed(part)))
+        found.update(unpack_tensors(part))
     return [found[i] for i in sorted(found)] or None
 
 
-def _packed(losses: Losses) -> Packed:
-    """On the host, whatever they were computed on: one transfer."""
-    tensors = {i: loss for i, loss in losses.items() if isinstance(i, int) and isinstance(loss, torch.Tensor)}
-    return pack_tensors(tensors) if tensors else {str(i): part for i, part in losses.items() if isinstance(part, list)}
+def packing_tensors(tensors: Mapping[int, torch.Tensor], *, wait: bool = True) -> Callable[[], Packed]:
+    """Detached scalars by microbatch as JSON, to the last bit: by dtype, so that many cost hardly more than one.
 
-
-def pack_tensors(tensors: Mapping[int, torch.Tensor]) -> Packed:
-    """Detached scalars by microbatch as JSON, to the last bit: by dtype, so that many cost hardly more than one."""
+    Args:
+        tensors: what to pack.
+        wait: for the device that computes them; otherwise they must be there before the function is called.
+    """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for microbatch, tensor in tensors.items():
         by_dtype.setdefault(tensor.dtype, []).append(microbatch)
-    packed: Packed = {}
-    for dtype, microbatches in by_dtype.items():
-        together = torch.stack([tensors[i] for i in microbatches]).detach().cpu()
-        data = together.view(torch.uint8).numpy().tobytes()
-        packed[str(dtype).removeprefix("torch.")] = [microbatches, base64.b64encode(data).decode()]
-    return packed
+    copies = [
+        (microbatches, torch.stack([tensors[i] for i in microbatches]).detach().to("cpu", non_blocking=not wait))
+        for microbatches in by_dtype.values()
+    ]
+    return lambda: {dtype_name(copy): [microbatches, text_of(copy)] for microbatches, copy in copies}
 
 
 def unpack_tensors(packed: Packed) -> dict[int, torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch import nn
 
 from fastpipe.program import Op
 from fastpipe.runtime.added_losses import AddedLosses
-from fastpipe.runtime.boundary import from_tensors, to_tensors
+from fastpipe.runtime.boundary import from_tensors, plan_tensor, plan_text, to_tensors
 from fastpipe.runtime.carried import apart, carried_on, together
 from fastpipe.runtime.chain import Chain, accepted_names, chosen, recomputing
 from fastpipe.runtime.current import Around, Moments
 from fastpipe.runtime.fused import fuse, method_of
 from fastpipe.runtime.generators import StageRandom, pair_region
+from fastpipe.runtime.known_plans import KnownPlans
 from fastpipe.runtime.recompute import NONE
 from fastpipe.runtime.record import Record, enter
 from fastpipe.runtime.stage_losses import LossFunction, StageLosses
@@ -54,6 +56,7 @@ class Stage:
         parallel: what the stage does with its replicas; None where its module is not wrapped.
         modules: the layers of a chain, or the one module.
         fuses: whether it brings a method for fused pairs; see `fastpipe.runtime.fused`.
+        plans: of the trees that it hands on and is given, on a device with streams; None elsewhere.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Stage:
         self.losses = StageLosses(index, self.is_last, loss_fn)
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
+        self.plans: KnownPlans | None = None
         self.moments = Moments(index, *contexts)
         self.later: frozenset[str] | None = None
         self.running: int | None = None
@@ -151,11 +155,14 @@ class Stage:
         value, values = apart(output)
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
-        return self.losses.attached(microbatch, to_tensors(value, carried, self.index))
+        make = plan_tensor if self.plans is None else partial(self.plans.make, microbatch)
+        return self.losses.attached(microbatch, to_tensors(value, carried, self.index, make))
 
     def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The positional arguments of the module, and what earlier stages carry."""
-        return from_tensors(inputs) if self.work.args is None else (self.work.args[microbatch], {})
+        if self.work.args is not None:
+            return self.work.args[microbatch], {}
+        return from_tensors(inputs, plan_text if self.plans is None else partial(self.plans.read, microbatch))
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keyword arguments of the module: of the step, and of what is carried those that it names."""
@@ -367,9 +374,16 @@ class Stage:
         leaf = parameter if self.parallel is None else self.parallel.leaf(parameter)
         return leaf._cdata in self.deferred
 
-    def learn_anew(self) -> None:
-        """Something may have changed, which weights are frozen say: what was found out of the graph is forgotten."""
-        self._survey = Survey()
+    def shaped(self, signature: int, announce: bool) -> None:
+        """What the step's shapes are called, and whether they are new.
+
+        Then something else may have changed, too, which weights are frozen say: what was found out of the graph is
+        forgotten.
+        """
+        if announce:
+            self._survey = Survey()
+        if self.plans is not None:
+            self.plans.begin(signature, announce)
 
     def end(self) -> None:
         """Let go of all that a step left behind, the batch too."""

@@ -14,16 +14,18 @@ from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure, LostError, cause_text
 from fastpipe.runtime.forked import Home
+from fastpipe.runtime.found import Found, Here, Part, given
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_digests, check_given, stage_works, take_inputs
 from fastpipe.runtime.interrupt import Interrupts
+from fastpipe.runtime.mail import Mail
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import flags_of
 from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.random_numbers import RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks, Outcome
 from fastpipe.runtime.replicas import Replicas
-from fastpipe.runtime.reports import MetricRules, Reports, Values, Weights, pack, weights_of
-from fastpipe.runtime.result import StepResult, pack_spans, pack_tensors, unpack_spans
+from fastpipe.runtime.reports import MetricRules, Reports, Weights, weights_of
+from fastpipe.runtime.result import StepResult, pack_spans, unpack_spans
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_losses import NoLoss
 from fastpipe.runtime.transport import TransportError
@@ -119,7 +121,7 @@ class Steps:
             signature = (request.training, *(reply["signature"] for reply in replies))
             weights = self._weights(replies, request)
             with torch.set_grad_enabled(request.training):
-                outcome = self._execute(program, inputs, weights, request, signature)
+                outcome = self._execute(program, inputs, weights, request, signature, trace)
             if self._interrupts.pending and outcome.failure is None:
                 outcome.failure = Failure(next(iter(self.ranks.stages)), "KeyboardInterrupt")
             replies = self._finish(outcome, request, trace)
@@ -283,7 +285,13 @@ class Steps:
         return weights_of(self.settings.reduction, given, rows, request.num_microbatches)
 
     def _execute(
-        self, program: Program, inputs: Inputs, weights: Weights, request: Request, signature: tuple[Any, ...]
+        self,
+        program: Program,
+        inputs: Inputs,
+        weights: Weights,
+        request: Request,
+        signature: tuple[Any, ...],
+        trace: bool,
     ) -> Outcome:
         stages = self.stages
         keep = self.settings.keep_outputs or request.keeps_outputs
@@ -292,9 +300,9 @@ class Steps:
             stage.begin(work)
             stage.moments.step = self.random.step_count
         announce = signature not in self.known
-        if announce:
-            for stage in stages:
-                stage.learn_anew()
+        number = self._number(signature)
+        for stage in stages:
+            stage.shaped(number, announce)
         self.ranks.prepare(program)
         self.replicas.follow()
         if request.training:
@@ -303,7 +311,7 @@ class Steps:
         # a stage that computes nothing in a window of a stream shows nothing of its habits
         window = () if request.window is None else tuple(request.window.computes(stage.index) for stage in stages)
         self.random.begin(request.training, (*self._flags, *window), pairs)
-        outcome = self.ranks.run(program, self._number(signature), announce)
+        outcome = self.ranks.run(program, number, announce, trace)
         if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
             outcome.refuse(self.random.check())
         return outcome
@@ -331,23 +339,46 @@ class Steps:
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         """What the others need to know of this process's step."""
-        last = [stage.work for stage in self.stages if stage.is_last]
         reply: Reply = {}
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
-        elif last:
-            # to pack them is to wait for the device, which nobody need do here who has nobody to tell
-            given = dict if isinstance(self.control, Alone) else pack_tensors
-            reply["losses"] = given({i: loss for work in last for i, loss in work.losses.items()})
-            reply["scaled"] = given({i: loss for work in last for i, loss in work.scaled.items()})
-        if outcome.failure is None:
-            for name in ("metrics", "added"):
-                reply[name] = pack(_by_stage(self.stages, name))
+        else:
+            reply |= self._tell(Found.on(self.stages))
         if trace:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
+
+    def _tell(self, found: Found) -> Reply:
+        """What this process found, or that it will tell: to pack it is to wait for the device."""
+        mail = self._mail
+        wanted: Reply = {} if mail is None else {"wanted": mail.wanted()}
+        if not found:
+            return wanted
+        if mail is not None:
+            mail.post(self.control.step, found.packed_later(self.settings.device))
+        elif not isinstance(self.control, Alone):
+            return {"found": found.packed()}
+        self._here = Here(found)
+        return {"later": True} | wanted
+
+    def _parts(self, replies: Sequence[Reply]) -> list[Part]:
+        """What every process found, to be asked for."""
+        parts = [given(reply["found"]) for reply in replies if "found" in reply]
+        for rank, reply in enumerate(replies):
+            if "later" in reply and rank == self.control.rank:
+                parts.append(given(self._here))
+            elif "later" in reply and self._mail is not None:
+                parts.append(self._mail.letter(self.control.step, rank))
+        if self._mail is not None:
+            self._mail.forget(self.control.step, [reply["wanted"] for reply in replies])
+        return parts
+
+    @property
+    def _mail(self) -> Mail | None:
+        """Where what is on a device goes; None where nothing waits for one, or there is nobody to tell."""
+        return None if self.settings.device.type == "cpu" else self.control.mail
 
     def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
         failures = [Failure(**reply["failure"]) for reply in replies if "failure" in reply]
@@ -373,24 +404,15 @@ class Steps:
             del error  # the exception holds this frame, which must not hold the exception
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
-        losses, scaled = ([reply[name] for reply in replies if name in reply] for name in ("losses", "scaled"))
+        parts = self._parts(replies)
         spans = dict(outcome.spans)
         for reply in replies:
             spans.update(unpack_spans(reply.get("spans", {})))
         found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
         for stage in self.stages:
             stage.end()
-        metrics, added = ([reply.get(name, []) for reply in replies] for name in ("metrics", "added"))
-        reports = Reports(metrics, added, weights, self.settings.metrics, program.num_microbatches)
-        return StepResult(losses, scaled, found, self.settings.merge, program, spans, reports)
-
-
-def _by_stage(stages: Sequence[Stage], name: str) -> Values:
-    """What was found in a step by stage and microbatch; of two holders in this process, by both."""
-    values: Values = {}
-    for stage in stages:
-        values.setdefault(stage.index, {}).update(getattr(stage.work, name))
-    return values
+        reports = Reports(parts, weights, self.settings.metrics, program.num_microbatches)
+        return StepResult(parts, found, self.settings.merge, program, spans, reports)
 
 
 def _call_text(request: Request) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -99,6 +100,24 @@ def test_streams_overlap() -> None:
         for begin, until in busy(events, other)
     )
     assert together > 0
+
+
+def test_times_of_a_traced_step_are_the_devices(executor: str) -> None:
+    """They add up to what events around the step say, on the clock of the host."""
+    pipe, _ = build("1f1b", torch.float32, executor)
+    x, target = batch(8192, torch.float32)
+    for _ in range(3):
+        pipe.step(x, target=target)
+    torch.cuda.synchronize()
+    around = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    begin = time.perf_counter()
+    around[0].record()
+    timeline = pipe.step(x, target=target, trace=True).timeline
+    around[1].record()
+    torch.cuda.synchronize()
+    end = time.perf_counter()
+    assert timeline.makespan == pytest.approx(around[0].elapsed_time(around[1]) * 1e-3, rel=0.2)
+    assert begin < timeline.start and timeline.start + timeline.makespan < end
 
 
 def test_a_failed_step_is_followed_by_a_good_one(executor: str) -> None:

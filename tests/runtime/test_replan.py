@@ -167,6 +167,22 @@ def test_tied_weights_stay_tied() -> None:
     assert layers[-1].linear.weight is layers[0].linear.weight
 
 
+def test_a_plan_with_more_stages_asks_again_whether_they_have_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device with streams, and pairs, make of the stages of a rank, they make of those of the plan."""
+    asked: list[list[int]] = []
+
+    def wants(device: torch.device, overlap: str, held: Any) -> bool:
+        asked.append([len(stages) for stages in held])
+        return False
+
+    monkeypatch.setattr("fastpipe.runtime.pipeline.wants_streams", wants)
+    pipe = pipeline("1f1b")
+    costs = fastpipe.LayerCosts(NUM_LAYERS, *[[1.0] * NUM_LAYERS] * 3)
+    two_each = make_schedule("dualpipev", num_ranks=2, num_microbatches=4)
+    pipe.replan(plan_for(pipe, costs, placement=two_each, effort=0))
+    assert asked == [[1, 1], [2, 2]]
+
+
 def test_stages_that_came_ready_made_can_move_but_not_be_cut() -> None:
     layers, (x, y) = CASES["plain"].layers(4), batch()
     pipe = Pipeline(dict(enumerate(layers)), "interleaved_1f1b", 4, squared, num_ranks=2)

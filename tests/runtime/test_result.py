@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 import fastpipe
-from fastpipe.runtime.result import StepResult, pack_tensors, unpack_tensors
+from fastpipe.runtime.result import StepResult, packing_tensors, unpack_tensors
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def sent(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    return unpack_tensors(json.loads(json.dumps(pack_tensors(tensors))))
+    return unpack_tensors(json.loads(json.dumps(packing_tensors(tensors)())))
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -53,10 +54,11 @@ def test_no_losses_are_none() -> None:
 
 def test_losses_of_several_ranks_are_put_in_order_when_they_are_read() -> None:
     """Two ranks hold the last stage of a bidirectional schedule: each says its half."""
-    halves = [pack_tensors({i: torch.tensor(float(i)) for i in part}) for part in ((2, 3), (0, 1))]
+    halves = [packing_tensors({i: torch.tensor(float(i)) for i in part})() for part in ((2, 3), (0, 1))]
     program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=1, num_microbatches=4))
-    result = StepResult(halves, halves, None, None, program, {})
+    parts = [partial(dict, losses=half, scaled=half) for half in halves]
+    result = StepResult(parts, None, None, program, {})
     assert result.losses is not None and [loss.item() for loss in result.losses] == [0, 1, 2, 3]
     assert result.losses is result.losses and result.loss is not None and result.loss.item() == 6
-    nothing = StepResult([], [], None, None, program, {})
+    nothing = StepResult([], None, None, program, {})
     assert nothing.losses is None and nothing.loss is None and repr(nothing) == "<StepResult>"

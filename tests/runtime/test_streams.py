@@ -16,12 +16,19 @@ from typing import Any
 import pytest
 
 import fastpipe
+from fastpipe.runtime import native
 from tests.conftest import skip_without_native
 from tests.promptly import PATIENCE
-from tests.runtime.devices.steps import CASES, NUM_STEPS
+from tests.runtime.devices.steps import CASES, NUM_STEPS, NUM_WEIGHTS, REPLICAS, SECONDS_PER_OPERATION
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
+CLOCKS = 1e-4
+"""How far off the device's clock may be on the host's, in seconds."""
+FORWARD = 8 * SECONDS_PER_OPERATION - CLOCKS
+"""The operations of two blocks are the least that a stage has."""
+STATUS = ("copy from the host", "copy to the host")
+"""Of the message that says how the replicas of a stage fared."""
 
 BUILD = """
 import sys
@@ -119,11 +126,17 @@ def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, n
         assert account["races"] == [], case
         assert account["waits"] == {}, case
         assert account["waits to read the loss"] == 1, case
+        times = account["times"]
+        assert times["early"] < CLOCKS, f"{case}: an action seems to start before what it waits for has ended"
+        assert times["forward"] > FORWARD, f"{case}: the times are those at which the host launched"
+        defers = account["splits"] and native.load() is not None
+        assert account["deferred"] == (NUM_WEIGHTS if defers else 0), case
     if name == "python":
         return
     assert found["one stage a rank"]["events"] == 0, "one stream needs no order"
     assert found["pairs in order"]["streams"] == 1
     assert found["pairs"]["streams"] == 1 + 4, "the caller's, and one a stage"
+    assert found["contexts"]["streams"] == 1 + 4, "contexts work on the streams of their actions"
     assert "together (each stage has its own stream" in found["pairs"]["pairs"]
 
 
@@ -141,10 +154,13 @@ def test_messages_between_processes_are_waited_for_by_streams(
     library: Path, transport: str, name: str, tmp_path: Path
 ) -> None:
     """The process groups of a device, and its copy engine: what is sent stays until it is sent, what is received into
-    is free, and who consumes it waits for it; the host waits for the losses alone, when the step's work is queued."""
+    is free, and who consumes it waits for it; gradients are averaged when they are complete. The hosts wait for
+    nothing: a thread tells the losses when they are there, and how each stage's replicas fared is read when the step's
+    work is queued."""
     if name == "native" or transport == "cuda_ipc":
         skip_without_native()
-    cases = ("one stage each of two", "pairs", "split backward", "several stages a rank", "two routes")
+    cases = ["one stage each of two", "pairs", "split backward", "several stages a rank", "trees", "two routes"]
+    cases += REPLICAS if transport == "process_group" else []  # there each rank is a pipeline of its own
     arguments = ("-m", "tests.runtime.devices.steps", str(library), name, *cases)
     meeting = {"FILE": str(tmp_path / "meeting"), "WORLD_SIZE": "2", "FASTPIPE_TRANSPORT": transport}
     ranks = [start(*arguments, RANK=str(rank), **meeting) for rank in range(2)]
@@ -153,11 +169,14 @@ def test_messages_between_processes_are_waited_for_by_streams(
             found: dict[str, dict[str, Any]] = dict(zip(cases, map(json.loads, lines), strict=True))
             for case, account in found.items():
                 where = f"{case}, rank {rank}"
-                assert account["transport"].startswith(transport), where
+                assert case in REPLICAS or account["transport"].startswith(transport), where
                 assert account["same"], where
                 assert account["races"] == [], where
-                assert set(account["waits"]) <= {"copy to the host"}, where
-                assert sum(account["waits"].values()) <= 2 * NUM_STEPS, where
+                if case in REPLICAS:
+                    assert account["waits"] == dict.fromkeys(STATUS, 2 * NUM_STEPS), where
+                else:
+                    assert account["waits"].get("synchronizeEvent", 0) <= NUM_STEPS, where
+                    assert set(account["waits"]) <= {"synchronizeEvent"}, where
     finally:
         for process in ranks:
             process.kill()

@@ -1,26 +1,39 @@
-// What a device with streams would not have done yet. Every stream has a vector clock; events and waits move clocks.
-// Where work touches memory, or memory is freed, without having waited for who touched it before, that is a race, and
-// written down; so is every call that would have made the host wait. It knows nothing of torch.
+// The account that the fake device keeps: who touched what memory, after whom, and who made the host wait.
+//
+// Every stream has a vector clock; events and waits move clocks. Where work touches memory, or memory is freed, without
+// having waited for who touched it before, that is a race, and written down.
+//
+// Told that an operation takes time, it also knows when a stream has done what it was given: not before the host gave
+// it, and not before what it waits for.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace fake_device {
 
-constexpr std::size_t kMaxStreams = 64;
+constexpr std::size_t kMaxStreams = 128;
 using Clock = std::array<std::uint64_t, kMaxStreams>;
 
 inline void join(Clock& one, const Clock& other) {
   for (std::size_t i = 0; i < kMaxStreams; ++i) one[i] = std::max(one[i], other[i]);
 }
+
+using Time = std::chrono::steady_clock;
+
+struct Event {
+  Clock clock{};
+  Time::time_point time;
+};
 
 struct Block {
   std::size_t size;
@@ -94,22 +107,35 @@ class Account {
     if (Block* const block = find(data)) block->recorded.insert(stream);
   }
 
-  Clock recorded(std::size_t stream) {
+  Event recorded(std::size_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    tick(stream);
     ++events_;
-    return clocks_[stream];
+    return point_of(stream);
   }
 
-  void blocked(std::size_t stream, const Clock& event) {
+  void blocked(std::size_t stream, const Event& event) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    join(clocks_[stream], event);
+    join(clocks_[stream], event.clock);
+    times_[stream] = std::max(times_[stream], event.time);
   }
 
-  void host_waits(std::size_t stream, const std::string& why) {
+  void host_waits(std::size_t stream, const std::string& why) { host_waits(all_of(stream), why); }
+
+  void host_waits(const Event& event, const std::string& why) {
+    std::this_thread::sleep_until(event.time);
     const std::lock_guard<std::mutex> lock(mutex_);
     ++waits_[why];
-    join(host_, clocks_[stream]);
+    join(host_, event.clock);
+  }
+
+  void worked(std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (takes_ != Time::duration::zero()) times_[stream] = std::max(times_[stream], Time::now()) + takes_;
+  }
+
+  void set_seconds(double seconds) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    takes_ = std::chrono::duration_cast<Time::duration>(std::chrono::duration<double>(seconds));
   }
 
   void used(std::size_t stream) {
@@ -130,6 +156,16 @@ class Account {
   int num_events() const { return events_; }
 
  private:
+  Event all_of(std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return point_of(stream);
+  }
+
+  Event point_of(std::size_t stream) {
+    tick(stream);
+    return {clocks_[stream], std::max(times_[stream], Time::now())};
+  }
+
   std::uint64_t tick(std::size_t stream) {
     join(clocks_[stream], host_);
     return ++clocks_[stream][stream];
@@ -152,6 +188,8 @@ class Account {
   std::array<Clock, kMaxStreams> clocks_{};
   std::array<Clock, kMaxStreams> given_back_{};  // by owner: the last use of freed memory, by user
   Clock host_{};
+  Time::duration takes_{};  // an operation
+  std::array<Time::time_point, kMaxStreams> times_{};
   std::map<const void*, Block> blocks_;
   std::set<std::size_t> streams_;
   std::vector<std::string> races_;

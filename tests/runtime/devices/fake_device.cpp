@@ -16,6 +16,8 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -28,8 +30,9 @@ namespace {
 
 constexpr auto kFake = c10::DeviceType::PrivateUse1;
 using fake_device::Account;
-using fake_device::Clock;
+using fake_device::Event;
 using fake_device::kMaxStreams;
+using fake_device::Time;
 
 Account& account() {
   static Account* const only = new Account;  // never destroyed: tensors may outlive it
@@ -63,16 +66,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return to_stream(std::exchange(current_stream, number_of(stream)));
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new Clock;
-    *static_cast<Clock*>(*event) = account().recorded(number_of(stream));
+    if (*event == nullptr) *event = new Event;
+    *static_cast<Event*>(*event) = account().recorded(number_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) account().blocked(number_of(stream), *static_cast<Clock*>(event));
+    if (event != nullptr) account().blocked(number_of(stream), *static_cast<Event*>(event));
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
-  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  bool queryEvent(void* event) const override { return static_cast<Event*>(event)->time <= Time::now(); }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    const auto between = static_cast<Event*>(to)->time - static_cast<Event*>(from)->time;
+    return std::chrono::duration<double, std::milli>(between).count();
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeEvent(void*) const override { account().host_waits(current_stream, "synchronizeEvent"); }
+  void synchronizeEvent(void* event) const override {
+    account().host_waits(*static_cast<Event*>(event), "synchronizeEvent");
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     account().host_waits(number_of(stream), "synchronizeStream");
   }
@@ -112,6 +121,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   void init() const override {}
+  // All of the host's memory is as good as any.
+  c10::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     static const at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
     return generator;
@@ -146,6 +157,7 @@ at::Tensor to_device(const at::Tensor& tensor, const std::string& by) {
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  account().worked(current_stream);
   for (const auto& [tensor, writes] : {std::pair(from, false), std::pair(to, true)}) {
     if (on_device(tensor)) touch(tensor, writes, "copy_");
   }
@@ -173,6 +185,7 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef strides, 
 // Everything else: the host's kernel on the same memory, and an account of it.
 void on_host(const c10::OperatorHandle& op, c10::Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  account().worked(current_stream);
   const auto& schema = op.schema();
   const std::string& name = schema.name();
   const std::size_t begin = stack->size() - schema.arguments().size();
@@ -233,6 +246,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&on_host>());
 }
 
+// fastpipe's linear, which may leave its weight for W: it is registered for the devices that torch itself knows, and
+// asks nothing of a CPU.
+void linear(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack* stack) {
+  const bool loaded = op.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
+  op.callBoxedForDispatchKey(loaded ? c10::DispatchKey::AutogradCPU : c10::DispatchKey::CompositeImplicitAutograd,
+                             *stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+  library.impl("linear", torch::CppFunction::makeFromBoxedFunction<&linear>());
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>());
 }
@@ -240,7 +265,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 // A message under way: to wait for it is to make the current stream wait, as NCCL does it.
 class Message final : public c10d::Work {
  public:
-  Message(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors, const Clock& done)
+  Message(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors, const Event& done)
       : inner_(std::move(inner)), tensors_(std::move(tensors)), done_(done) {}
 
   bool isCompleted() override { return inner_->isCompleted(); }
@@ -255,34 +280,91 @@ class Message final : public c10d::Work {
  private:
   c10::intrusive_ptr<c10d::Work> inner_;
   std::vector<at::Tensor> tensors_;
-  Clock done_;
+  Event done_;
 };
 
-// As NCCL: a stream for every peer, where an operation comes after all that is on the stream it is posted from.
+// Done as far as the host is concerned, as NCCL's collectives are once they are queued. Who waits for the future, or
+// for this, waits on its own stream.
+class Collective final : public c10d::Work {
+ public:
+  Collective(std::vector<at::Tensor> tensors, std::size_t stream)
+      : future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                         std::vector<c10::Device>{kDevice})),
+        done_(account().recorded(stream)) {
+    const c10::StreamGuard guard(to_stream(stream));
+    future_->markCompleted(tensors);
+  }
+
+  bool isCompleted() override { return true; }
+  bool wait(std::chrono::milliseconds) override {
+    account().blocked(current_stream, done_);
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  Event done_;
+};
+
+// As NCCL: a stream for every peer, where an operation comes after all that is on the stream it is posted from; and one
+// for collectives.
 class Messages final : public c10d::Backend {
  public:
+  static constexpr int kEverybody = -1;
+
   Messages(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size)
       : Backend(rank, size), inner_(std::move(inner)) {}
 
   const std::string getBackendName() const override { return "messages"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    queue(tensors.front(), kEverybody, true);
+    std::vector<at::Tensor> host{host_view(tensors.front())};
+    inner_->allreduce(host, options)->wait();
+    return c10::make_intrusive<Collective>(tensors, streams_.at(kEverybody));
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override {
+    queue(tensors.front(), kEverybody, true);
+    std::vector<at::Tensor> host{host_view(tensors.front())};
+    inner_->broadcast(host, options)->wait();
+    return c10::make_intrusive<Collective>(tensors, streams_.at(kEverybody));
+  }
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override {
+    queue(inputs.front(), kEverybody, false);
+    std::vector<std::vector<at::Tensor>> all(1);
+    for (const at::Tensor& output : outputs.front()) {
+      queue(output, kEverybody, true);
+      all.front().push_back(host_view(output));
+    }
+    std::vector<at::Tensor> host{host_view(inputs.front())};
+    inner_->allgather(all, host, options)->wait();
+    return c10::make_intrusive<Collective>(outputs.front(), streams_.at(kEverybody));
+  }
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override {
-    const Clock done = queue(tensors.front(), peer, false);
+    const Event done = queue(tensors.front(), peer, false);
     std::vector<at::Tensor> host{host_view(tensors.front())};
     return c10::make_intrusive<Message>(inner_->send(host, peer, tag), tensors, done);
   }
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override {
-    const Clock done = queue(tensors.front(), peer, true);
+    const Event done = queue(tensors.front(), peer, true);
     std::vector<at::Tensor> host{host_view(tensors.front())};
     return c10::make_intrusive<Message>(inner_->recv(host, peer, tag), tensors, done);
   }
 
  private:
-  Clock queue(const at::Tensor& tensor, int peer, bool writes) {
+  Event queue(const at::Tensor& tensor, int peer, bool writes) {
     const auto [found, is_new] = streams_.try_emplace(peer, 0);
     if (is_new) found->second = account().new_stream();
     const std::size_t stream = found->second;
     account().blocked(stream, account().recorded(current_stream));
-    account().touched(tensor.const_data_ptr(), writes, stream, writes ? "a receive" : "a send");
+    account().touched(tensor.const_data_ptr(), writes, stream,
+                      peer == kEverybody ? "a collective"
+                      : writes           ? "a receive"
+                                         : "a send");
     return account().recorded(stream);
   }
 
@@ -311,6 +393,7 @@ PYBIND11_MODULE(fake_device, module) {
         .def(pybind11::init<>());
   });
   module.def("reset", [] { account().reset(); });
+  module.def("set_seconds_per_operation", [](double seconds) { account().set_seconds(seconds); });
   module.def("races", [] { return account().races(); });
   module.def("host_waits", [] { return account().waits(); });
   module.def("num_streams", [] { return account().num_streams(); });

@@ -7,10 +7,12 @@ WORLD_SIZE and FILE set it is one rank of several, which meet over Gloo in that 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +21,17 @@ import torch.distributed as dist
 from torch import nn
 
 import fastpipe
+from fastpipe.action import ActionKind
+from fastpipe.dependencies import needs, produces
+from fastpipe.program import Op
 from fastpipe.runtime import cuda_ipc, native, process_group, shared_memory
 from fastpipe.testing import reference_step
 from tests.runtime.devices import fake
 
 NUM_STEPS = 3
+NUM_LAYERS = 8
+NUM_WEIGHTS = 2 * NUM_LAYERS
+SECONDS_PER_OPERATION = 1e-4  # in the step that is traced
 
 
 class Case(NamedTuple):
@@ -45,7 +53,15 @@ CASES = {
     "one stage each of two": Case("1f1b", 2, {}, {}),
     "one rank": Case("dualpipev", 1, {}, {}),
     "late sends": Case("dualpipev", 2, {}, {"transport": "delayed"}),
+    "trees": Case("interleaved_1f1b", 2, {"stages_per_rank": 2}, {"trees": True}),
+    "contexts": Case("dualpipev", 2, {}, {"contexts": True}),
+    "contexts of split backwards": Case("zbv", 2, {}, {"contexts": True}),
 }
+REPLICAS = {
+    "replicas": Case("dualpipev", 1, {}, {"replicas": True}),
+    "replicas of split backwards": Case("zbv", 1, {}, {"replicas": True}),
+}
+"""Of several processes, each of which is a whole pipeline."""
 
 
 class Block(nn.Module):
@@ -60,19 +76,82 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+class Tree(Block):
+    """The same, in a dict with other things."""
+
+    def forward(self, given: Any) -> Any:
+        y = super().forward(given["y"] if isinstance(given, dict) else given)
+        return {"y": y, "more": (None, [y.detach()])}
+
+
+def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
+    output = output["y"] if isinstance(output, dict) else output
     return ((output - target) ** 2).mean()
+
+
+class Worker:
+    """Contexts that work on the device themselves, before and after an action: on one tensor for every stage, so it
+    shows when they are not on the stream of its actions."""
+
+    def __init__(self) -> None:
+        self.counts = [torch.zeros(4).to(fake.NAME) for _ in range(NUM_LAYERS)]
+
+    @contextlib.contextmanager
+    def __call__(self, action: fastpipe.Current) -> Iterator[None]:
+        self.counts[action.stage].add_(1)
+        yield
+        self.counts[action.stage].mul_(0.5)
+
+
+def arguments_of(case: Case) -> dict[str, Any]:
+    arguments = dict(case.arguments)
+    if arguments.get("transport") == "delayed":
+        arguments["transport"] = fastpipe.runtime.loopback.Loopback(delay=0.001)
+    arguments.pop("trees", None)
+    if arguments.pop("contexts", False):
+        arguments["forward_context"] = arguments["backward_context"] = Worker()
+    if arguments.pop("replicas", False):
+        own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        arguments |= {"group": own, "data_parallel": dist.new_group()}
+    return arguments
+
+
+def average(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Over the processes, as their replicas average."""
+    for gradient in gradients.values():
+        dist.all_reduce(gradient.div_(dist.get_world_size()))
+    return gradients
+
+
+def look_at(timeline: fastpipe.Timeline) -> dict[str, float]:
+    """By how many seconds an action starts before what it waits for has ended, at most, and how long an F lasts, at
+    least; without pairs, whose span is that of two actions."""
+    alone = {span.instruction.action: span for span in timeline if span.instruction.op in (Op.F, Op.B, Op.I, Op.W)}
+    ends = {
+        (event, action.stage, action.microbatch): span.end
+        for action, span in alone.items()
+        for event in produces(action.kind)
+    }
+    early = [
+        ends.get((event, stage, action.microbatch), span.start) - span.start
+        for action, span in alone.items()
+        for event, stage in needs(action.kind, action.stage, timeline.program.num_stages)
+    ]
+    return {
+        "early": max(early),
+        "forward": min(span.end - span.start for action, span in alone.items() if action.kind is ActionKind.F),
+    }
 
 
 def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
-    layers = [Block(8).to(fake.NAME) for _ in range(8)]
+    block = Tree if case.arguments.get("trees") else Block
+    layers = [block(8).to(fake.NAME) for _ in range(NUM_LAYERS)]
     unsplit = nn.Sequential(*copy.deepcopy(layers))
+    replicated = "replicas" in case.arguments
+    torch.manual_seed(dist.get_rank() if replicated else 0)
     x, target = torch.randn(16, 8).to(fake.NAME), torch.randn(16, 8).to(fake.NAME)
-    arguments = dict(case.arguments)
-    if arguments.get("transport") == "delayed":
-        arguments["transport"] = fastpipe.runtime.loopback.Loopback(delay=0.001)
-    options = dict(case.options)
+    arguments, options = arguments_of(case), dict(case.options)
     pipe = fastpipe.Pipeline(
         layers,
         case.schedule,
@@ -86,8 +165,9 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
     )
     result = pipe.step(x, target=target)  # what is new is announced, and may wait
     reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
-    expected = {name: parameter.grad for name, parameter in unsplit.named_parameters()}
-    same = [torch.equal(p.grad.cpu(), expected[name].cpu()) for name, p in pipe.named_parameters()]
+    expected = {name: parameter.grad.cpu() for name, parameter in unsplit.named_parameters()}
+    expected = average(expected) if replicated else expected
+    same = [torch.equal(p.grad.cpu(), expected[name]) for name, p in pipe.named_parameters()]
     same.append(torch.equal(result.loss.cpu(), reference.loss.cpu()))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     account.reset()
@@ -98,15 +178,22 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
     races, waits = account.races(), account.host_waits()
     assert result.loss.device.type == "cpu"
     streams, events = account.num_streams(), account.num_events()
+    waits_to_read = sum(account.host_waits().values()) - sum(waits.values())
+    account.set_seconds_per_operation(SECONDS_PER_OPERATION)
+    timeline = pipe.step(x, target=target, trace=True).timeline
+    account.set_seconds_per_operation(0)
     return {
         "same": all(same),
         "races": races,
         "waits": waits,
-        "waits to read the loss": sum(account.host_waits().values()) - sum(waits.values()),
+        "waits to read the loss": waits_to_read,
         "streams": streams,
         "events": events,
         "pairs": pipe.describe().rpartition("pairs")[2],
         "transport": pipe.transport.describe(),
+        "times": look_at(timeline),
+        "splits": pipe.schedule.splits_backward,
+        "deferred": sum(stage.waits(p) for stage in pipe._stages for p in stage.module.parameters()),
     }
 
 
@@ -116,14 +203,18 @@ def meet(account: Any) -> None:
     dist.init_process_group(
         "gloo", f"file://{os.environ['FILE']}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
-    make = process_group.make_group
 
-    def make_group(*arguments: Any) -> Any:
-        group = make(*arguments)
-        account.add_device(group)
-        return group
+    def on_device(make: Any) -> Any:
+        def make_group(*arguments: Any) -> Any:
+            group = make(*arguments)
+            if isinstance(group, dist.ProcessGroup):  # and not of others
+                account.add_device(group)
+            return group
 
-    process_group.make_group = shared_memory.make_group = make_group
+        return make_group
+
+    process_group.make_group, dist.new_group = on_device(process_group.make_group), on_device(dist.new_group)
+    shared_memory.make_group = process_group.make_group
     if native.load() is not None:
         account.bind_engine()
         cuda_ipc.ENGINES[fake.NAME] = lambda runtime, device: account.Engine()
@@ -135,7 +226,7 @@ def main() -> None:
     if "RANK" in os.environ:
         meet(account)
     for name in names or CASES:
-        print(json.dumps(run(account, executor, CASES[name])), flush=True)
+        print(json.dumps(run(account, executor, (CASES | REPLICAS)[name])), flush=True)
 
 
 if __name__ == "__main__":

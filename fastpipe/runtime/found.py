@@ -1,0 +1,94 @@
+"""Found: what a step found on the stages of a process, on its way to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastpipe.runtime.control import Reply
+from fastpipe.runtime.reports import Values, packing
+from fastpipe.runtime.result import packing_tensors
+from fastpipe.runtime.stage import Stage
+
+Part = Callable[[], Mapping[str, Any]]
+"""What one process found, as `Found.packed` has it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Losses, metrics and what stages added, where they were computed.
+
+    Attributes:
+        losses: by microbatch, as the loss function returned them.
+        scaled: the same as shares in the loss of the batch.
+        metrics: by stage and microbatch.
+        added: the same of the losses that stages added.
+    """
+
+    losses: dict[int, torch.Tensor]
+    scaled: dict[int, torch.Tensor]
+    metrics: Values
+    added: Values
+
+    @classmethod
+    def on(cls, stages: Sequence[Stage]) -> Found:
+        """By local stages in the step that has just run; of two holders in this process, by both."""
+        losses, scaled = (
+            {i: loss for stage in stages for i, loss in getattr(stage.work, name).items()}
+            for name in ("losses", "scaled")
+        )
+        return cls(losses, scaled, _by_stage(stages, "metrics"), _by_stage(stages, "added"))
+
+    def __bool__(self) -> bool:
+        return bool(self.losses or any(self.metrics.values()) or any(self.added.values()))
+
+    def packed(self) -> Reply:
+        """As JSON, to the last bit; of a device the host waits for it."""
+        return {name: pack() for name, pack in self._packing(wait=True).items()}
+
+    def packed_later(self, device: torch.device) -> Callable[[], Reply]:
+        """The same, for another thread to call: nothing waits until then."""
+        packing = self._packing(wait=False)
+        copied = torch.Event(device)
+        copied.record()
+
+        def ready() -> Reply:
+            copied.synchronize()
+            return {name: pack() for name, pack in packing.items()}
+
+        return ready
+
+    def _packing(self, *, wait: bool) -> dict[str, Callable[[], Any]]:
+        return {
+            "losses": packing_tensors(self.losses, wait=wait),
+            "scaled": packing_tensors(self.scaled, wait=wait),
+            "metrics": packing(self.metrics, wait=wait),
+            "added": packing(self.added, wait=wait),
+        }
+
+
+def given(found: Mapping[str, Any]) -> Part:
+    """What is here already."""
+    return lambda: found
+
+
+class Here(dict[str, Any]):
+    """What was found in this process: packed when it is asked for, each by itself."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+
+    def __missing__(self, name: str) -> Any:
+        tensors = getattr(self._found, name)
+        self[name] = (packing if name in ("metrics", "added") else packing_tensors)(tensors)()
+        return self[name]
+
+
+def _by_stage(stages: Sequence[Stage], name: str) -> Values:
+    values: Values = {}
+    for stage in stages:
+        values.setdefault(stage.index, {}).update(getattr(stage.work, name))
+    return values

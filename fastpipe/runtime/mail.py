@@ -1,0 +1,150 @@
+"""Mail: what a step found on a device goes to the other processes when it is there, and no host waits for it.
+
+When a step ends, its work is queued and its losses are still to be computed. A rank that has some says so, and a
+thread of it waits for the device and puts them into the store. There whoever asks for them reads them; they stay as
+long as somebody may ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from fastpipe.errors import StepError
+from fastpipe.runtime.failure import first_line
+
+_CLOSING_SECONDS = 10
+
+Contents = dict[str, Any]
+"""As JSON has it."""
+
+Ready = Callable[[], Contents]
+"""Waits for the device, and says what it has found."""
+
+
+class Letter:
+    """What one process found in one step, for another one; read when it is asked for."""
+
+    def __init__(self, mail: Mail, step: int, rank: int) -> None:
+        self.step = step
+        self._mail = mail
+        self._rank = rank
+        self._found: Contents | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is here."""
+        return self._found is not None
+
+    def __call__(self) -> Contents:
+        """Wait until it is there.
+
+        Raises:
+            StepError: when it does not come.
+        """
+        if self._found is None:
+            self._found = self._mail.fetch(self.step, self._rank)
+        return self._found
+
+
+class Mail:
+    """One process's.
+
+    Args:
+        store: that of all processes; what waits makes a connection of its own.
+        rank: this process.
+        timeout: seconds to wait for a letter.
+    """
+
+    def __init__(self, store: Any, rank: int, timeout: float) -> None:
+        self.store = store
+        self.rank = rank
+        self.timeout = timeout
+        self._letters: weakref.WeakSet[Letter] = weakref.WeakSet()
+        self._reading: Any = None
+        self._posted: list[int] = []
+        self._jobs: queue.SimpleQueue[tuple[int, Ready | None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def post(self, step: int, ready: Ready) -> None:
+        """Tell the others what this process found in a step, when it is there."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, args=(self.store.clone(),), name="fastpipe-mail", daemon=True
+            )
+            self._thread.start()
+        self._posted.append(step)
+        self._jobs.put((step, ready))
+
+    def letter(self, step: int, rank: int) -> Letter:
+        """What another process said it would post."""
+        letter = Letter(self, step, rank)
+        self._letters.add(letter)
+        return letter
+
+    def wanted(self) -> int | None:
+        """The first step of which this process may still ask for a letter."""
+        return min((letter.step for letter in self._letters if not letter.is_read), default=None)
+
+    def forget(self, step: int, wanted: Sequence[int | None]) -> None:
+        """Drop what nobody will ask for.
+
+        Args:
+            step: the one that ends.
+            wanted: what each process said.
+        """
+        first = min((number for number in wanted if number is not None), default=step)
+        for old in [number for number in self._posted if number < min(first, step)]:
+            self._posted.remove(old)
+            self._jobs.put((old, None))
+
+    def fetch(self, step: int, rank: int) -> Contents:
+        """What a process found; waits for it.
+
+        Raises:
+            StepError: when it does not come.
+        """
+        key = _key(step, rank)
+        try:
+            if self._reading is None:
+                self._reading = self.store.clone()
+            self._reading.wait([key], timedelta(seconds=self.timeout))
+            found: Contents = json.loads(self._reading.get(key))
+        except RuntimeError as error:
+            cause = first_line(error)
+            raise StepError(
+                f"rank {rank} has not told the losses of a step within {self.timeout:g} s ({cause}); see what that "
+                "rank's device is doing, or read them before the processes end",
+                rank=rank,
+                cause=cause,
+            ) from error
+        return found
+
+    def close(self) -> None:
+        """Send what is still to be sent, and end the thread; one that waits for a device that hangs is left alone."""
+        if self._thread is None:
+            return
+        self._jobs.put(None)
+        # a pipeline may be collected in any thread, this one too
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSING_SECONDS)
+
+    def _work(self, store: Any) -> None:
+        while (job := self._jobs.get()) is not None:
+            step, ready = job
+            # without the store nobody can be told; who asks finds that out
+            with contextlib.suppress(RuntimeError):
+                if ready is None:
+                    store.delete_key(_key(step, self.rank))
+                else:
+                    store.set(_key(step, self.rank), json.dumps(ready()))
+
+
+def _key(step: int, rank: int) -> str:
+    return f"{step}/found/{rank}"
