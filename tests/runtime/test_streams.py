@@ -130,11 +130,12 @@ def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, n
         assert times["early"] < CLOCKS, f"{case}: an action seems to start before what it waits for has ended"
         assert times["forward"] > FORWARD, f"{case}: the times are those at which the host launched"
         defers = account["splits"] and native.load() is not None
-        assert account["deferred"] == (NUM_WEIGHTS if defers else 0), case
+        assert (account["deferred"] > 0) == defers, case  # of one rank's two stages one has its backward split
     if name == "python":
         return
     assert found["one stage a rank"]["events"] == 0, "one stream needs no order"
     assert found["pairs in order"]["streams"] == 1
+    assert found["split backward"]["deferred"] == NUM_WEIGHTS
     assert found["pairs"]["streams"] == 1 + 4, "the caller's, and one a stage"
     assert found["contexts"]["streams"] == 1 + 4, "contexts work on the streams of their actions"
     assert "together (each stage has its own stream" in found["pairs"]["pairs"]

@@ -14,7 +14,7 @@ using fastpipe::SharedWord;
 using fastpipe::testing::HostMark;
 
 struct FakeMark final : HostMark {
-  Clock clock{};
+  Event made;
 };
 
 // Work is accounted for when it is given, and done by `Inner`.
@@ -32,11 +32,11 @@ class FakeQueue final : public fastpipe::CopyQueue {
   void write(SharedWord& flag, std::uint32_t value) override { inner_.write(flag, value); }
   void wait(SharedWord& flag, std::uint32_t value) override { inner_.wait(flag, value); }
   void record(CopyMark& mark) override {
-    static_cast<FakeMark&>(mark).clock = account().recorded(stream_);
+    static_cast<FakeMark&>(mark).made = account().recorded(stream_);
     inner_.record(mark);
   }
   void wait(const CopyMark& mark) override {
-    account().blocked(stream_, static_cast<const FakeMark&>(mark).clock);
+    account().blocked(stream_, static_cast<const FakeMark&>(mark).made);
     inner_.wait(mark);
   }
   void follow(std::size_t stream) { stream_ = stream; }
