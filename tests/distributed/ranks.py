@@ -7,6 +7,7 @@ its threads, and all are killed.
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -176,13 +177,21 @@ def _serve(rank: int, size: int, port: int, host: str, log: str, pipe: Connectio
     store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     left = False
+    # what is there now stays, so that to collect what a test leaves in cycles takes no time
+    gc.freeze()
     while not left and (job := pipe.recv()) is not None:
-        function, args, kwargs = job
-        try:
-            answer = True, function(*args, **kwargs)
-        except SystemExit as exit:
-            answer, left = (True, exit.code), True
-        except BaseException:
-            answer = False, traceback.format_exc()
-        pipe.send(answer)
+        good, answer, left = _call(*job)
+        pipe.send((good, answer))
+        # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever
+        gc.collect()
     dist.destroy_process_group()
+
+
+def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any, bool]:
+    """Whether it returned, what it returned or what went wrong, and whether the process is to end."""
+    try:
+        return True, function(*args, **kwargs), False
+    except SystemExit as exit:
+        return True, exit.code, True
+    except BaseException:
+        return False, traceback.format_exc(), False

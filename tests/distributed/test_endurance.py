@@ -85,8 +85,18 @@ def held() -> tuple[list[int], int]:
     return [len(os.listdir("/proc/self/fd")), threading.active_count(), maps], resident
 
 
+def fewest_threads(expected: int) -> int:
+    """Of this process, the system's own among them, in the next second: one that has ended is seen a little longer."""
+    fewest = len(os.listdir("/proc/self/task"))
+    deadline = time.monotonic() + 1
+    while fewest > expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+        fewest = min(fewest, len(os.listdir("/proc/self/task")))
+    return fewest
+
+
 def dropped(executor: str, transport: str) -> list[int]:
-    """Runs on every rank: its threads, the system's own among them, as pipelines come and go; one of them fails."""
+    """Runs on every rank: its threads as pipelines come and go; one of them fails."""
     gc.collect()
     gc.disable()
     case, found = CASES["plain"], []
@@ -99,7 +109,7 @@ def dropped(executor: str, transport: str) -> list[int]:
         with contextlib.suppress(RuntimeError):
             pipe.step(*batch.args, target=batch.target)
         del pipe, layers
-        found.append(len(os.listdir("/proc/self/task")))
+        found.append(fewest_threads(found[0] if found else 0))
     gc.enable()
     return found
 
@@ -108,7 +118,7 @@ def dropped(executor: str, transport: str) -> list[int]:
 def test_pipelines_that_are_dropped_leave_no_threads(transport: str, executor: str, group_of: GroupOf) -> None:
     """Those of a process group look for messages a hundred times a second, each."""
     for found in group_of(2).run(dropped, executor, transport):
-        assert found == found[:1] * 4
+        assert max(found) == found[0]
 
 
 def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list[int], int]]:
