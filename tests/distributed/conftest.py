@@ -9,11 +9,13 @@ from tests.distributed.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def group_of() -> Iterator[Callable[[int], Ranks]]:
-    """``group_of(4)``: four ranks, kept from test to test unless one of them died."""
+    """``group_of(4)``: four ranks, kept from test to test while they are usable."""
     started: dict[int, Ranks] = {}
 
     def group(size: int) -> Ranks:
-        if size not in started or not started[size].usable:
+        if size in started and not started[size].usable:
+            started.pop(size).kill()
+        if size not in started:
             started[size] = Ranks(size)
         return started[size]
 
@@ -21,3 +23,5 @@ def group_of() -> Iterator[Callable[[int], Ranks]]:
     for ranks in started.values():
         if ranks.usable:
             ranks.close()
+        else:
+            ranks.kill()

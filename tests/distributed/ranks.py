@@ -29,6 +29,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
 
 
+# A pipeline over Gloo has twelve, a mesh of replicas x pipeline six.
+_MANY_THREADS = 60
+
+
 class RankError(AssertionError):
     """What went wrong on the ranks, with their tracebacks and their output."""
 
@@ -64,8 +68,12 @@ class Ranks:
 
     @property
     def usable(self) -> bool:
-        """Whether all of them live."""
-        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+        """Whether all of them live, and have few threads.
+
+        A process group ends with its process (that of a DeviceMesh, say), and until then each of its threads looks for
+        messages a hundred times a second: of some hundred groups a machine does little else.
+        """
+        return all(process.is_alive() and _num_threads(process.pid) <= _MANY_THREADS for process in self.processes)
 
     def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Have every rank call a function of a module; `results` waits for them."""
@@ -152,6 +160,10 @@ def ranks(size: int, **options: Any) -> Iterator[Ranks]:
         yield started
     finally:
         started.kill()
+
+
+def _num_threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
 def _free_port() -> int:
