@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.control import Reply
+from fastpipe.runtime.control import Alone, Control, Reply
+from fastpipe.runtime.mail import Mail
 from fastpipe.runtime.reports import Values, packing
 from fastpipe.runtime.result import packing_tensors
 from fastpipe.runtime.stage import Stage
@@ -70,12 +71,56 @@ class Found:
         }
 
 
-def given(found: Mapping[str, Any]) -> Part:
+class Telling:
+    """Tells the other processes what a step found here, and learns what they found.
+
+    Args:
+        control: the way to the other processes.
+        device: what the stages compute on.
+    """
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self._control, self._device = control, device
+        self._here: Part = dict
+
+    @property
+    def _mail(self) -> Mail | None:
+        """Where what is on a device goes; None where nothing waits for one, or there is nobody to tell."""
+        return None if self._device.type == "cpu" else self._control.mail
+
+    def tell(self, found: Found) -> Reply:
+        """What this process found, or that it will tell: to pack it is to wait for the device."""
+        mail = self._mail
+        wanted: Reply = {} if mail is None else {"wanted": mail.wanted()}
+        if not found:
+            return wanted
+        if mail is not None:
+            mail.post(self._control.step, found.packed_later(self._device))
+        elif not isinstance(self._control, Alone):
+            return {"found": found.packed()}
+        self._here = _given(_Here(found))
+        return {"later": True} | wanted
+
+    def parts(self, replies: Sequence[Reply]) -> list[Part]:
+        """What every process found, to be asked for."""
+        mail = self._mail
+        parts = [_given(reply["found"]) for reply in replies if "found" in reply]
+        for rank, reply in enumerate(replies):
+            if "later" in reply and rank == self._control.rank:
+                parts.append(self._here)
+            elif "later" in reply and mail is not None:
+                parts.append(mail.letter(self._control.step, rank))
+        if mail is not None:
+            mail.forget(self._control.step, [reply["wanted"] for reply in replies])
+        return parts
+
+
+def _given(found: Mapping[str, Any]) -> Part:
     """What is here already."""
     return lambda: found
 
 
-class Here(dict[str, Any]):
+class _Here(dict[str, Any]):
     """What was found in this process: packed when it is asked for, each by itself."""
 
     def __init__(self, found: Found) -> None:

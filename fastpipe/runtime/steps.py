@@ -14,10 +14,9 @@ from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure, LostError, cause_text
 from fastpipe.runtime.forked import Home
-from fastpipe.runtime.found import Found, Here, Part, given
+from fastpipe.runtime.found import Found, Telling
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_digests, check_given, stage_works, take_inputs
 from fastpipe.runtime.interrupt import Interrupts
-from fastpipe.runtime.mail import Mail
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import flags_of
 from fastpipe.runtime.plans import Plans
@@ -101,6 +100,7 @@ class Steps:
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.elsewhere: Failure | None = None
         self.broken: Failure | None = None
+        self._telling = Telling(control, settings.device)
         self._interrupts = Interrupts(ranks.interrupt)
         self._home = Home()
 
@@ -345,40 +345,10 @@ class Steps:
             reply["first"] = asdict(outcome.first or outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
         else:
-            reply |= self._tell(Found.on(self.stages))
+            reply |= self._telling.tell(Found.on(self.stages))
         if trace:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
-
-    def _tell(self, found: Found) -> Reply:
-        """What this process found, or that it will tell: to pack it is to wait for the device."""
-        mail = self._mail
-        wanted: Reply = {} if mail is None else {"wanted": mail.wanted()}
-        if not found:
-            return wanted
-        if mail is not None:
-            mail.post(self.control.step, found.packed_later(self.settings.device))
-        elif not isinstance(self.control, Alone):
-            return {"found": found.packed()}
-        self._here = Here(found)
-        return {"later": True} | wanted
-
-    def _parts(self, replies: Sequence[Reply]) -> list[Part]:
-        """What every process found, to be asked for."""
-        parts = [given(reply["found"]) for reply in replies if "found" in reply]
-        for rank, reply in enumerate(replies):
-            if "later" in reply and rank == self.control.rank:
-                parts.append(given(self._here))
-            elif "later" in reply and self._mail is not None:
-                parts.append(self._mail.letter(self.control.step, rank))
-        if self._mail is not None:
-            self._mail.forget(self.control.step, [reply["wanted"] for reply in replies])
-        return parts
-
-    @property
-    def _mail(self) -> Mail | None:
-        """Where what is on a device goes; None where nothing waits for one, or there is nobody to tell."""
-        return None if self.settings.device.type == "cpu" else self.control.mail
 
     def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
         failures = [Failure(**reply["failure"]) for reply in replies if "failure" in reply]
@@ -404,7 +374,7 @@ class Steps:
             del error  # the exception holds this frame, which must not hold the exception
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
-        parts = self._parts(replies)
+        parts = self._telling.parts(replies)
         spans = dict(outcome.spans)
         for reply in replies:
             spans.update(unpack_spans(reply.get("spans", {})))
