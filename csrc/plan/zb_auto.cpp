@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "plan/zero_bubble.h"
 
 namespace fastpipe::plan {
 
@@ -50,12 +51,7 @@ class OneStageAttempt {
 
   // False if a rank's order is not complete.
   bool write(int32_t* kinds) const {
-    const size_t length = 3 * static_cast<size_t>(given_.num_microbatches);
-    for (const Rank& rank : ranks_) {
-      if (rank.order.size() != length) return false;
-      kinds = std::copy(rank.order.begin(), rank.order.end(), kinds);
-    }
-    return true;
+    return write_orders(ranks_, 3 * static_cast<size_t>(given_.num_microbatches), kinds);
   }
 
  private:

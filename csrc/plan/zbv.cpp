@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "plan/zero_bubble.h"
 
 namespace fastpipe::plan {
 
@@ -58,12 +59,7 @@ class VAttempt {
 
   // False if a rank's order is not complete.
   bool write(int32_t* kinds) const {
-    const size_t length = 6 * static_cast<size_t>(given_.num_microbatches);
-    for (const Rank& rank : ranks_) {
-      if (rank.order.size() != length) return false;
-      kinds = std::copy(rank.order.begin(), rank.order.end(), kinds);
-    }
-    return true;
+    return write_orders(ranks_, 6 * static_cast<size_t>(given_.num_microbatches), kinds);
   }
 
  private:

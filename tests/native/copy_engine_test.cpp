@@ -1,10 +1,7 @@
 // The executor's loop over copy engines of threads, with a stub in place of torch: ranks as threads, under the
 // sanitizers, and as processes, some of which die.
 // tests/native/build.py builds it. Run: copy_engine_test [number of programs] [first seed]
-#include <signal.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -18,7 +15,7 @@
 #include "core/copy_engine_trial.h"
 #include "core/errors.h"
 #include "harness.h"
-#include "processes.h"
+#include "process_ranks.h"
 #include "stream_stage.h"
 
 namespace fastpipe::testing {
@@ -197,51 +194,10 @@ void test_trial() {
 
 // --- processes ---------------------------------------------------------------------------------------------------
 
-// Steps one after the other, with nothing between them to keep the ranks together. The victim dies in the midst of one.
-int run_process(Meeting& meeting, const Shape& shape, std::uint32_t seed, std::int32_t own, std::int32_t victim) {
-  const RandomPrograms programs(shape, seed);
-  const Link link = make_link(shape, own);
-  meet(meeting, *link, own, shape.num_ranks);
-  const Mishap none;
-  Rank rank(programs, own, none, [&](const RankProgram& program) {
-    return connect_engines(link, programs, program, seed + static_cast<std::uint32_t>(own), 20);
-  });
-  const int num_steps = 20;
-  for (int step = 0; step < num_steps; ++step) {
-    if (own == victim && step == num_steps / 2) {
-      std::thread([] { ::kill(::getpid(), SIGKILL); }).detach();
-    }
-    rank.run(step == 0, [] {});
-    if (rank.outcome() == Outcome::kDone) continue;
-    if (rank.outcome() == Outcome::kDrained) return victim == kNone ? 1 : 3;  // by one that had noticed it before
-    return victim != kNone && rank.error().find("no transfer with rank") != std::string::npos ? 3 : 1;
-  }
-  return 0;
-}
-
-std::vector<int> run_all(const Shape& shape, std::uint32_t seed, std::int32_t victim) {
-  return run_processes(shape.num_ranks, [&](Meeting& meeting, std::int32_t rank) {
-    return run_process(meeting, shape, seed, rank, victim);
-  });
-}
-
-void test_processes(std::uint32_t seed) {
-  std::mt19937 random(seed);
-  Shape shape = random_shape(random);
-  shape.num_ranks = std::max(shape.num_ranks, 2);
-  shape.num_stages = std::max(shape.num_stages, shape.num_ranks);
-  for (const int code : run_all(shape, seed, kNone)) expect(code == 0, "processes run step after step");
-}
-
-void test_killed_process() {
-  const double start = now_seconds();
-  const std::vector<int> codes = run_all({4, 8, 6}, 5, 2);
-  expect(codes[2] == -SIGKILL || codes[2] == 0, "the victim dies");
-  for (const int rank : {0, 1, 3}) {
-    expect(codes[rank] == 3 || codes[rank] == 0, "the others name who is gone, not " + std::to_string(codes[rank]));
-  }
-  expect(now_seconds() - start < 10, "soon");
-}
+const ProcessRanks kProcesses(20, [](const Link& link, const RandomPrograms& programs, const RankProgram& program,
+                                     std::uint32_t seed) {
+  return connect_engines(link, programs, program, seed + static_cast<std::uint32_t>(program.rank()), 20);
+});
 
 }  // namespace
 
@@ -252,8 +208,8 @@ int main(int argc, char** argv) {
   const int count = argc > 1 ? std::atoi(argv[1]) : 100;
   const int first = argc > 2 ? std::atoi(argv[2]) : 0;
   // Before any thread, since a sanitizer cannot follow a process forked beside them.
-  for (int seed = first; seed < first + count / 20; ++seed) test_processes(static_cast<std::uint32_t>(seed));
-  test_killed_process();
+  for (int seed = first; seed < first + count / 20; ++seed) kProcesses.test_steps(static_cast<std::uint32_t>(seed));
+  kProcesses.test_killed(10);
   test_changed_size_is_refused();
   test_silent_peer();
   test_peer_that_leaves();
