@@ -32,12 +32,23 @@ class Corpus:
 def read_corpus(root: Path | None = None) -> Corpus:
     """Every twentieth file validates. The order of files is that of their paths, so every rank reads the same text."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if NOT_TEXT.isdisjoint(path.relative_to(root).parts))
+    files = sorted(_files(root))
     if len(files) < VALIDATION_EVERY:
         raise ValueError(f"{root} holds {len(files)} Python files: too few to learn from and be judged by")
     validation = files[::VALIDATION_EVERY]
     training = [path for number, path in enumerate(files) if number % VALIDATION_EVERY]
     return Corpus(_read(training), _read(validation))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The Python files in a folder, below it, too; what is not text is not even listed: it may be gigabytes."""
+    for path in folder.iterdir():
+        if path.name in NOT_TEXT:
+            continue
+        if path.is_dir():
+            yield from _files(path)
+        elif path.suffix == ".py":
+            yield path
 
 
 def _read(files: list[Path]) -> Tensor:

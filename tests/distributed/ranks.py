@@ -8,7 +8,6 @@ its threads, and all are killed.
 import contextlib
 import faulthandler
 import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,10 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.promptly import PATIENCE
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
-
+from tests.scripts import SERVER
 
 # A pipeline over Gloo has twelve, a mesh of replicas x pipeline six.
 _MANY_THREADS = 60
@@ -54,9 +50,9 @@ class Ranks:
         self.processes: list[Any] = []
         port = self._store.port if host == "parent" else _free_port()
         for rank in range(size):
-            ours, theirs = _CONTEXT.Pipe()
+            ours, theirs = SERVER.Pipe()
             arguments = (rank, size, port, host, self._log(rank), theirs, environment or {})
-            process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
+            process = SERVER.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._pipes.append(ours)

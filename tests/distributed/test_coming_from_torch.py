@@ -2,8 +2,6 @@
 
 import copy
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from fastpipe import Pipeline, Schedule, check_parity
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_step import caught
-from tests.promptly import PATIENCE
 from tests.runtime.traced_models import WIDTH, Skipping, traced
+from tests.scripts import run
 
 GroupOf = Callable[[int], Ranks]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -31,11 +29,9 @@ def losses(script: str, folder: Path) -> set[tuple[str, str]]:
     """Step and loss, as two processes print them."""
     path = folder / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"step (\d): loss (\d\.\d{6})", done.stdout)
-    assert len(found) == 6, done.stdout
+    shown = run(path, processes=2)
+    found = re.findall(r"step (\d): loss (\d\.\d{6})", shown)
+    assert len(found) == 6, shown
     return set(found)
 
 

@@ -136,8 +136,9 @@ def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list
 
 @pytest.mark.parametrize(("executor", "transport"), WAYS)
 def test_nothing_grows_in_500_steps(executor: str, transport: str, group_of: GroupOf) -> None:
-    """One microbatch's activations kept at every step would be over 6 MB."""
+    """One microbatch's activations kept at every step would be over 6 MB. What earlier tests left may go meanwhile."""
     skip_without_native()
     for (counts, before), (counts_after, after) in group_of(2).run(many_steps, executor, transport, 500):
-        assert counts == counts_after
+        grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
+        assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
         assert after - before < 3000

@@ -18,7 +18,9 @@ def compare(case: str, schedule: str, executor: str, transport: str) -> None:
     train_and_compare(case, schedule, 8, executor=executor, transport=transport, steps=2)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(
+    ("transport", "executor"), [("shared_memory", "native"), ("process_group", "python")], indirect=["executor"]
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "chimera"])
 def test_added_losses_and_metrics(schedule: str, transport: str, executor: str, group_of: GroupOf) -> None:
     for case in ("added_losses", "metrics"):

@@ -19,7 +19,9 @@ def compare(schedule: str, executor: str, transport: str) -> None:
         train_and_compare("added_losses", schedule, 8, executor=executor, transport=transport, steps=2, recompute=way)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(
+    ("transport", "executor"), [("shared_memory", "native"), ("process_group", "python")], indirect=["executor"]
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe", "chimera"])
 def test_processes(schedule: str, transport: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(compare, schedule, executor, transport)
@@ -32,7 +34,7 @@ def train(wrap: str, schedule: str, way: str, executor: str) -> list[list[str]]:
     return two_steps(pipe, wrap, replica)
 
 
-@pytest.mark.parametrize("way", ["full", "layers"])
+@pytest.mark.parametrize(("way", "executor"), [("full", "python"), ("layers", "native")], indirect=["executor"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_replicas(wrap: str, schedule: str, way: str, executor: str, group_of: GroupOf) -> None:

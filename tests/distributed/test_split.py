@@ -25,7 +25,7 @@ def train_all(kind: str, schedules: list[str], executor: str) -> int:
     return len(schedules)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("kind", "executor"), [("llama", "python"), ("gpt2", "native")], indirect=["executor"])
 def test_every_schedule(kind: str, executor: str, group_of: GroupOf) -> None:
     answers = group_of(2).run(train_all, kind, TRAINING, executor)
     assert answers == [len(TRAINING)] * 2

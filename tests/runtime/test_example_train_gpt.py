@@ -14,10 +14,12 @@ import pytest
 
 from tests.conftest import skip_without_native
 from tests.promptly import PATIENCE
+from tests.scripts import attempt
 
 torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = EXAMPLES / "train_gpt.py"
 SMALL = ["--width", "32", "--context", "32", "--sample", "8"]
 STEPS = ["--steps", "3"]
 PARTS = [
@@ -98,7 +100,11 @@ def test_a_bubble_is_predicted_and_measured(here):
     assert re.fullmatch(rf".*: predicted {gain} measured +{gain}, the median of 5 in turns", fact(shown, "plan"))
 
 
-@pytest.mark.parametrize("arguments", ["--ranks 4", "--ranks 2 --schedule 1f1b", "--schedule interleaved_1f1b"])
+@pytest.mark.parametrize(
+    ("arguments", "executor"),
+    [("--ranks 4", "native"), ("--ranks 2 --schedule 1f1b", "python"), ("--schedule interleaved_1f1b", "native")],
+    indirect=["executor"],
+)
 def test_threads_train_what_one_rank_trains(arguments, executor, one_rank, here):
     shown = here("--executor", executor, *arguments.split())
     assert losses(shown) == losses(one_rank)
@@ -132,26 +138,23 @@ def test_a_number_that_must_be_positive_is_refused_by_name(arguments, here, caps
     assert f"argument {arguments.split()[0]}: " in capsys.readouterr().err
 
 
-def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def test_processes_train_what_one_rank_trains(one_rank: str, tmp_path: Path) -> None:
+    """The one test of an example under torchrun itself; `tests.scripts` has a shorter way."""
+    skip_without_native()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *SMALL, *STEPS, *arguments],
+    finished = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *SMALL, *STEPS, "--executor", "native", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         env=environment | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "MPLBACKEND": "agg"},
     )
-
-
-def test_processes_train_what_one_rank_trains(one_rank, tmp_path):
-    skip_without_native()
-    finished = torchrun(4, "--executor", "native", "--out", str(tmp_path))
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert losses(finished.stdout) == losses(one_rank)
 
 
-def test_processes_that_are_not_as_many_as_the_ranks_are_refused():
-    finished = torchrun(2, "--ranks", "3")
-    assert finished.returncode != 0
-    assert "train_gpt.py: num_ranks = 3: the group has 2 processes" in finished.stderr
+def test_processes_that_are_not_as_many_as_the_ranks_are_refused() -> None:
+    finished = attempt(SCRIPT, *SMALL, *STEPS, "--ranks", "3", processes=2)
+    assert 1 in finished.statuses and 0 not in finished.statuses
+    assert "train_gpt.py: num_ranks = 3: the group has 2 processes" in finished.err

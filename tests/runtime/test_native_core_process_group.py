@@ -22,6 +22,7 @@ from fastpipe.runtime.transport import TransportError  # noqa: E402
 from tests.promptly import PATIENCE, promptly  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
+from tests.scripts import SERVER  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason=native.native_status()),
@@ -64,7 +65,7 @@ class Rank:
 
 
 def run_two(worker, folder):
-    multiprocessing.spawn(worker, args=(str(folder),), nprocs=2, join=True)
+    multiprocessing.start_processes(worker, args=(str(folder),), nprocs=2, start_method=SERVER.get_start_method())
 
 
 def same_bits(index, folder):

@@ -22,7 +22,7 @@ pipe = fastpipe.Pipeline(
     layers, "dualpipev", 4, lambda y, t: y.sum(), num_ranks=2, executor="native", overlap="always"
 )
 x = torch.randn(8, 4)
-for trace in (False, True):
+for trace in (False, False, True):
     print("step", file=sys.stderr, flush=True)
     pipe.step(x, target=x, trace=trace)
 print(pipe.schedule.to_csv().replace(",", " "))
@@ -53,9 +53,10 @@ def test_actions_are_ranges(listener: Path, always: str) -> None:
     texts = done.stdout.split()
     # the backward of a pair runs in a thread of its own, and has a range there
     expected = Counter(texts + [text.partition(";")[2].partition(")")[0] for text in texts if "OVERLAP" in text])
-    _, untraced, traced = (part.splitlines() for part in done.stderr.split("step\n"))
+    _, first, untraced, traced = (part.splitlines() for part in done.stderr.split("step\n"))
     assert named(traced) == expected
     assert named(untraced) == (expected if always == "1" else Counter())
+    assert set(named(first)) == (set(texts) if always == "1" else set())  # its pairs are run in order
 
 
 def named(lines: list[str]) -> Counter[str]:

@@ -11,7 +11,7 @@ from fastpipe import GradScaler, Pipeline, check_parity
 from fastpipe.testing import reference_step
 from tests.runtime.checks import assert_same, reference_of, rows_for, same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, squared
-from tests.runtime.test_losses import FOUR, grads, whole
+from tests.runtime.test_losses import TWO, grads, whole
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -23,9 +23,8 @@ def in_float(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 AMP = Case(lambda n: [Balanced(recomputes=i % 3 == 2) if i % 2 else Block() for i in range(n)], loss_fn=in_float)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "1f1b_overlap"])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("dtype", "recompute"), zip(HALVES, ["none", "full"], strict=True))
 def test_autocast_reaches_every_thread(dtype: torch.dtype, schedule: str, recompute: str, executor: str) -> None:
     unsplit = whole(AMP, 8)
     options = {"num_ranks": 2, "executor": executor, "overlap": "always", "recompute": recompute}
@@ -40,7 +39,7 @@ def test_autocast_reaches_every_thread(dtype: torch.dtype, schedule: str, recomp
     assert not all(same_bits(a, b) for a, b in zip(grads(plain), grads(unsplit), strict=True))
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), FOUR)
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), TWO)
 def test_the_scale_is_in_every_backward(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     case = CASES["added_losses"]
     layers = case.layers(2 * num_ranks * 2 + 1)
@@ -121,7 +120,7 @@ def test_a_scaler_that_is_not_enabled_does_nothing(executor: str) -> None:
 BF16 = CASES["bfloat16"]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), FOUR)
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), TWO)
 def test_gradients_in_fp32(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     count = 4 * num_ranks + 1
     unsplit = whole(BF16, count)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HAS_TORCH
+from tests import scripts
 from tests.promptly import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -29,10 +29,6 @@ PROGRAMS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     "fastpipe": [sys.executable, "-m", "fastpipe"],
 }
-
-pytestmark = [
-    pytest.mark.skipif(not HAS_TORCH, reason="the README's examples need torch"),
-]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -69,6 +65,12 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
+def run_block(block: str, folder: Path) -> None:
+    script = folder / "block.py"
+    script.write_text(block)
+    scripts.run(script, folder=folder)
+
+
 def losses(output: str) -> dict[int, set[str]]:
     """By step, the losses that the ranks printed. Ranks that print at once may share a line."""
     found: dict[int, set[str]] = {}
@@ -99,22 +101,22 @@ def test_the_quickstart_trains_alike_in_one_process_and_in_two(folder: Path) -> 
 
 @pytest.mark.parametrize("block", EXAMPLES, ids=itertools.count(1))
 def test_the_readme_s_examples_run(block: str, folder: Path) -> None:
-    run(["python", "-c", block], folder)
+    run_block(block, folder)
 
 
 @pytest.mark.parametrize("block", blocks(GUIDE, "python"), ids=itertools.count(1))
 def test_the_guide_s_examples_run(block: str, folder: Path) -> None:
-    run(["python", "-c", block], folder)
+    run_block(block, folder)
 
 
 @pytest.mark.parametrize("block", blocks(TRAINING, "python"), ids=itertools.count(1))
 def test_the_examples_about_training_run(block: str, folder: Path) -> None:
-    run(["python", "-c", block], folder)
+    run_block(block, folder)
 
 
 @pytest.mark.parametrize("block", blocks(HUGGING_FACE, "python"), ids=itertools.count(1))
 def test_the_examples_about_hugging_face_run(block: str, folder: Path) -> None:
-    run(["python", "-c", block], folder)
+    run_block(block, folder)
 
 
 def test_planning_does_not_import_torch(folder: Path) -> None:

@@ -15,16 +15,16 @@ from fastpipe.testing import reference_step
 from tests.runtime.checks import assert_same, rows_for, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, squared
 from tests.runtime.paired import PAIRED, Own
-from tests.runtime.test_losses import FOUR, whole
+from tests.runtime.test_losses import TWO, whole
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), FOUR)
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), TWO)
 def test_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     options = {"num_ranks": num_ranks, "executor": executor, "recompute": "full", "steps": 2}
     train_and_compare("added_losses", schedule, num_microbatches, **options)
 
 
-@pytest.mark.parametrize("way", ["full", "layers"])
+@pytest.mark.parametrize(("way", "executor"), [("full", "native"), ("layers", "python")], indirect=["executor"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_boundary(case: str, way: str, executor: str) -> None:
     options = {"num_ranks": 2, "num_layers": 9, "executor": executor, "recompute": way}

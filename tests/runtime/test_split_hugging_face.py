@@ -19,7 +19,7 @@ from tests.runtime.test_bits import TRAINING, microbatches_for
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("kind", "executor"), [("llama", "native"), ("gpt2", "python")], indirect=["executor"])
 def test_every_schedule(kind: str, schedule: str, executor: str) -> None:
     """With padding of other lengths in every microbatch, and tied embeddings on the first and the last stage."""
     count = microbatches_for(schedule, 2)
@@ -140,33 +140,31 @@ def test_gradient_checkpointing(kind: str, executor: str) -> None:
     assert same_bits(result.loss, reference.loss) and not unequal(pipe, unsplit)
 
 
-def test_compiled_blocks_and_stages(executor: str) -> None:
+@pytest.mark.parametrize(("compiled", "executor"), [("blocks", "python"), ("stages", "native")], indirect=["executor"])
+def test_compiled_blocks_and_stages(compiled: str, executor: str) -> None:
     """What dynamo and autograd make of a stage, with I and W split; not inductor's code, which rounds otherwise."""
     torch._dynamo.reset()
     ids, mask, labels = padded_batch(8)
-    for whole_stages in (False, True):
-        model = decoder("llama", num_hidden_layers=2)
-        unsplit = copy.deepcopy(model)
-        if not whole_stages:
-            for block in model.model.layers:
-                block.compile(backend="aot_eager")
-        layers = fastpipe.split(model)
-        options = {"num_ranks": 2, "loss_reduction": layers.num_tokens, "executor": executor}
-        pipe = fastpipe.Pipeline(layers, "zbv", 4, layers.loss_fn, **options)
-        for module in pipe.stage_modules.values() if whole_stages else ():
-            module.compile(backend="aot_eager", fullgraph=True)
-        result = pipe.step(ids, attention_mask=mask, target=labels)
-        kwargs = {"attention_mask": mask}
-        options = {"loss_reduction": layers.num_tokens, "kwargs": kwargs, "ties": pipe._ties}
-        reference = reference_step(unsplit, (ids, labels), pipe.schedule, layers.loss_fn, **options)
-        torch.testing.assert_close(result.loss, reference.loss, rtol=1e-6, atol=0)
-        expected = dict(unsplit.named_parameters())
-        for name, parameter in pipe.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
-        waiting = sum(len(stage.deferred) for stage in pipe._stages)
-        assert waiting == (0 if whole_stages else 1), (
-            "only the head, which is not compiled with the blocks, waits for W"
-        )
+    model = decoder("llama", num_hidden_layers=2)
+    unsplit = copy.deepcopy(model)
+    if compiled == "blocks":
+        for block in model.model.layers:
+            block.compile(backend="aot_eager")
+    layers = fastpipe.split(model)
+    options = {"num_ranks": 2, "loss_reduction": layers.num_tokens, "executor": executor}
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, layers.loss_fn, **options)
+    for module in pipe.stage_modules.values() if compiled == "stages" else ():
+        module.compile(backend="aot_eager", fullgraph=True)
+    result = pipe.step(ids, attention_mask=mask, target=labels)
+    kwargs = {"attention_mask": mask}
+    options = {"loss_reduction": layers.num_tokens, "kwargs": kwargs, "ties": pipe._ties}
+    reference = reference_step(unsplit, (ids, labels), pipe.schedule, layers.loss_fn, **options)
+    torch.testing.assert_close(result.loss, reference.loss, rtol=1e-6, atol=0)
+    expected = dict(unsplit.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
+    waiting = sum(len(stage.deferred) for stage in pipe._stages)
+    assert waiting == (1 if compiled == "blocks" else 0), "only the head, if it is not compiled with all, waits for W"
 
 
 def test_a_stage_has_its_own_modules_only() -> None:

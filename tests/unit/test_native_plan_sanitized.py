@@ -30,7 +30,7 @@ for schedule in small_schedules():
     same.check_schedule(schedule)
     program = same.lower(schedule)
     lanes = list(range(len(program.channels)))
-    for seed in range(60):
+    for seed in range(20):
         columns = same.mutated_columns(program.columns, 15, seed)
         mutated = with_columns(program, columns)
         native_plan.is_valid_program(mutated, mutated.channels, lanes)
