@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.control import Control, Reply
 from fastpipe.runtime.failure import LostError, cause_text
 from fastpipe.runtime.random_numbers import check_seeds
+
+Value = TypeVar("Value")
+
+
+class Postponed:
+    """What is wrong with arguments that are needed before the other processes can be told; `agreeing` tells them."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def value(self, make: Callable[[], Value], instead: Value) -> Value:
+        """What ``make`` returns, or ``instead``, with which one gets as far as `refuse`."""
+        try:
+            return make()
+        except Exception as error:
+            self._error = self._error or error
+            return instead
+
+    def refuse(self) -> None:
+        """Raise the first error, if there was one."""
+        if self._error is not None:
+            raise self._error
 
 
 @contextlib.contextmanager

@@ -35,14 +35,15 @@ def check_arguments(loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, o
     check_policy(recompute)
 
 
-def check_timeout(timeout: Any) -> None:
-    """Refuse what is no time to wait.
+def checked_timeout(timeout: Any) -> float:
+    """What is a time to wait.
 
     Raises:
-        ValueError: with what to give.
+        ValueError: when it is none, with what to give.
     """
     if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
+    return timeout
 
 
 def find_num_ranks(num_ranks: int | None, schedule: str | Schedule, num_processes: int) -> int:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from fastpipe.runtime import native
-from fastpipe.runtime.agreement import agreeing, closing_on_error
+from fastpipe.runtime.agreement import Postponed, agreeing, closing_on_error
 from fastpipe.runtime.arguments import (
     check_arguments,
-    check_timeout,
     check_transport,
+    checked_timeout,
     find_num_microbatches,
     find_num_ranks,
 )
@@ -170,8 +170,9 @@ class Pipeline(Trains, Replannable):
         backward_context: Around | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        check_timeout(timeout)
-        self.device = find_device(stages, device)
+        postponed = Postponed()
+        timeout = postponed.value(lambda: checked_timeout(timeout), 600.0)
+        self.device = postponed.value(lambda: find_device(stages, device), torch.device("cpu"))
         self._member = membership(group_of(stages) if group is None else group, self.device)
         self.loss_fn = loss_fn
         self._partition = partition
@@ -184,6 +185,7 @@ class Pipeline(Trains, Replannable):
         self._crowd = crowd()
         self._control = self._make_control(store, timeout)
         with agreeing(self._control, self._plan_message, self._adopt_plan):
+            postponed.refuse()
             check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute)
             check_split_and_merge(split, merge_rules)
             check_grad_dtype(grad_dtype)

@@ -150,6 +150,8 @@ def build_badly() -> dict[str, Any]:
         "one rank": caught(lambda: pipeline(partition=[5] if rank == 1 else "layers")),
         "a rule on one rank": caught(lambda: pipeline(split={0: "halves"} if rank == 1 else None)),
         "a loss on one rank": caught(lambda: pipeline(loss_fn="mse" if rank == 1 else squared)),
+        "a timeout on one rank": caught(lambda: pipeline(timeout=-1 if rank == 1 else 600)),
+        "a device on one rank": caught(lambda: pipeline(device="cpux" if rank == 1 else None)),
         "different": caught(lambda: pipeline(num_microbatches=4 + rank)),
         "partitions": caught(lambda: pipeline(partition="5,3" if rank else "layers")),
         "schedules": caught(lambda: pipeline(schedule="gpipe" if rank else "1f1b")),
@@ -165,7 +167,12 @@ def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:
     assert all(promptly(answer[3]) for answers in (zero, one) for answer in answers.values())
     assert one["one rank"][0] == "ValueError" and "partition = [5]" in one["one rank"][1]
     assert zero["one rank"][0] == "StepError" and zero["one rank"][2] == 1
-    for name, text in (("a rule on one rank", "split[0] = 'halves'"), ("a loss on one rank", "loss_fn = 'mse'")):
+    for name, text in {
+        "a rule on one rank": "split[0] = 'halves'",
+        "a loss on one rank": "loss_fn = 'mse'",
+        "a timeout on one rank": "timeout = -1",
+        "a device on one rank": "device = 'cpux'",
+    }.items():
         assert one[name][0] == "ValueError" and text in one[name][1]
         assert zero[name][0] == "StepError" and text in zero[name][1]
     for name in ("different", "partitions", "schedules"):
