@@ -4,6 +4,10 @@ A tensor, or a tuple or list of them, crosses as it is. Any other tree is taken 
 which says how they belong together and holds what is no tensor, pickled, in a tensor of bytes. As values may change
 from one microbatch to the next, the plan goes with every message. A message whose first tensor is a line of bytes
 begins with a plan, so a stage that returns such a tensor first has it taken apart, too.
+
+A tensor that is in a tree twice is sent once, and is one tensor behind the boundary, as it is in the unsplit model:
+what is changed in place is changed in both places, and the gradients of all its uses are added one after the other.
+(Added up by place first, their sums would have other last bits.)
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from fastpipe.runtime.tensors import Tensors
 _PLAN_BYTES = 256
 """Plans are as long as a multiple of this, so that one whose text gets a little longer looks as it was announced."""
 
-_TENSOR, _NONE, _INTEGER, _OTHER = b"tnio"
+_TENSOR, _AGAIN, _NONE, _INTEGER, _OTHER = b"tanio"
+_NO_VALUES = bytes((_TENSOR, _AGAIN, _NONE))
 
 
 def plan_tensor(text: bytes, lasting: bool = False) -> torch.Tensor:
@@ -56,11 +61,16 @@ def to_tensors(
         if type(value) in (tuple, list) and _plain(value):
             return tuple(value)
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)))
-    kinds = bytes(map(_kind, leaves))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = list({id(tensor): tensor for tensor in found}.values())
+    again: tuple[int, ...] = ()
+    if len(tensors) == len(found):
+        kinds = bytes(map(_kind, leaves))
+    else:
+        kinds, again = _kinds_with_repeats(leaves, tensors)
     # by value, and not by what Python takes for equal: 0.0 and -0.0, 1 and True
-    values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind not in (_TENSOR, _NONE)]
-    text = _known_plan(structure, kinds) if not values else _plan(structure, kinds, values, stage)
+    values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind not in _NO_VALUES]
+    text = _known_plan(structure, kinds, again) if not values else _plan(structure, kinds, again, values, stage)
     return make(text, not values), *tensors
 
 
@@ -71,16 +81,17 @@ def from_tensors(
     if not tensors or not _is_plan(tensors[0]):
         return tensors, {}
     text = read(tensors[0])
-    structure, kinds, values = _read_lasting(text)
-    remaining, rest = iter(tensors[1:]), iter(_read(text)[2] if values else ())
-    leaves = [_leaf(kind, remaining, rest) for kind in kinds]
+    structure, kinds, again, values = _read_lasting(text)
+    remaining, rest = iter(tensors[1:]), iter(_read(text)[3] if values else ())
+    repeated = (tensors[1 + place] for place in again)
+    leaves = [_leaf(kind, remaining, repeated, rest) for kind in kinds]
     args, carried = pytree.tree_unflatten(leaves, structure)
     return args, carried
 
 
 def is_lasting(text: bytes) -> bool:
     """Whether a plan has no values in it, so that it may be that of other microbatches, too."""
-    return not _read_lasting(text)[2]
+    return not _read_lasting(text)[3]
 
 
 def _is_plan(tensor: torch.Tensor) -> bool:
@@ -88,7 +99,10 @@ def _is_plan(tensor: torch.Tensor) -> bool:
 
 
 def _plain(values: Any) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values) and not (values and _is_plan(values[0]))
+    """Whether these are tensors alone, none of them twice, that do not begin as with a plan."""
+    if not all(isinstance(value, torch.Tensor) for value in values) or (values and _is_plan(values[0])):
+        return False
+    return len(values) < 2 or len(set(map(id, values))) == len(values)
 
 
 def _kind(leaf: Any) -> int:
@@ -99,9 +113,24 @@ def _kind(leaf: Any) -> int:
     return _INTEGER if type(leaf) is int and -(2**63) <= leaf < 2**63 else _OTHER
 
 
-def _leaf(kind: int, tensors: Any, values: Any) -> Any:
+def _kinds_with_repeats(leaves: list[Any], tensors: list[torch.Tensor]) -> tuple[bytes, tuple[int, ...]]:
+    """The kinds of the leaves, some of which are tensors that came before; and which of the ``tensors`` these are."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    kinds, again, num_new = bytearray(), [], 0
+    for leaf in leaves:
+        place = places.get(id(leaf), num_new)
+        if place < num_new:
+            again.append(place)
+        kinds.append(_AGAIN if place < num_new else _kind(leaf))
+        num_new += kinds[-1] == _TENSOR
+    return bytes(kinds), tuple(again)
+
+
+def _leaf(kind: int, tensors: Any, repeated: Any, values: Any) -> Any:
     if kind == _TENSOR:
         return next(tensors)
+    if kind == _AGAIN:
+        return next(repeated)
     if kind == _NONE:
         return None
     value = next(values)
@@ -116,12 +145,12 @@ class _Pickler(pickle.Pickler):
             raise TypeError("it has a tensor in it")
 
 
-def _plan(structure: pytree.TreeSpec, kinds: bytes, values: list[Any], stage: int) -> bytes:
+def _plan(structure: pytree.TreeSpec, kinds: bytes, again: tuple[int, ...], values: list[Any], stage: int) -> bytes:
     # the length of an integer's text would depend on its value, and a message has to look as announced
-    numbers = zip(values, kinds.translate(None, bytes((_TENSOR, _NONE))), strict=True)
+    numbers = zip(values, kinds.translate(None, _NO_VALUES), strict=True)
     fixed = [v.to_bytes(8, "little", signed=True) if kind == _INTEGER else v for v, kind in numbers]
     try:
-        return _pickled((_shape(structure), kinds, fixed))
+        return _pickled((_shape(structure), kinds, again, fixed))
     except Exception as error:
         names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
         raise ValueError(
@@ -132,8 +161,8 @@ def _plan(structure: pytree.TreeSpec, kinds: bytes, values: list[Any], stage: in
 
 
 @functools.lru_cache(maxsize=256)
-def _known_plan(structure: pytree.TreeSpec, kinds: bytes) -> bytes:
-    return _pickled((_shape(structure), kinds, []))
+def _known_plan(structure: pytree.TreeSpec, kinds: bytes, again: tuple[int, ...]) -> bytes:
+    return _pickled((_shape(structure), kinds, again, []))
 
 
 def _shape(structure: pytree.TreeSpec) -> Any:
@@ -155,9 +184,9 @@ def _pickled(plan: Any) -> bytes:
     return text.ljust(-(-len(text) // _PLAN_BYTES) * _PLAN_BYTES, b"\0")
 
 
-def _read(text: bytes) -> tuple[pytree.TreeSpec, bytes, list[Any]]:
-    shape, kinds, values = pickle.loads(text)
-    return _structure(shape), kinds, values
+def _read(text: bytes) -> tuple[pytree.TreeSpec, bytes, tuple[int, ...], list[Any]]:
+    shape, kinds, again, values = pickle.loads(text)
+    return _structure(shape), kinds, again, values
 
 
 # the values may be objects that a stage changes, and are read anew for every microbatch

@@ -56,11 +56,22 @@ SCENARIOS += [
     for schedule, stage in (("1f1b", 2), ("1f1b", 0), ("1f1b", -1), ("dualpipev", 3), ("dualpipe", 0))
     for backward in (False, True)
 ]
+
+
+def executors_of(number: int) -> list[str]:
+    """Both for the first two, one in turn for the others."""
+    return ["native", "python"] if number < 2 else [("native", "python")[number // 2 % 2]]
+
+
 # Over shared memory the transport alone is another.
 SHARED = [("1f1b", 2, False, 0), ("1f1b", 2, True, 2), ("dualpipev", 3, False, 2), ("dualpipev", 3, True, 0)]
 
 
-@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SCENARIOS)
+@pytest.mark.parametrize(
+    ("schedule", "stage", "backward", "step", "executor"),
+    [(*scenario, executor) for number, scenario in enumerate(SCENARIOS) for executor in executors_of(number)],
+    indirect=["executor"],
+)
 def test_everybody_learns_of_it(
     schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
 ) -> None:

@@ -17,7 +17,7 @@ from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, WITHIN, others, train_until
 from tests.distributed.test_death import check as check_death
-from tests.distributed.test_failure import check, fail_and_recover
+from tests.distributed.test_failure import check, executors_of, fail_and_recover
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.faults import Scenario
 from tests.runtime.models import CASES
@@ -154,7 +154,11 @@ FAILURES += [(schedule, 3, backward, 2) for schedule in ("zbv", "dualpipev") for
 FAILURES += [("interleaved_1f1b", 5, False, 0), ("dualpipe", 0, True, 2)]
 
 
-@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), FAILURES)
+@pytest.mark.parametrize(
+    ("schedule", "stage", "backward", "step", "executor"),
+    [(*scenario, executor) for number, scenario in enumerate(FAILURES) for executor in executors_of(number)],
+    indirect=["executor"],
+)
 def test_a_failure_is_known_on_all_hosts(
     schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
 ) -> None:

@@ -15,8 +15,9 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime.stage import Chain
+from tests import scripts
 from tests.distributed.ranks import Ranks, ranks
-from tests.promptly import PATIENCE, promptly
+from tests.promptly import promptly
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
@@ -278,29 +279,11 @@ def script(folder: str) -> None:
 
 def test_the_same_script_alone_and_as_processes(tmp_path: Path) -> None:
     """With RANK set a group is made and ended by fastpipe itself; the numbers are those of one process."""
-    import subprocess
-    import sys
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    for name in ("RANK", "WORLD_SIZE"):
-        common.pop(name, None)
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    code = f"from tests.distributed.test_step import script; script({str(tmp_path)!r})"
-    environments = [common, *({**common, **master, "RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2))]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=e, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for e in environments
-    ]
-    try:
-        for process in started:
-            output, _ = process.communicate(timeout=PATIENCE)
-            assert process.returncode == 0 and "Warning" not in output, output
-    finally:
-        for process in started:
-            process.kill()
+    path = tmp_path / "script.py"
+    path.write_text(f"from tests.distributed.test_step import script\nscript({str(tmp_path)!r})")
+    for processes in (0, 2):
+        ran = scripts.attempt(path, processes=processes)
+        assert not any(ran.statuses) and "Warning" not in ran.err, ran
     loss, state = torch.load(tmp_path / "alone.pt")
     for rank in range(2):
         its_loss, its_state = torch.load(tmp_path / f"{rank}.pt")

@@ -17,8 +17,9 @@ from fastpipe import Pipeline
 from fastpipe.runtime.boundary import from_tensors, to_tensors
 from fastpipe.runtime.carried import names_later
 from fastpipe.runtime.losses import names_of
-from tests.runtime.checks import same_bits
-from tests.runtime.models import WIDTH, Block, squared
+from fastpipe.runtime.stage import Chain
+from tests.runtime.checks import assert_same, reference_of, same_bits
+from tests.runtime.models import CASES, WIDTH, Block, Case, squared
 from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up
 
 EXECUTORS = ["python", "native"]
@@ -72,6 +73,16 @@ def test_a_tree_crosses(value: Any) -> None:
         args, carried = crossed(value)
         assert_alike(args, tuple(value) if type(value) in (tuple, list) else (value,))
         assert carried == {}
+
+
+def test_a_tensor_crosses_once() -> None:
+    x, y = TENSORS[0], TENSORS[1]
+    assert to_tensors((x, y, x), {"memory": [y, 3, x]}, 0)[1:] == (x, y)
+    args, carried = crossed((x, y, x), memory=[y, 3, x])
+    assert args[0] is args[2] is carried["memory"][2] is x
+    assert args[1] is carried["memory"][0] is y and carried["memory"][1] == 3
+    (one, other), _ = crossed((x, x))
+    assert one is other is x
 
 
 def test_values_that_stages_change_are_their_own() -> None:
@@ -148,8 +159,8 @@ def test_a_value_travels_no_farther_than_it_is_named(executor: str) -> None:
         stage.run = watched  # type: ignore[method-assign]
     data = batch()
     pipe.step(data["x"], target=data["target"])
-    # a plan, the output, a mask, a tuple of two, the memory; after the last that names them the output alone
-    assert sent == {0: {0}, 1: {6}, 2: {1}, 3: {1}}
+    # a plan, the output, which is the memory, too, a mask, a tuple of two; after the last that names them the output
+    assert sent == {0: {0}, 1: {5}, 2: {1}, 3: {1}}
 
 
 def masked_loss(output: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, *, weight: torch.Tensor) -> Any:
@@ -229,6 +240,47 @@ def test_the_cut_does_not_matter(executor: str, cut: list[int]) -> None:
     result = pipeline(layers, executor, num_ranks=len(cut), partition=cut).step(data["x"], target=data["target"])
     assert same_bits(result.loss, whole.loss)
     assert all(map(same_bits, [p.grad for layer in layers for p in layer.parameters()], expected))
+
+
+class Doubling(nn.Module):
+    """Hands a tensor on in two places, and uses what it gets several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x) * x
+        for other in others:
+            y = y + other * other.sin()
+        return y, y, x
+
+
+class Joining(nn.Module):
+    """The last of them."""
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return torch.stack(given).sum(0)
+
+
+HANDED_ON_TWICE = {
+    "doubling": Case(lambda n: [*(Doubling() for _ in range(n - 1)), Joining()]),
+    "u_net": CASES["u_net"],
+    "carried": CASES["carried"],
+}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("first", range(1, 8))
+@pytest.mark.parametrize("name", HANDED_ON_TWICE)
+def test_a_tensor_that_is_handed_on_twice_stays_one(name: str, first: int, executor: str) -> None:
+    """Wherever the model is cut; as two, the gradients of its uses would be added in another order."""
+    case = HANDED_ON_TWICE[name]
+    layers, unsplit = case.layers(8), Chain(dict(enumerate(case.layers(8))))
+    pipe = Pipeline(layers, "gpipe", 3, squared, num_ranks=2, partition=[first, 8 - first], executor=executor)
+    given, twin = case.batches(1, 7)[0], case.batches(1, 7)[0]
+    result = pipe.step(*given.args, target=given.target)
+    assert_same(pipe, result, unsplit, reference_of(unsplit, twin, pipe, case))
 
 
 class Listing(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ def plan_for(pipe: Pipeline, costs: Any, **options: Any) -> fastpipe.Plan:
     return fastpipe.plan(costs, **numbers)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(
+    ("name", "executor"), zip(sorted(CASES), cycle(["native", "python"]), strict=False), indirect=["executor"]
+)
 def test_every_model_is_profiled_planned_and_goes_on(name: str, executor: str) -> None:
     """Gradients accumulate over the steps before and after, and stay those of the unsplit model."""
     case = CASES[name]

@@ -103,7 +103,11 @@ def test_every_model(model: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
-@pytest.mark.parametrize("model", ["transformer", "twice"])
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [("transformer", "native"), ("twice", "python with the extension"), ("twice", "python alone")],
+    indirect=["kernel"],
+)
 def test_every_schedule(model: str, schedule: str, kernel: str) -> None:
     compare(MODELS[model], kernel, schedule, 8)
 
