@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import Pipeline, StepError
+from fastpipe.runtime.stage import Chain
 from fastpipe.testing import Fault
+from tests.distributed import meshes
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
@@ -101,9 +103,31 @@ def differing(executor: str) -> None:
         pipe.eval_step(torch.ones(8, WIDTH))
 
 
+def of_replicas(executor: str) -> None:
+    """Each replica has a source of its own; where parameters are whole, of another length than the other's."""
+    over = meshes.mesh()
+    replica = over.get_local_rank("dp")
+    for wrap, length in (("ddp", 7 + 3 * replica), ("fsdp", 9)):
+        pipe = meshes.build(wrap, "zbv", executor, over)
+        given = [torch.randn(3, meshes.WIDTH) + replica for _ in range(length)]
+        dist.broadcast_object_list(given, group=over["pp"].get_group(), group_src=0)
+        unsplit = Chain(dict(enumerate(meshes.layers())))
+        with torch.no_grad():
+            wanted = [unsplit(x) for x in given]
+        for trained in (False, True):
+            if trained:
+                assert meshes.two_steps(pipe, wrap, replica) == [[], []]
+            found = list(pipe.stream(iter(given), window=2, gather_outputs=True))
+            assert len(found) == length and all(map(same_bits, found, wanted))
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_stream(executor: str, transport: str, group_of: Callable[[int], Ranks]) -> None:
     group_of(2).run(streamed, executor, transport)
+
+
+def test_streams_of_replicas(executor: str, group_of: Callable[[int], Ranks]) -> None:
+    group_of(4).run(of_replicas, executor)
 
 
 def test_whoever_stops(executor: str, group_of: Callable[[int], Ranks]) -> None:
