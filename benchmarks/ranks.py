@@ -39,8 +39,6 @@ class Ranks:
 
     def __init__(self, num_ranks: int, make: Callable[[int], Tasks], *, pin: str = "auto") -> None:
         context = multiprocessing.get_context("fork")
-        # torchrun, too, has its store in a process that is no rank
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         barrier = context.Barrier(num_ranks, timeout=START_TIMEOUT)
         cores = sorted(os.sched_getaffinity(0))
         pinned = pin == "always" or (pin == "auto" and num_ranks <= len(cores))
@@ -49,12 +47,17 @@ class Ranks:
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             core = cores[rank % len(cores)] if pinned else None
-            arguments = (rank, num_ranks, core, self._store.port, barrier, theirs, make)
+            arguments = (rank, num_ranks, core, barrier, theirs, make)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        # torchrun, too, has its store in a process that is no rank. It has threads, beside which a process that is
+        # forked may wait for ever for what one of them held at that moment: so all are forked before.
+        self._store: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for pipe in self._pipes:
+            pipe.send(self._store.port)
         self._answers()
 
     def call(self, name: str, times: int = 1) -> list[Any]:
@@ -75,6 +78,7 @@ class Ranks:
             process.join(10)
             if process.is_alive():
                 process.kill()
+        self._store = None  # ends its threads
 
     def _order(self, name: str, times: int, *, answers: bool) -> list[tuple[float, float, Any]]:
         for pipe in self._pipes:
@@ -102,14 +106,14 @@ def ranks(num_ranks: int, make: Callable[[int], Tasks], *, pin: str = "auto") ->
 
 
 def _serve(
-    rank: int, num_ranks: int, core: int | None, port: int, barrier: Any, pipe: Connection, make: Callable[[int], Tasks]
+    rank: int, num_ranks: int, core: int | None, barrier: Any, pipe: Connection, make: Callable[[int], Tasks]
 ) -> None:
     status = 1
     try:
         torch.set_num_threads(1)
         if core is not None:
             os.sched_setaffinity(0, {core})
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         tasks = make(rank)
         pipe.send(None)

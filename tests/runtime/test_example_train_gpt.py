@@ -141,7 +141,7 @@ def test_a_number_that_must_be_positive_is_refused_by_name(arguments, here, caps
 def test_processes_train_what_one_rank_trains(one_rank: str, tmp_path: Path) -> None:
     """The one test of an example under torchrun itself; `tests.scripts` has a shorter way."""
     skip_without_native()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     finished = subprocess.run(
         [sys.executable, *launcher, str(SCRIPT), *SMALL, *STEPS, "--executor", "native", "--out", str(tmp_path)],
