@@ -1,7 +1,7 @@
 """Scripts as people run them, alone or as under torchrun, without the seconds that each process takes to import torch.
 
-The processes are forked from a server that has done so. Scripts in processes of their very own, and torchrun itself,
-are in test_readme.py and test_example_train_gpt.py.
+The processes are forked from a server that has done so. test_readme.py has scripts in processes of their very own, and
+torchrun itself.
 """
 
 from __future__ import annotations

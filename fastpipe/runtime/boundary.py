@@ -27,8 +27,7 @@ from fastpipe.runtime.tensors import Tensors
 _PLAN_BYTES = 256
 """Plans are as long as a multiple of this, so that one whose text gets a little longer looks as it was announced."""
 
-_TENSOR, _AGAIN, _NONE, _INTEGER, _OTHER = b"tanio"
-_NO_VALUES = bytes((_TENSOR, _AGAIN, _NONE))
+_TENSOR, _NONE, _INTEGER, _OTHER = b"tnio"
 
 
 def plan_tensor(text: bytes, lasting: bool = False) -> torch.Tensor:
@@ -61,17 +60,15 @@ def to_tensors(
         if type(value) in (tuple, list) and _plain(value):
             return tuple(value)
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)))
+    kinds = bytes(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    tensors = list({id(tensor): tensor for tensor in found}.values())
-    again: tuple[int, ...] = ()
-    if len(tensors) == len(found):
-        kinds = bytes(map(_kind, leaves))
-    else:
-        kinds, again = _kinds_with_repeats(leaves, tensors)
+    tensors = {id(tensor): tensor for tensor in found}
+    order = {key: place for place, key in enumerate(tensors)}
+    places = tuple(order[id(tensor)] for tensor in found)
     # by value, and not by what Python takes for equal: 0.0 and -0.0, 1 and True
-    values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind not in _NO_VALUES]
-    text = _known_plan(structure, kinds, again) if not values else _plan(structure, kinds, again, values, stage)
-    return make(text, not values), *tensors
+    values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind not in (_TENSOR, _NONE)]
+    text = _known_plan(structure, kinds, places) if not values else _plan(structure, kinds, places, values, stage)
+    return make(text, not values), *tensors.values()
 
 
 def from_tensors(
@@ -81,10 +78,9 @@ def from_tensors(
     if not tensors or not _is_plan(tensors[0]):
         return tensors, {}
     text = read(tensors[0])
-    structure, kinds, again, values = _read_lasting(text)
-    remaining, rest = iter(tensors[1:]), iter(_read(text)[3] if values else ())
-    repeated = (tensors[1 + place] for place in again)
-    leaves = [_leaf(kind, remaining, repeated, rest) for kind in kinds]
+    structure, kinds, places, values = _read_lasting(text)
+    given, rest = (tensors[1 + place] for place in places), iter(_read(text)[3] if values else ())
+    leaves = [_leaf(kind, given, rest) for kind in kinds]
     args, carried = pytree.tree_unflatten(leaves, structure)
     return args, carried
 
@@ -102,7 +98,7 @@ def _plain(values: Any) -> bool:
     """Whether these are tensors alone, none of them twice, that do not begin as with a plan."""
     if not all(isinstance(value, torch.Tensor) for value in values) or (values and _is_plan(values[0])):
         return False
-    return len(values) < 2 or len(set(map(id, values))) == len(values)
+    return len(set(map(id, values))) == len(values)
 
 
 def _kind(leaf: Any) -> int:
@@ -113,24 +109,9 @@ def _kind(leaf: Any) -> int:
     return _INTEGER if type(leaf) is int and -(2**63) <= leaf < 2**63 else _OTHER
 
 
-def _kinds_with_repeats(leaves: list[Any], tensors: list[torch.Tensor]) -> tuple[bytes, tuple[int, ...]]:
-    """The kinds of the leaves, some of which are tensors that came before; and which of the ``tensors`` these are."""
-    places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    kinds, again, num_new = bytearray(), [], 0
-    for leaf in leaves:
-        place = places.get(id(leaf), num_new)
-        if place < num_new:
-            again.append(place)
-        kinds.append(_AGAIN if place < num_new else _kind(leaf))
-        num_new += kinds[-1] == _TENSOR
-    return bytes(kinds), tuple(again)
-
-
-def _leaf(kind: int, tensors: Any, repeated: Any, values: Any) -> Any:
+def _leaf(kind: int, tensors: Any, values: Any) -> Any:
     if kind == _TENSOR:
         return next(tensors)
-    if kind == _AGAIN:
-        return next(repeated)
     if kind == _NONE:
         return None
     value = next(values)
@@ -145,12 +126,12 @@ class _Pickler(pickle.Pickler):
             raise TypeError("it has a tensor in it")
 
 
-def _plan(structure: pytree.TreeSpec, kinds: bytes, again: tuple[int, ...], values: list[Any], stage: int) -> bytes:
+def _plan(structure: pytree.TreeSpec, kinds: bytes, places: tuple[int, ...], values: list[Any], stage: int) -> bytes:
     # the length of an integer's text would depend on its value, and a message has to look as announced
-    numbers = zip(values, kinds.translate(None, _NO_VALUES), strict=True)
+    numbers = zip(values, kinds.translate(None, bytes((_TENSOR, _NONE))), strict=True)
     fixed = [v.to_bytes(8, "little", signed=True) if kind == _INTEGER else v for v, kind in numbers]
     try:
-        return _pickled((_shape(structure), kinds, again, fixed))
+        return _pickled((_shape(structure), kinds, places, fixed))
     except Exception as error:
         names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
         raise ValueError(
@@ -161,8 +142,8 @@ def _plan(structure: pytree.TreeSpec, kinds: bytes, again: tuple[int, ...], valu
 
 
 @functools.lru_cache(maxsize=256)
-def _known_plan(structure: pytree.TreeSpec, kinds: bytes, again: tuple[int, ...]) -> bytes:
-    return _pickled((_shape(structure), kinds, again, []))
+def _known_plan(structure: pytree.TreeSpec, kinds: bytes, places: tuple[int, ...]) -> bytes:
+    return _pickled((_shape(structure), kinds, places, []))
 
 
 def _shape(structure: pytree.TreeSpec) -> Any:
@@ -185,8 +166,8 @@ def _pickled(plan: Any) -> bytes:
 
 
 def _read(text: bytes) -> tuple[pytree.TreeSpec, bytes, tuple[int, ...], list[Any]]:
-    shape, kinds, again, values = pickle.loads(text)
-    return _structure(shape), kinds, again, values
+    shape, kinds, places, values = pickle.loads(text)
+    return _structure(shape), kinds, places, values
 
 
 # the values may be objects that a stage changes, and are read anew for every microbatch

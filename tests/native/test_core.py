@@ -10,7 +10,7 @@ import pytest
 from tests.native.build import SANITIZERS, SanitizedCore
 from tests.promptly import PATIENCE
 
-NUM_PROGRAMS = 25
+NUM_PROGRAMS = 60
 
 
 @pytest.fixture(scope="module")

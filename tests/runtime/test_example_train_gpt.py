@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import skip_without_native
-from tests.promptly import PATIENCE
-from tests.scripts import attempt
+from tests.scripts import attempt, run
 
 torch = pytest.importorskip("torch")
 
@@ -139,19 +136,9 @@ def test_a_number_that_must_be_positive_is_refused_by_name(arguments, here, caps
 
 
 def test_processes_train_what_one_rank_trains(one_rank: str, tmp_path: Path) -> None:
-    """The one test of an example under torchrun itself; `tests.scripts` has a shorter way."""
     skip_without_native()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    finished = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *SMALL, *STEPS, "--executor", "native", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=environment | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "MPLBACKEND": "agg"},
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert losses(finished.stdout) == losses(one_rank)
+    shown = run(SCRIPT, *SMALL, *STEPS, "--executor", "native", "--out", str(tmp_path), processes=4)
+    assert losses(shown) == losses(one_rank)
 
 
 def test_processes_that_are_not_as_many_as_the_ranks_are_refused() -> None:
