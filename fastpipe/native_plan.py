@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastpipe.program import Program
     from fastpipe.schedule import Schedule
 
-VERSION = 5
+VERSION = 6
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""
 
 PATH = Path(__file__).with_name("_plan" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
@@ -71,6 +71,13 @@ class _Rounds(ctypes.Structure):
     ]
 
 
+class _Beam(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_rounds", "num_microbatches", "width")),
+        ("limit", ctypes.c_int64),
+    ]
+
+
 class _ZeroBubble(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_ranks", "num_microbatches")),
@@ -107,6 +114,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     ),
     "compact": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
     "slack": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
+    "beam": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3),
     "loop": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2),
     "fill": (ctypes.c_int32, *[ctypes.c_void_p] * 3),
     "zb_auto": (ctypes.c_int32, *[ctypes.c_void_p] * 2),
@@ -336,6 +344,25 @@ class Streams:
         pairs = zip(slots, (self.forward, self.backward), strict=True)
         forward, backward = (list(zip(array.tolist(), keys.tolist(), strict=True)) for array, keys in pairs)
         return forward, backward, length
+
+
+def search_beam(
+    num_ranks: int, num_rounds: int, num_microbatches: int, limit: int, width: int, length: int, budget: int
+) -> tuple[list[tuple[int, int]] | None, int, int]:
+    """`fastpipe.schedules.wave_beam`; the library must be there.
+
+    Returns:
+        Ticks and rounds, or None where none were found; the ticks in all; what is left of the budget.
+    """
+    given = _Beam(num_ranks, num_rounds, num_microbatches, width, limit)
+    count = 2 * num_rounds * num_microbatches
+    left = ctypes.c_int64(budget)
+    ticks, keys = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
+    done = _loaded().fastpipe_plan_beam(
+        ctypes.addressof(given), length, ctypes.addressof(left), ticks.ctypes.data, keys.ctypes.data
+    )
+    starts = list(zip(ticks.tolist(), keys.tolist(), strict=True)) if _found(done) else None
+    return starts, done, left.value
 
 
 def fill(

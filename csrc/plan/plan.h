@@ -61,6 +61,15 @@ struct PlanRounds {
   int64_t limit;            // stage activations that a rank may hold
 };
 
+// What wave_beam.py looks for: `limit` as above, `width` beginnings a tick.
+struct PlanBeam {
+  int32_t num_ranks;
+  int32_t num_rounds;
+  int32_t num_microbatches;
+  int32_t width;
+  int64_t limit;
+};
+
 // What the searches behind zb_auto and zbv look for; see fastpipe/schedules/zb_auto.py and zbv_search.py.
 struct PlanZeroBubble {
   int32_t num_ranks;
@@ -130,6 +139,10 @@ int64_t fastpipe_plan_compact(const PlanRounds* rounds, const int32_t* rule, int
                               int32_t* keys);
 int64_t fastpipe_plan_slack(const PlanRounds* rounds, const int32_t* rule, int64_t give_up, int64_t* ticks,
                             int32_t* keys);
+
+// The same by beam search: the ticks that it takes, so that no more than `length` slots are needed. `budget`: the
+// choices that may be looked at; what is left of them is written there.
+int64_t fastpipe_plan_beam(const PlanBeam* given, int64_t length, int64_t* budget, int64_t* ticks, int32_t* keys);
 
 // The same for a loop: the slots of the rounds of F and of I, `count` of each.
 int64_t fastpipe_plan_loop(const PlanRounds* rounds, int64_t give_up, int64_t* forward, int64_t* backward);

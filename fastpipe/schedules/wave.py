@@ -20,11 +20,14 @@ from fastpipe.schedules.family import Family, Option, is_count
 from fastpipe.schedules.filling import F, Filled, I, Spread, filled, shortest, spread_of
 from fastpipe.schedules.memory_cap import MEMORY, live_limit
 from fastpipe.schedules.rounds import NEVER, Seconds, all_groupings, num_timed
+from fastpipe.schedules.wave_beam import Beam
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, Model, Rule, Starts, compact, slack
 
 FORMS = ("auto", "compact", "slack")
 _TICKS = 120_000
 """Ticks that a search plays at most, which takes less than a tenth of a second; the likely candidates come first."""
+_WIDTHS, _CHOICES = (100, 400), 300_000
+"""Of the beam search that goes on where waves can be as short as the bound and no rule was: as long again."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class _Wave:
         if k >= self.num_microbatches * v:
             return max(work + p - 1, 2 * stages + 1)
         return work + p - 1 + max(0, stages - k) + max(0, stages + p - 2 * k)
+
+    @property
+    def may_attain(self) -> bool:
+        """Whether waves are known to be that short: docs/waves.md, for even k from half of 1F1B's memory on."""
+        return self.limit % 2 == 0 and self.limit >= self.num_ranks * self.stages_per_rank // 2
 
 
 def generate(
@@ -124,8 +132,24 @@ def _search(wave: _Wave, model: Model, rules: Sequence[Rule], extras: Sequence[i
                     return found
         left -= 3 * rounds * wave.num_microbatches * len(rules) * len(extras)
         if left < 0 and found:
-            return found
-    return found
+            break
+    return [_beamed(wave, min(found, key=_length))] if keep == 1 and wave.may_attain else found
+
+
+def _beamed(wave: _Wave, known: Starts) -> Starts:
+    """Shorter starts, if a beam search finds any: as short as the bound, else by halving what lies between."""
+    job = Job(wave.num_ranks, wave.stages_per_rank // 2, (wave.num_microbatches,), wave.limit)
+    budget = _CHOICES
+    for width in _WIDTHS:
+        least = target = wave.fewest_slots
+        while least < known.length and budget:
+            found, budget = Beam(job, width).search(target, budget)
+            if found is None:
+                least = target + 1
+            else:
+                known = found
+            target = (least + known.length - 1) // 2
+    return known
 
 
 def _spread(wave: _Wave, starts: Starts, tick: int, offsets: Sequence[int]) -> Spread:

@@ -119,9 +119,16 @@ def compact(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
         tick += kind is not None
         if 2 * tick + p - 1 >= give_up:
             return None
-    # rank p-1 has no slot to spare between its two; the last I has to get to rank 0, and its W is one slot more
-    length = max(2 * tick + p - 1, 2 * last_input + 2 * p + 1)
+    length = length_of(p, tick, last_input)
     return Starts(started, length) if length < give_up else None
+
+
+def length_of(num_ranks: int, num_ticks: int, last_input: int) -> int:
+    """The slots of a compact wave, of which the last round of I starts at tick ``last_input``.
+
+    The last rank has no slot to spare between its two. The last I has to get to rank 0, and its W is one slot more.
+    """
+    return max(2 * num_ticks + num_ranks - 1, 2 * last_input + 2 * num_ranks + 1)
 
 
 def slack(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:

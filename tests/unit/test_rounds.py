@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fastpipe import make_schedule, native_plan
 from fastpipe.schedules.loop_zb import _played
 from fastpipe.schedules.rounds import NEVER, groupings
+from fastpipe.schedules.wave_beam import Beam
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, compact, slack
 
 pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
@@ -40,10 +41,22 @@ def test_both_languages_play_the_same(data: st.DataObject) -> None:
     assert _played(p, rounds, groups, limit, give_up) == in_python(lambda: _played(p, rounds, groups, limit, give_up))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_both_languages_find_the_same_by_beam_search(data: st.DataObject) -> None:
+    draw = data.draw
+    p, rounds, m = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    limit = draw(st.integers(2 * rounds, 2 * rounds * m + 2))
+    length = 6 * rounds * m + p + draw(st.integers(-2, 8 * p))
+    beam, budget = Beam(Job(p, rounds, (m,), limit), draw(st.integers(1, 12))), draw(st.sampled_from([300, 10**6]))
+    assert beam.search(length, budget) == in_python(lambda: beam.search(length, budget))
+
+
 COSTS = {"forward": 1.0, "backward_input": 1.3, "backward_weight": 0.7, "comm": 0.1}
 SEARCHED: list[tuple[str, dict[str, Any]]] = [
     ("wave_zb", {"memory": 0.7}),
     ("wave_zb", {"memory": 0.7, **COSTS}),
+    ("wave_zb", {"stages_per_rank": 6, "memory": 14}),  # by beam search
     ("loop_zb", {"memory": 0.7}),
     ("loop_zb", {"memory": 0.7, **COSTS}),
     ("zb_auto", COSTS),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fastpipe import ActionKind, CostModel, bounds, formulas, make_schedule, simulate
 from fastpipe.chains import peak
+from fastpipe.schedules import wave as wave_module
 from fastpipe.schedules.filling import fill_weights
 from fastpipe.schedules.rounds import NEVER, groupings
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, compact, slack
@@ -45,13 +46,27 @@ def is_first_in_first_out(schedule):
 @pytest.mark.parametrize("v", [2, 4, 6])
 @pytest.mark.parametrize("p", [4, 6, 8, 12])
 def test_compact_attains_the_bound(p, v, kappa):
-    """docs/waves.md: exactly, for m a multiple of p, for even k. (v = 6 needs two steps more for a few small m.)"""
+    """docs/waves.md: exactly, for m a multiple of p, for even k."""
     k = int(kappa * p * v) // 2 * 2
     for m in (2 * p, 4 * p):
         idle = formulas.wave_bubble_bound(k, num_ranks=p, stages_per_rank=v)
         found = simulate(wave(p, m, v, k))
         assert found.makespan == 3 * m * v + idle
         assert max(found.peak_activations) <= k
+
+
+BY_BEAM_SEARCH = [(3, 6, 10, 10), (4, 6, 11, 14), (8, 6, 9, 24), (3, 8, 24, 14), (4, 8, 8, 28), (4, 8, 12, 28)]
+
+
+@pytest.mark.parametrize(("p", "v", "m", "k"), BY_BEAM_SEARCH)
+def test_beam_search_attains_the_bound_where_no_rule_does(p, v, m, k, monkeypatch):
+    least = 3 * m * v + formulas.wave_bubble_bound(k, num_ranks=p, stages_per_rank=v)
+    found = simulate(make_schedule("wave_zb", num_ranks=p, num_microbatches=m, stages_per_rank=v, memory=k))
+    assert found.makespan == least
+    assert max(found.peak_activations) <= k
+    monkeypatch.setattr(wave_module, "_beamed", lambda _, known: known)
+    by_rule = simulate(make_schedule("wave_zb", num_ranks=p, num_microbatches=m, stages_per_rank=v, memory=k))
+    assert by_rule.makespan > least
 
 
 @pytest.mark.parametrize(("kappa", "rule", "share"), [(0.5, 0, 0.5), (0.625, 1, 0.5), (0.75, 2, 0.5), (1.0, 2, 1.0)])
