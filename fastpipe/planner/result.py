@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,9 +120,20 @@ class Plan:
         return next(one for one in self.candidates if one.chosen)
 
     def plot(self, path: str | Path, **options: Any) -> Path:
-        """Draw bubble against memory of all candidates, the plan marked; see `fastpipe.visualize.pareto`."""
-        title = f"{self.schedule.num_ranks} ranks, {self.schedule.num_microbatches} microbatches"
-        return pareto(self.candidates, path, chosen=self.chosen.name, **{"title": title, **options})
+        """Draw bubble against memory of all candidates; see `fastpipe.visualize.pareto`.
+
+        The plan is ringed, the best of every family has its name, and a limit that is not in bytes is a line.
+        """
+        num_ranks, objective = self.schedule.num_ranks, self.objective
+        title = f"{num_ranks} ranks, {self.schedule.num_microbatches} microbatches: bubble by {objective}"
+        limit = None
+        if self.memory is not None and self.memory.unit != "bytes":
+            limit = self.memory.of_activations(num_ranks, num_ranks)
+        best = best_of_families(self.candidates)
+        rest = [one for one in self.candidates if one not in best.values()]
+        rows = [one._replace(name=name) for name, one in best.items()]
+        chosen = next(row.name for row in rows if row.chosen)
+        return pareto(rows, path, **{"title": title, "chosen": chosen, "others": rest, "limit": limit, **options})
 
     def __str__(self) -> str:
         schedule, chosen = self.schedule, self.chosen
@@ -172,6 +185,16 @@ class Plan:
         if possible > len(shown):
             lines.append(f"and {possible - len(shown)} more in .candidates")
         return lines
+
+
+def best_of_families(candidates: Sequence[Candidate]) -> dict[str, Candidate]:
+    """What is drawn of them with a name: of each family the plan, else the one with the least bubble that fits."""
+    best: dict[str, Candidate] = {}
+    for one in sorted(candidates, key=lambda one: (not one.chosen, not one.fits, one.bubble_fraction)):
+        if one.refused is None:
+            family = re.split(r"[(, ]", one.name)[0]
+            best.setdefault("the plan" if one.chosen or family == "plan" else family, one)
+    return best
 
 
 def _row(one: Candidate) -> tuple[str, ...]:

@@ -42,6 +42,8 @@ def pareto(
     title: str | None = None,
     dpi: int = 150,
     chosen: str | None = None,
+    others: Iterable[Compared] = (),
+    limit: float | None = None,
 ) -> Path:
     """Draw bubble against peak memory: the lower left is best.
 
@@ -51,6 +53,8 @@ def pareto(
         title: the heading.
         dpi: pixels an inch of a PNG.
         chosen: the name of the one that is ringed.
+        others: drawn as small points, without names.
+        limit: of the memory, in the unit of ``peak_memory``; drawn as a line.
 
     Returns:
         The path.
@@ -60,14 +64,15 @@ def pareto(
         ValueError: for a suffix that is no format, or no row with numbers.
     """
     path = canvas.checked_path(path)
-    shown = [row for row in rows if math.isfinite(row.bubble_fraction) and math.isfinite(row.peak_memory)]
+    shown = _with_numbers(rows)
     if not shown:
         raise ValueError("rows: none has numbers, so there is nothing to draw")
     figure = canvas.figure(_WIDTH, _HEIGHT)
     size = (_WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM)
     axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / _HEIGHT, size[0] / _WIDTH, size[1] / _HEIGHT))
-    points = _merged(shown)
-    _frame(axes, points)
+    points, rest = _merged(shown), _merged(_with_numbers(others))
+    _frame(axes, points + rest)
+    _draw_rest(axes, rest, limit)
     _draw_points(axes, points)
     _draw_ring(axes, [row for row in shown if row.name == chosen])
     _draw_names(axes, points, size)
@@ -76,6 +81,10 @@ def pareto(
     note = "lower left is better; joined: no other schedule has both a smaller bubble and a smaller memory"
     figure.text(0.12 / _WIDTH, 1 - 0.43 / _HEIGHT, note, va="top", size=9, color=canvas.INK)
     return canvas.save(figure, path, dpi)
+
+
+def _with_numbers(rows: Iterable[Compared]) -> list[Compared]:
+    return [row for row in rows if math.isfinite(row.bubble_fraction) and math.isfinite(row.peak_memory)]
 
 
 Point = tuple[float, float, str, bool]
@@ -117,6 +126,16 @@ def _frame(axes: Any, points: list[Point]) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(canvas.INK)
+
+
+def _draw_rest(axes: Any, rest: list[Point], limit: float | None) -> None:
+    axes.scatter([p[0] for p in rest], [p[1] for p in rest], s=9, color=canvas.INK, alpha=0.35, linewidth=0, zorder=1)
+    if limit is not None:
+        axes.axvline(limit, color=canvas.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, gid="limit")
+        at_top = {"xytext": (-3, -2), "textcoords": "offset points", "xycoords": ("data", "axes fraction")}
+        axes.annotate(
+            "memory allowed", (limit, 1), ha="right", va="top", rotation=90, size=_SIZE, color=canvas.INK, **at_top
+        )
 
 
 def _draw_points(axes: Any, points: list[Point]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -246,7 +247,12 @@ def test_a_plan_prints_what_matters(tmp_path: Path) -> None:
     assert "memory 0.75 of 1F1B's" in text and "the plan" in text and f"{plan.bound:.6g}" in text
     assert plan.chosen.name in text
     pytest.importorskip("matplotlib")
-    assert plan.plot(tmp_path / "pareto.svg").read_text().count('id="chosen"') == 1
+    picture = plan.plot(tmp_path / "pareto.svg").read_text()
+    assert picture.count('id="chosen"') == picture.count('id="limit"') == picture.count('id="name the plan"') == 1
+    names = re.findall(r'id="name ([^"]*)"', picture)
+    assert any("1f1b" in name for name in names) and not any("(" in name for name in names), "families, not options"
+    by_bytes = small(replace(COSTS, stage_bytes=1e6), memory="1GB").plot(tmp_path / "bytes.svg")
+    assert 'id="limit"' not in by_bytes.read_text()
 
 
 def test_a_plan_says_what_its_memory_leaves_out() -> None:
