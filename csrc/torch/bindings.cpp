@@ -42,7 +42,7 @@ namespace {
 
 using Columns = py::array_t<std::int32_t, py::array::c_style | py::array::forcecast>;
 using ChannelTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
-using StageTuple = std::tuple<std::int32_t, bool, bool>;
+using StageTuple = std::tuple<std::int32_t, bool, bool, bool>;
 
 std::vector<Channel> to_channels(const std::vector<ChannelTuple>& tuples) {
   std::vector<Channel> channels;
@@ -72,7 +72,7 @@ std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     TransportSource& transport, double timeout, const at::Device& device, int pairs,
                                     bool several_streams) {
   std::vector<StagePlace> places;
-  for (const auto& [index, is_first, is_last] : stages) places.push_back({index, is_first, is_last});
+  for (const auto& [index, is_first, is_last, fused] : stages) places.push_back({index, is_first, is_last, fused});
   return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device,
                                   static_cast<PairWay>(pairs), several_streams, make_ranges());
 }
@@ -230,7 +230,7 @@ void bind_weight_gradients(py::module_& m) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<PythonArming>(m, "Arming").def("__enter__", &PythonArming::enter).def("__exit__", &PythonArming::exit);
   py::class_<WeightGradients, std::shared_ptr<WeightGradients>>(m, "WeightGradients")
-      .def(py::init<>())
+      .def(py::init<bool>(), py::arg("fused"))
       .def(
           "armed",
           [](std::shared_ptr<WeightGradients> weights, bool backward, bool fused) {

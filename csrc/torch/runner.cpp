@@ -31,8 +31,8 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
       device_(device),
       streams_(device, several_streams ? stages.size() : 0) {
   Stages owned(count(stages));
-  for (const auto& [index, is_first, is_last] : stages) {
-    auto stage = std::make_unique<TorchStage>(index, is_first, is_last, program);
+  for (const auto& [index, is_first, is_last, fused] : stages) {
+    auto stage = std::make_unique<TorchStage>(index, is_first, is_last, fused, program);
     stage->set_stream(streams_.of(stages_.size()));
     stages_.push_back(stage.get());
     owned.at(index) = std::move(stage);

@@ -35,6 +35,7 @@ struct StagePlace {
   std::int32_t index;
   bool is_first;
   bool is_last;
+  bool fused_weight_grad;
 };
 
 // It holds no Python object between steps: the callables come with each step, so no cycle can run through it.

@@ -41,7 +41,8 @@ std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, c
 
 }  // namespace
 
-TorchStage::TorchStage(std::int32_t index, bool is_first, bool is_last, const RankProgram& program)
+TorchStage::TorchStage(std::int32_t index, bool is_first, bool is_last, bool fused_weight_grad,
+                       const RankProgram& program)
     : index_(index),
       is_first_(is_first),
       is_last_(is_last),
@@ -49,7 +50,8 @@ TorchStage::TorchStage(std::int32_t index, bool is_first, bool is_last, const Ra
       records_(program.num_microbatches()) {
   for (std::size_t position = 0; position < program.size(); ++position) {
     const Instruction it = program[position];
-    if (it.op == Op::kI && it.stage == index) records_[it.microbatch].weights = std::make_shared<WeightGradients>();
+    if (it.op != Op::kI || it.stage != index) continue;
+    records_[it.microbatch].weights = std::make_shared<WeightGradients>(fused_weight_grad);
   }
 }
 

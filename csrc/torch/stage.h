@@ -47,7 +47,7 @@ class TorchStage final : public Stage {
  public:
   // The program tells which microbatches have their backward split, and whether there is any: without one nothing
   // outlives the forward.
-  TorchStage(std::int32_t index, bool is_first, bool is_last, const RankProgram& program);
+  TorchStage(std::int32_t index, bool is_first, bool is_last, bool fused_weight_grad, const RankProgram& program);
 
   void bind(StageCalls calls) { calls_ = std::move(calls); }
   // All its work goes there; forward and backward of a microbatch must be on one stream, as torch's engine takes the

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "engine.h"
+#include "fused_accumulation.h"
 
 namespace fastpipe {
 
@@ -103,6 +104,7 @@ void WeightGradients::run(std::size_t first, std::size_t last) {
   starts_.clear();
   for (std::size_t i = first; i < last; ++i) {
     Pending& pending = pending_[i];
+    if (fused_ && accumulate_in_place(pending.weight, pending.uses)) continue;
     const at::Tensor& like = pending.uses.front().gradient;
     if (starts_.empty() || starts_.back().device() != like.device()) {
       starts_.push_back(like.new_empty({0}));
@@ -112,7 +114,7 @@ void WeightGradients::run(std::size_t first, std::size_t last) {
     const auto source = make_node<WeightSource>(pending.sequence, std::move(pending.weight), std::move(pending.uses));
     roots_.emplace_back(source, source->add_input_metadata(starts_.back()));
   }
-  run_engine(roots_, starts_);
+  if (!roots_.empty()) run_engine(roots_, starts_);
 }
 
 void WeightGradients::clear() noexcept {

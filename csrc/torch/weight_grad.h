@@ -20,6 +20,9 @@ namespace fastpipe {
 // the weights. Nothing is remembered from one microbatch to the next, so a model may change as it likes.
 class WeightGradients {
  public:
+  // fused: W adds to `.grad` by the matrix products themselves, where that can be; see fused_accumulation.h.
+  explicit WeightGradients(bool fused = false) : fused_(fused) {}
+
   using Edge = torch::autograd::Edge;
   using Edges = torch::autograd::edge_list;
   using LinearPtr = SharedNode<LinearNode>;
@@ -57,6 +60,7 @@ class WeightGradients {
   void keep_shared();
   void run(std::size_t first, std::size_t last);
 
+  bool fused_;
   std::vector<LinearPtr> linears_;
   ska::flat_hash_set<Node*> kept_;  // the nodes that I goes through
   std::vector<Node*> stack_;

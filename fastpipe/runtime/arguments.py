@@ -35,6 +35,16 @@ def check_arguments(loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, o
     check_policy(recompute)
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}: give True or False")
+
+
 def checked_timeout(timeout: Any) -> float:
     """What is a time to wait.
 

@@ -103,9 +103,11 @@ def split_text(stages: Sequence[Stage]) -> str:
     named = [(f"{stage.index}.{name}", stage.waits(p)) for stage in stages for name, p in trained(stage)]
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
     listed = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in whole.items())
+    fused = [stage for stage in stages if stage.fused_weight_grad and stage.parallel is None]
+    in_place = "; added to .grad in place by their products" if fused else ""
     held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
     return (
-        f"split: {sum(waits for _, waits in named)} of {len(named)} parameters wait for W; whole in I "
+        f"split: {sum(waits for _, waits in named)} of {len(named)} parameters wait for W{in_place}; whole in I "
         f"(stage.name): {listed or 'none'}; at most waiting (MiB), by stage: {held}"
     )
 

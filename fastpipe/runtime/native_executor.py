@@ -31,7 +31,7 @@ class NativeExecutor(Executor):
             raise ValueError(f"executor = 'native': {native.native_status()}")
         columns = np.ascontiguousarray(self.program[self.rank].columns)
         channels = [tuple(map(int, channel)) for channel in self.program.channels]
-        places = [(index, stage.is_first, stage.is_last) for index, stage in self.stages.items()]
+        places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]
         self._ranges = _wants_ranges()
         self._last_backwards = last_backwards(list(self.program[self.rank]))
         self._splits = bool((columns[0] == Op.I).any())

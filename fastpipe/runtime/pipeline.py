@@ -15,6 +15,7 @@ from fastpipe.runtime import native
 from fastpipe.runtime.agreement import Postponed, agreeing, closing_on_error
 from fastpipe.runtime.arguments import (
     check_arguments,
+    check_flag,
     check_transport,
     checked_timeout,
     find_num_microbatches,
@@ -125,6 +126,8 @@ class Pipeline(Trains, Replannable):
             ``(stage index, module)`` that returns one of these. The bits are the same.
         grad_dtype: what gradients are summed in and ``.grad`` is, where that is not the parameters' dtype:
             ``torch.float32`` for bf16 parameters. Clipping takes them as they are, and so has the optimizer to.
+        fused_weight_grad: W adds a linear's weight gradient to ``.grad`` by the matrix product that makes it, which
+            saves a temporary and a pass over memory, but rounds differently: docs/training.md says when.
         tied: weights that are one under several names, as in ``[("0.weight", "11.weight")]``: layers that share a
             Parameter are found where ``stages`` is a list; otherwise say so: the stage's number, and the name in it.
         overlap: how a pair of a forward and a backward (``OVERLAP_F_B``) runs where the modules have no method of their
@@ -169,6 +172,7 @@ class Pipeline(Trains, Replannable):
         forward_context: Around | None = None,
         backward_context: Around | None = None,
         grad_dtype: torch.dtype | None = None,
+        fused_weight_grad: bool = False,
     ) -> None:
         postponed = Postponed()
         timeout = postponed.value(lambda: checked_timeout(timeout), 600.0)
@@ -176,7 +180,7 @@ class Pipeline(Trains, Replannable):
         self._member = membership(group_of(stages) if group is None else group, self.device)
         self.loss_fn = loss_fn
         self._partition = partition
-        self._recompute, self.grad_dtype = recompute, grad_dtype
+        self._recompute, self.grad_dtype, self._fused_weight_grad = recompute, grad_dtype, fused_weight_grad
         self._unit = MEASURED.get(partition, "") if isinstance(partition, str) else ""
         self._seed = torch.initial_seed() if rng == PER_MICROBATCH else None
         merge_rules: Rules = None if isinstance(merge, bool) else merge
@@ -189,6 +193,7 @@ class Pipeline(Trains, Replannable):
             check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute)
             check_split_and_merge(split, merge_rules)
             check_grad_dtype(grad_dtype)
+            check_flag("fused_weight_grad", fused_weight_grad)
             self._contexts = checked_contexts(forward_context, backward_context)
             self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
             self._crowd.join(self.num_ranks if self._member.size == 1 else 1)
@@ -317,6 +322,7 @@ class Pipeline(Trains, Replannable):
         stage = Stage(index, module, num_stages, self.loss_fn, recompute, self._contexts)
         if self.device.type != "cpu":
             stage.plans = KnownPlans(index, self.device)
+        stage.fused_weight_grad = self._fused_weight_grad
         if self.grad_dtype is not None:
             check_not_sharded(index, stage.parallel, self.grad_dtype)
             set_grad_dtype(module, self.grad_dtype)

@@ -76,6 +76,7 @@ class Stage:
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
         self.plans: KnownPlans | None = None
+        self.fused_weight_grad = False
         self.moments = Moments(index, *contexts)
         self.later: frozenset[str] | None = None
         self.running: int | None = None
@@ -287,7 +288,7 @@ class Stage:
             return (run or self.run)(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
         entered = tuple(enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
-        weights = make_weight_gradients(self._survey) if splits else None
+        weights = make_weight_gradients(self._survey, self.fused_weight_grad) if splits else None
         with weights.armed(backward=False, fused=run is not None) if weights is not None else contextlib.nullcontext():
             outputs = (run or self.run)(microbatch, entered)
         if weights is not None:

@@ -10,6 +10,7 @@ executor runs; else the one here.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastpipe.runtime import native
+from fastpipe.runtime.fused_accumulation import accumulate_in_place
 
 
 class WeightGradients(Protocol):
@@ -63,14 +65,19 @@ class Survey:
     whole: set[int] = field(default_factory=set)
 
 
-def make_weight_gradients(survey: Survey) -> WeightGradients:
-    """By the extension, which looks at every graph; or in Python, which looks at a stage's first one."""
+def make_weight_gradients(survey: Survey, fused: bool = False) -> WeightGradients:
+    """By the extension, which looks at every graph; or in Python, which looks at a stage's first one.
+
+    Args:
+        survey: of the stage.
+        fused: W adds to ``.grad`` by the matrix products themselves, where that can be.
+    """
     runtime: Any = native.load()
     if runtime is not None:
-        made: WeightGradients = runtime.WeightGradients()
+        made: WeightGradients = runtime.WeightGradients(fused)
         return made
     _register()
-    return PythonWeightGradients(survey)
+    return PythonWeightGradients(survey, fused)
 
 
 @dataclass
@@ -86,8 +93,8 @@ class _Pending:
 class PythonWeightGradients:
     """The same without the extension; see `WeightGradients`."""
 
-    def __init__(self, survey: Survey) -> None:
-        self.survey = survey
+    def __init__(self, survey: Survey, fused: bool = False) -> None:
+        self.survey, self.fuses = survey, fused
         self.backward = self.fused = False
         self._weights: list[torch.Tensor] = []
         self._pending: list[_Pending] = []
@@ -147,7 +154,8 @@ class PythonWeightGradients:
             group = [pending for pending in self._pending if pending.task == task]
             self._pending = [pending for pending in self._pending if pending.task != task]
             # the engine goes from the node made last to the one made first
-            sources = [_source(pending) for pending in reversed(group)]
+            rest = [one for one in group if not (self.fuses and accumulate_in_place(one.edge.node, one.uses))]
+            sources = [_source(pending) for pending in reversed(rest)]
             torch.autograd.backward(sources, [torch.empty_like(source) for source in sources])
 
     def held_bytes(self) -> int:
@@ -332,5 +340,7 @@ def _register() -> None:
     """Put the kernel under ``aten::linear``, once; it stays."""
     if not _libraries:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():  # torch says once that a kernel of its own is replaced, as is meant
+            warnings.filterwarnings("ignore", message="(?s).*(previously registered|only once for all operators)")
+            library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
         _libraries.append(library)

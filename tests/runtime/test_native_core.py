@@ -353,10 +353,10 @@ class TestFailure:
         hub = runtime.LoopbackHub(2, [tuple(map(int, c)) for c in program.channels], [0, 1], 0.0)
         channels = [tuple(map(int, c)) for c in program.channels]
         with pytest.raises(ValueError, match="stage 1 is not on this rank"):
-            runtime.Executor(1, columns, channels, [(0, True, False)], hub, 1.0)
+            runtime.Executor(1, columns, channels, [(0, True, False, False)], hub, 1.0)
         columns[0, 0] = 99
         with pytest.raises(ValueError, match="no operation number 99"):
-            runtime.Executor(1, columns, channels, [(1, False, True)], hub, 1.0)
+            runtime.Executor(1, columns, channels, [(1, False, True, False)], hub, 1.0)
         del ranks
 
 
