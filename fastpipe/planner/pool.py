@@ -17,9 +17,9 @@ from fastpipe.schedule import Schedule
 
 WORK = 2.5e8
 """Attempts times tasks of a whole search: half a second to a second natively."""
-_ROUNDS = ((5, 0.15), (2, 0.2), (1, 0.65))
+_ROUNDS = ((5, 0.15), (2, 0.15), (1, 0.7))
 """How many orders are annealed, and with what part of the attempts."""
-_HOT, _COLD = 0.2, 0.01
+_HOT, _COLD = 0.3, 0.03
 """Heat at the start and the end of an annealing, in mean durations of a task."""
 _SLICES = 4
 """Parts of an annealing, after each of which the clock is read: what does not run out of time does not depend on it."""
