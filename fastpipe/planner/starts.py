@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastpipe.action import ActionKind
+from fastpipe.chains import peak
 from fastpipe.cost import CostModel
 from fastpipe.placement import Placement
 from fastpipe.planner.model import Problem, Setting
@@ -36,10 +37,27 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
         if family.name == "forward_only":
             continue
         for shape in _shapes(family, allowed):
-            for options in _variants(problem, num_microbatches, family, shape):
+            variants = _variants(problem, num_microbatches, family, shape)
+            for options in variants:
                 label, schedule = _made(family, problem.num_ranks, num_microbatches, options, shape)
                 if isinstance(schedule, str) or problem.allows(schedule.placement):
                     yield label, schedule
+            if shape not in variants:  # by default it may hold more than is allowed, but need not
+                label, schedule = _made(family, problem.num_ranks, num_microbatches, shape, shape)
+                if isinstance(schedule, Schedule) and _may_fit(problem, schedule):
+                    yield label, schedule
+
+
+def _may_fit(problem: Problem, schedule: Schedule) -> bool:
+    """Whether its ranks hold no more than they may, if every activation is of the mean size."""
+    if not problem.allows(schedule.placement):
+        return False
+    setting = problem.setting(schedule.placement, schedule.num_microbatches)
+    size = math.fsum(setting.held) / len(setting.held)
+    return all(
+        peak(columns) * size <= limit * (1 + 1e-9)
+        for columns, limit in zip(schedule.columns, setting.limit, strict=True)
+    )
 
 
 def _shapes(family: Family, allowed: list[int]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fastpipe
@@ -75,6 +75,7 @@ def test_nothing_is_below_its_bound(seed: int, objective: str) -> None:
 
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["makespan", "span"]))
+@example(13714, "span")  # the default zbv needs less memory than it allows itself
 def test_no_schedule_of_the_registry_is_shorter(seed: int, objective: str) -> None:
     """Made and measured apart from the planner: as they are by default, where they fit into the same memory."""
     rng = np.random.default_rng(seed)
