@@ -33,7 +33,7 @@ CopyIncoming::~CopyIncoming() {
 void CopyIncoming::prepare(std::size_t bytes) {
   if (bytes <= place_bytes_) return;
   // Twice the last, so that messages that grow bit by bit do not leave one memory each behind.
-  const std::size_t size = whole_lines(std::max(bytes, 2 * place_bytes_));
+  const std::size_t size = whole_blocks(std::max(bytes, 2 * place_bytes_));
   try {
     memories_.push_back(link_->engine()->allocate(size * places_.size()));
     words_.ticket = link_->engine()->ticket(*memories_.back());

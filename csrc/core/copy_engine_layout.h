@@ -34,6 +34,12 @@ struct CopyWords {
 // Further than the messages of any step that can be under way, and not so far that it would count as behind.
 constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
 
+// Tensors begin where an allocator of a device would put them: kernels are chosen by it, and with them the last bits.
+constexpr std::size_t whole_blocks(std::size_t bytes) {
+  constexpr std::size_t kBlock = 512;
+  return (bytes + kBlock - 1) / kBlock * kBlock;
+}
+
 // On the circle of 32 bits.
 constexpr bool has_come(std::uint32_t flag, std::uint32_t value) {
   return static_cast<std::int32_t>(flag - value) >= 0;

@@ -47,7 +47,7 @@ void CopyOutgoing::send(const std::vector<CopyPart>& parts, CopyMark& copied) {
   std::byte* to = begin();
   for (const CopyPart& part : parts) {
     if (part.bytes > 0) queue_->copy(to, part.data, part.bytes);
-    to += whole_lines(part.bytes);
+    to += whole_blocks(part.bytes);
   }
   end(copied);
 }

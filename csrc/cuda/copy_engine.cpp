@@ -110,8 +110,14 @@ class CudaCopyEngine::Stream : public CopyQueue {
     const c10::cuda::CUDAGuard guard(index());
     require(cudaMemsetAsync(to, 0, bytes, stream_), "filling a place");
   }
-  void write(SharedWord& flag, std::uint32_t value) override { flags_.write(stream_, address(flag), value); }
-  void wait(SharedWord& flag, std::uint32_t value) override { flags_.wait(stream_, address(flag), value); }
+  void write(SharedWord& flag, std::uint32_t value) override {
+    const c10::cuda::CUDAGuard guard(index());
+    flags_.write(stream_, address(flag), value);
+  }
+  void wait(SharedWord& flag, std::uint32_t value) override {
+    const c10::cuda::CUDAGuard guard(index());
+    flags_.wait(stream_, address(flag), value);
+  }
   void record(CopyMark& mark) override {
     const c10::cuda::CUDAGuard guard(index());
     require(cudaEventRecord(static_cast<CudaMark&>(mark).event(), stream_), "recording an event");

@@ -8,6 +8,10 @@ namespace {
 
 constexpr unsigned int kStreamFlagsSince = 11070;  // in this form
 
+void require(CUresult code, const char* what) {
+  if (code != CUDA_SUCCESS) throw Error(std::string(what) + " failed (CUresult " + std::to_string(code) + ")");
+}
+
 int attribute(cudaDeviceAttr which, int device) {
   int value = 0;
   require(cudaDeviceGetAttribute(&value, which, device), "asking a device what it can do");
@@ -36,14 +40,12 @@ StreamFlags::Function StreamFlags::find(const char* name) {
 
 void StreamFlags::write(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
   const auto address = reinterpret_cast<CUdeviceptr>(flag);
-  if (write_(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS) return;
-  throw Error("cuStreamWriteValue32 failed");
+  require(write_(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
 }
 
 void StreamFlags::wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
   const auto address = reinterpret_cast<CUdeviceptr>(flag);
-  if (wait_(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS) return;
-  throw Error("cuStreamWaitValue32 failed");
+  require(wait_(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
 }
 
 std::optional<std::string> copy_engine_obstacle(int device) {

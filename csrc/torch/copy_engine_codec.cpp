@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "bytes.h"
-#include "core/shared_memory_layout.h"
+#include "core/copy_engine_layout.h"
 
 namespace fastpipe {
 
@@ -29,7 +29,7 @@ at::Tensor tensor_in(const CopyLoan& loan, std::size_t offset, const TensorSpec&
 std::size_t DeviceCodec::size(const Spec& spec) const {
   std::size_t bytes = 0;
   for (const TensorSpec& tensor : static_cast<const TensorListSpec&>(spec).tensors()) {
-    bytes += whole_lines(bytes_of(tensor));
+    bytes += whole_blocks(bytes_of(tensor));
   }
   return bytes;
 }
@@ -60,7 +60,7 @@ void DeviceCodec::adopt(Payload& into, const Spec& spec, CopyLoan loan) const {
   std::size_t at = 0;
   for (const TensorSpec& tensor : static_cast<const TensorListSpec&>(spec).tensors()) {
     payload.add(tensor_in(loan, at, tensor, device_));
-    at += whole_lines(bytes_of(tensor));
+    at += whole_blocks(bytes_of(tensor));
   }
   payload.borrow(std::move(loan));
 }

@@ -209,6 +209,10 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
   // by itself the backward was not seen
   if (pair.calls_.random != nullptr && pair.calls_.random->watches) pair.calls_.random->recomputed = true;
   pair.root_gradients_.clear();
+  // what the method has made, and the zeros of what it has not, are from now on the other stage's
+  if (stream_) fused_.record(stream_->device());
+  const InStream of_pair(pair.stream_);
+  fused_.wait();
   end(theirs);
   return true;
 }

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sized
 import torch
 
 CPU = torch.device("cpu")
+_PAUSE = 1e-3
 
 
 def located(device: torch.device) -> torch.device:
@@ -45,6 +46,18 @@ def wants_streams(device: torch.device, overlap: str, held: Iterable[Sized]) -> 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The caller's stream; None on a CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def wait_until_done(device: torch.device, seconds: float) -> bool:
+    """Wait until the device has done what its current stream has; False where it had not when the time was over."""
+    event = torch.Event(device)
+    event.record()
+    until = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_PAUSE)
+    return True
 
 
 class Clock(ABC):

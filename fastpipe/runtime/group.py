@@ -79,14 +79,21 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
 
 
 def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
-    """The same with NCCL. It is not bound to its device: a bound one has one communicator, and with it one stream, for
-    all pairs of ranks; this one makes one for a pair when they first speak. Nothing has been run on a GPU yet."""
+    """The same with NCCL, and with Gloo for what is on the host.
+
+    It is not bound to its device: a bound one has one communicator, and with it one stream, for all pairs of ranks;
+    this one makes one for a pair when they first speak. Its streams are of high priority so that none of them is a
+    stage's, too: torch hands out those of either priority in turns. Nothing has been run on a GPU yet.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    options.is_high_priority_stream = True
     options.global_ranks_in_group = list(member.ranks)
     group = dist.ProcessGroup(store, member.rank, member.size)
     nccl = dist.ProcessGroupNCCL(store, member.rank, member.size, options)
     group._register_backend(member.device, dist.ProcessGroup.BackendType.NCCL, nccl)
+    gloo = dist.ProcessGroupGloo(distributed_c10d.PrefixStore("host", store), member.rank, member.size, timeout=timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
 
 

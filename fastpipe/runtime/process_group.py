@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.program import Channel, Program
+from fastpipe.runtime.devices import wait_until_done
 from fastpipe.runtime.group import Membership, make_group
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
 from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError, peer_of
@@ -40,6 +41,8 @@ _DTYPES = (
     torch.complex128,
 )
 _POISON, _GOOD = 0, 1
+_CLOSING = 10.0
+"""Seconds that a device is given to finish when a transport is closed; a peer that died keeps it for ever."""
 
 
 def write_header(specs: Specs | None) -> torch.Tensor:
@@ -185,6 +188,42 @@ def wait_for(work: Any, timeout: timedelta, device: torch.device) -> None:
         work.wait()
 
 
+def swap(
+    out: Any, back: Any, ranks: tuple[int, int], tensors: Sequence[torch.Tensor], timeout: timedelta
+) -> list[torch.Tensor]:
+    """Send tensors to a peer, and receive as many that look like them.
+
+    The rank that is less sends first, and the other one receives first. So both come to the two groups in one order:
+    NCCL connects a pair at its first message, for which it waits for the other end; and in one group a pair's messages
+    go one after the other, whichever way they go.
+
+    Args:
+        out: the group that sends.
+        back: the one that receives; it may be the same.
+        ranks: the own one, and the peer.
+        tensors: on any devices that the groups know.
+        timeout: for the peer.
+
+    Raises:
+        TransportError: when the peer is dead or silent.
+    """
+    rank, peer = ranks
+    own = [tensor.detach().contiguous() for tensor in tensors]
+    theirs = [torch.empty_like(tensor) for tensor in own]
+    ways = [(out.send, own), (back.recv, theirs)]
+    try:
+        works = [
+            (move([tensor], peer, 0), tensor.device)
+            for move, moved in (ways if rank < peer else ways[::-1])
+            for tensor in moved
+        ]
+        for work, device in works:
+            wait_for(work, timeout, device)
+    except RuntimeError as error:
+        raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
+    return theirs
+
+
 def group_index(channel: Channel) -> int:
     """Which of the four groups carries a channel."""
     return int(channel.kind) * 2 + int(channel.destination < channel.source)
@@ -249,18 +288,12 @@ class ProcessGroups(Transport):
             TransportError: when the peer is dead or silent.
         """
         out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]
-        own = [tensor.detach().contiguous() for tensor in tensors]
-        theirs = [torch.empty_like(tensor) for tensor in own]
-        try:
-            works = [out.send([t], peer, 0) for t in own] + [back.recv([t], peer, 0) for t in theirs]
-            for work in works:
-                wait_for(work, self.timeout, self.device)
-        except RuntimeError as error:
-            raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
-        return theirs
+        return swap(out, back, (self.rank, peer), tensors, self.timeout)
 
     def close(self) -> None:
-        """End the four groups."""
+        """End the four groups, on a GPU when it is done with the messages that peers still wait for."""
+        if self.groups and self.device.type != "cpu":
+            wait_until_done(self.device, min(self.timeout.total_seconds(), _CLOSING))
         self.groups = []
 
     def describe(self) -> str:

@@ -68,6 +68,8 @@ class RandomNumbers:
         self.seed = seed
         self.threads = threads
         self.pairs = pairs
+        # a device's backward has a thread of its own, where nobody sees a recompute
+        self._unseen = device.type != "cpu"
         self.step_count = 0
         self._kinds: dict[tuple[Any, ...], list[Habits]] = {}
         self._kind: tuple[Any, ...] = ()
@@ -137,7 +139,7 @@ class RandomNumbers:
         if self._kind not in self._kinds:
             if len(self._kinds) == _MAX_KINDS:
                 del self._kinds[next(iter(self._kinds))]
-            self._kinds[self._kind] = [Habits(r.drew, r.recomputed) for r in self._randoms]
+            self._kinds[self._kind] = [Habits(r.drew, r.recomputed or self._unseen) for r in self._randoms]
             return None
         return self._refusal() if self._checked else None
 

@@ -72,12 +72,18 @@ def _contexts(module: nn.Module) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    kept = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in module.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in kept:
-                # only where it was changed: what is saved for the backward may be the buffer itself
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+            for buffer, value, version in kept:
+                # Where its version says that it was changed, the copy is a change, too: what is saved for the backward
+                # may be the buffer itself, and torch then says so. But batch norm changes its statistics without a
+                # word, and whether it did would have to be asked of the device.
+                (buffer.data if _version(buffer) == version else buffer).copy_(value)
+
+
+def _version(buffer: torch.Tensor) -> int:
+    """The count of its changes; tensors of inference mode have none."""
+    return -1 if buffer.is_inference() else buffer._version

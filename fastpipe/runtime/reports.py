@@ -78,17 +78,17 @@ def packing(values: Values, *, wait: bool = True) -> Callable[[], list[Any]]:
     if not flat:
         return list
     places = [[stage, i, name, list(value.shape)] for stage, i, name, value in flat]
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, (*_, value) in enumerate(flat):
-        by_dtype.setdefault(value.dtype, []).append(number)
+        alike.setdefault((value.dtype, value.device), []).append(number)
     copies = [
         (
             numbers,
             torch.cat([flat[number][3].detach().reshape(-1) for number in numbers]).to("cpu", non_blocking=not wait),
         )
-        for numbers in by_dtype.values()
+        for numbers in alike.values()
     ]
-    return lambda: [places, {dtype_name(copy): [numbers, text_of(copy)] for numbers, copy in copies}]
+    return lambda: [places, [[dtype_name(copy), numbers, text_of(copy)] for numbers, copy in copies]]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -106,7 +106,7 @@ def unpack(replies: Iterable[list[Any]]) -> Values:
     values: Values = {}
     for places, packed in (reply for reply in replies if reply):
         tensors: dict[int, torch.Tensor] = {}
-        for name, (numbers, data) in packed.items():
+        for name, numbers, data in packed:
             dtype, raw = getattr(torch, name), bytearray(base64.b64decode(data))
             flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
             shapes = [torch.Size(places[number][3]) for number in numbers]

@@ -18,7 +18,7 @@ from fastpipe.program import Program
 from fastpipe.runtime import native
 from fastpipe.runtime.group import Membership, make_group
 from fastpipe.runtime.native_endpoint import NativeEndpoint
-from fastpipe.runtime.process_group import wait_for
+from fastpipe.runtime.process_group import swap
 from fastpipe.runtime.transport import Endpoint, Transport, TransportError
 
 
@@ -63,17 +63,11 @@ class SharedMemory(Transport):
         Raises:
             TransportError: when the peer is dead or silent.
         """
-        own = [tensor.detach().contiguous() for tensor in tensors]
-        theirs = [torch.empty_like(tensor) for tensor in own]
         try:
             self.prepare_exchange()
-            works = [self._group.send([tensor], peer, 0) for tensor in own]
-            works += [self._group.recv([tensor], peer, 0) for tensor in theirs]
-            for work in works:
-                wait_for(work, self.timeout, self.member.device)
         except RuntimeError as error:
             raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
-        return theirs
+        return swap(self._group, self._group, (self.member.rank, peer), tensors, self.timeout)
 
     def prepare_exchange(self) -> None:
         """Make the group that exchanges take, which needs every rank."""

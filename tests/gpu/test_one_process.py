@@ -74,7 +74,7 @@ def test_no_synchronisation(schedule: str, executor: str, no_synchronisation: No
 
 
 def busy(events: list, stream: int) -> list[tuple[float, float]]:
-    return sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.resource_id() == stream)
+    return sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.device_resource_id() == stream)
 
 
 def test_streams_overlap() -> None:
@@ -89,9 +89,9 @@ def test_streams_overlap() -> None:
     events = [
         event
         for event in profiled.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
     ]
-    streams = {event.resource_id() for event in events}
+    streams = {event.device_resource_id() for event in events}
     assert len(streams) >= 2
     one, other = sorted(streams, key=lambda stream: len(busy(events, stream)))[-2:]
     together = sum(
