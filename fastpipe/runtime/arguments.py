@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from fastpipe.machine import Lanes
@@ -33,6 +34,15 @@ def check_arguments(loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, o
         )
     check_overlap(overlap)
     check_policy(recompute)
+
+
+def alike_text(transport: Any, loss_reduction: Any, grad_dtype: Any) -> str:
+    """Of these what has to be the same on every rank, in words; nothing for what they are unless given."""
+    where = os.environ.get("FASTPIPE_TRANSPORT", "auto") if transport == "auto" else transport
+    said = [f"transport {where}"] if isinstance(where, str) and where != "auto" else []
+    said += [f"loss_reduction {loss_reduction}"] if isinstance(loss_reduction, str) and loss_reduction != "mean" else []
+    said += [f"grad_dtype {grad_dtype}"] if grad_dtype is not None else []
+    return "".join(f", {text}" for text in said)
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -106,7 +106,7 @@ def load_checkpoint(
         group: the processes that load together; all of them unless given.
 
     Returns:
-        What was given as ``extra``.
+        What was given as ``extra``; None for a checkpoint that another program has written.
 
     Raises:
         FileNotFoundError: when there is no complete checkpoint.
@@ -123,8 +123,8 @@ def load_checkpoint(
 
     def prepare() -> Reply:
         saved.update(_metadata(path))
-        state.update(model=pipe.state_dict(), extra=None)
-        state.update({"steps": None} if "steps" in saved else {})
+        state.update(model=pipe.state_dict())
+        state.update({name: None for name in ("extra", "steps") if name in saved})  # not where the plain model saved
         _check_model(state["model"], saved, path)
         state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
         generators = _generators(pipe)
@@ -139,7 +139,7 @@ def load_checkpoint(
     _set_generators(pipe, state["random"])
     if "steps" in state:
         (pipe.step_count,) = state["steps"]
-    return state["extra"][0]
+    return state["extra"][0] if "extra" in state else None
 
 
 def _listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:

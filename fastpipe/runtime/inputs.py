@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.chain import chosen
-from fastpipe.runtime.microbatch import Rule, Rules, loss_divisors, rows_of, rule_for, split
+from fastpipe.runtime.microbatch import Rule, Rules, lengths, loss_divisors, rows_of, rows_of_cut, rule_for, split
 from fastpipe.runtime.parity import bytes_of
 from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage
@@ -58,7 +58,7 @@ class Inputs:
         targets: by microbatch, on a process with the last stage.
         output_grads: the same.
         rows: the rows of every microbatch, where they can be counted.
-        whole: the same for what was given as a whole batch, the input and the target.
+        whole: the rows of what was given as a whole batch and is cut into microbatches, of every length one.
         divisors: of the losses, where the user's own function of the target says them.
         unknown: keys of the rules for splitting that are the name of nothing here.
     """
@@ -68,7 +68,7 @@ class Inputs:
     targets: list[Any] | None = None
     output_grads: list[tuple[torch.Tensor, ...]] | None = None
     rows: list[int] | None = None
-    whole: dict[str, list[int]] = field(default_factory=dict)
+    whole: dict[str, int] = field(default_factory=dict)
     divisors: list[float] | None = None
     unknown: list[str] = field(default_factory=list)
 
@@ -134,11 +134,12 @@ def take_inputs(
     count = request.num_microbatches
     if any(stage.is_first for stage in stages):
         inputs.args, inputs.rows = _split_args(request, rules)
-        if inputs.rows is not None and isinstance(request.args[0], torch.Tensor) and _is_dim(rule_for(rules, 0)):
-            inputs.whole["the input"] = inputs.rows
+        for i, value in enumerate(request.args):
+            _add_lengths(inputs.whole, value, rule_for(rules, i), f"input {i}" if i else "the input")
     for name, value in request.kwargs.items():
         if any(stage.accepts is None or name in stage.accepts for stage in stages):
             inputs.kwargs[name] = split(value, count, rule_for(rules, name), name)
+            _add_lengths(inputs.whole, value, rule_for(rules, name), name)
     if any(stage.is_last for stage in stages):
         _take_for_last(inputs, request, rules, loss_fn)
         if callable(reduction) and inputs.output_grads is None and (loss_fn is None or inputs.targets is not None):
@@ -189,29 +190,37 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
     rule = rule_for(rules, "target")
     inputs.targets = split(request.target, count, rule, "target")
     inputs.rows = rows_of(inputs.targets, rule) or inputs.rows
-    if inputs.rows is not None and isinstance(request.target, torch.Tensor) and _is_dim(rule):
-        inputs.whole["target"] = inputs.rows
+    _add_lengths(inputs.whole, request.target, rule, "target")
 
 
-def _is_dim(rule: Rule) -> bool:
-    return isinstance(rule, int) and not isinstance(rule, bool)
+def _add_lengths(whole: dict[str, int], value: Any, rule: Rule, name: str) -> None:
+    """Note the rows of a whole batch's tensors, where no other has as many."""
+    for leaf, rows in lengths(value, rule, name).items():
+        if rows not in whole.values():
+            whole[leaf] = rows
 
 
-def check_cuts(whole: Mapping[str, list[int]]) -> None:
-    """Refuse an input and a target whose microbatches do not belong together.
+def check_cuts(whole: Mapping[str, int], num_microbatches: int) -> None:
+    """Refuse arguments whose microbatches do not belong together.
+
+    Args:
+        whole: the rows of each.
+        num_microbatches: into which they are cut.
 
     Raises:
         ValueError: when their rows are not in the same proportion in every microbatch.
     """
     if len(whole) < 2:
         return
-    rows, targets = whole["the input"], whole["target"]
-    all_rows, all_targets = sum(rows), sum(targets)
-    if any(all_targets * row != all_rows * target for row, target in zip(rows, targets, strict=True)):
-        raise ValueError(
-            f"target has {all_targets} rows and the input has {all_rows}: as microbatches of {targets} and {rows} "
-            "rows they do not belong together; give batches of the same length, or lists of microbatches"
-        )
+    first = "the input" if "the input" in whole else next(iter(whole))
+    for name, rows in whole.items():
+        cut, others = (list(rows_of_cut(count, num_microbatches)) for count in (rows, whole[first]))
+        if any(rows * other != whole[first] * own for own, other in zip(cut, others, strict=True)):
+            raise ValueError(
+                f"{name} has {rows} rows and {first} has {whole[first]}: as microbatches of {cut} and {others} rows "
+                "they do not belong together; give batches of the same length, lists of microbatches, or split= with "
+                "another dimension or 'replicate' for what is not a batch"
+            )
 
 
 def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:

@@ -95,6 +95,10 @@ def checked_loss(loss: Any) -> torch.Tensor:
         )
     if loss.numel() != 1:
         raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: reduce it to one element")
+    if loss.is_complex():
+        raise ValueError(
+            f"loss_fn returned a complex number ({loss.dtype}): make it a real one, by .abs() or .real say"
+        )
     return loss.reshape(()) if loss.dim() else loss
 
 

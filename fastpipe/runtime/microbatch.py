@@ -107,6 +107,23 @@ def _split_leaf(leaf: Any, num_microbatches: int, dim: int, name: str, key: str 
     return leaf.tensor_split(num_microbatches, dim)
 
 
+def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
+    """The rows of a whole batch's tensors, by name; nothing for what is not cut along a dimension."""
+    if not _is_whole(rule) or isinstance(value, list | Iterator):
+        return {}
+    dim: Any = rule
+    if isinstance(value, torch.Tensor):
+        return {name: value.shape[dim]}
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    return {name + pytree.keystr(path): leaf.shape[dim] for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def rows_of_cut(rows: int, num_microbatches: int) -> Iterator[int]:
+    """What `torch.tensor_split` makes of them."""
+    least, more = divmod(rows, num_microbatches)
+    return (least + (number < more) for number in range(num_microbatches))
+
+
 def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
     """How many rows each microbatch has: the length of its first tensor along the split dimension; None if unknown."""
     dim = rule if isinstance(rule, int) and not isinstance(rule, bool) else 0

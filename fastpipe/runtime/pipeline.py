@@ -14,6 +14,7 @@ from torch import nn
 from fastpipe.runtime import native
 from fastpipe.runtime.agreement import Postponed, agreeing, closing_on_error
 from fastpipe.runtime.arguments import (
+    alike_text,
     check_arguments,
     check_flag,
     check_transport,
@@ -182,6 +183,7 @@ class Pipeline(Trains, Replannable):
         self._partition = partition
         self._recompute, self.grad_dtype, self._fused_weight_grad = recompute, grad_dtype, fused_weight_grad
         self._unit = MEASURED.get(partition, "") if isinstance(partition, str) else ""
+        self._also_alike = alike_text(transport, loss_reduction, grad_dtype)
         self._seed = torch.initial_seed() if rng == PER_MICROBATCH else None
         merge_rules: Rules = None if isinstance(merge, bool) else merge
         settings = Settings(loss_fn, loss_reduction, split, merge_rules, merge is not False, metrics, self.device)
@@ -249,6 +251,7 @@ class Pipeline(Trains, Replannable):
         """What must be the same on every rank before there are stages; what rank 0 says by which they are cut."""
         plan = f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
         plan += f", cut by {self._unit}" if self._unit else ""
+        plan += self._also_alike
         return {"plan": plan, "seed": self._seed, "costs": self._costs}
 
     def _adopt_plan(self, replies: Sequence[Reply]) -> None:

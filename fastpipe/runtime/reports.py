@@ -178,6 +178,8 @@ def _reduced(name: str, found: Mapping[int, torch.Tensor], count: int, weights: 
         values = [
             scale_loss(value, None if weights.mean is None else weights.mean[i]) for i, value in enumerate(values)
         ]
+    elif not values[0].is_floating_point() and not values[0].is_complex():
+        values = [value.long() for value in values]  # as torch's sum counts
     return sum_in_order(values)
 
 

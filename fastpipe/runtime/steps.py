@@ -252,7 +252,8 @@ class Steps:
         return replies
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
-        check_cuts({name: rows for reply in replies for name, rows in reply["whole"].items()})
+        whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
+        check_cuts(whole, request.num_microbatches)
         taken = {name for reply in replies for name in reply["kwargs"]}
         for name in request.kwargs:
             if name not in taken:

@@ -126,6 +126,21 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a loss that is no scalar": ({"loss_fn": no_scalar}, lambda p: p.step(X, target=Y), r"shape \(3, 6\).*reduce"),
     "a loss that is no tensor": ({"loss_fn": no_tensor}, lambda p: p.step(X, target=Y), "loss_fn returned a float"),
     "rows and targets that differ": ({}, lambda p: p.step(X, target=Y[:8]), "target has 8 rows.*the input has 9"),
+    "a second input of another length": (
+        {},
+        lambda p: p.step(X, torch.ones(7, 1), target=Y),
+        "input 1 has 7 rows and the input has 9.*'replicate'",
+    ),
+    "a leaf of another length": (
+        {"loss_fn": lambda o, t: squared(o, t["y"])},
+        lambda p: p.step(X, target={"y": Y, "w": Y[:7]}),
+        r"target\['w'\] has 7 rows and the input has 9",
+    ),
+    "a complex loss": (
+        {"loss_fn": lambda o, t: (o.to(torch.complex64) * (1 + 2j)).sum()},
+        lambda p: p.step(X, target=Y),
+        "loss_fn returned a complex",
+    ),
     "weights that sum to 0": (
         {"loss_reduction": lambda t: 0.0},
         lambda p: p.step(X, target=Y),

@@ -132,6 +132,11 @@ def test_the_plain_model_loads_and_saves(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "b", pipe, optimizer) == 7
     assert all_same(train(pipe, optimizer, range(4, 6)), expected[4:])
 
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    pipe = pipeline("1f1b", 2, fresh())
+    assert load_checkpoint(tmp_path / "c", pipe) is None
+    assert all(same_bits(value, model.state_dict()[key]) for key, value in pipe.state_dict().items())
+
 
 def test_saving_in_the_background_takes_what_there_was(tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 2)

@@ -383,6 +383,19 @@ def test_what_is_no_loss_with_metrics(returned: Callable[[torch.Tensor], Any], t
         pipe.step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))
 
 
+def test_sums_of_counts_are_whole_numbers(executor: str) -> None:
+    """As torch's own sum counts them, whatever small type they come in."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> Any:
+        many = {"bytes": torch.tensor(200, dtype=torch.uint8), "ints": torch.tensor(2**31 - 5, dtype=torch.int32)}
+        return squared(output, target), {"any": (output > -9e9).any(), "true": True, "half": torch.tensor(0.5), **many}
+
+    pipe = Pipeline(CASES["plain"].layers(4), "1f1b", 4, loss_fn, num_ranks=2, executor=executor, metrics="sum")
+    found = pipe.step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH)).metrics
+    expected = {"any": 4, "true": 4, "bytes": 800, "ints": 4 * (2**31 - 5), "half": 2.0}
+    assert {name: value.item() for name, value in found.items()} == expected
+
+
 def test_a_metric_has_to_come_always_and_a_rule_has_to_be_for_one() -> None:
     calls = iter(range(100))
 

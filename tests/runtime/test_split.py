@@ -207,6 +207,20 @@ def test_what_is_no_row_is_refused(what: str) -> None:
         fastpipe.split(Wrong(forward), batch()[0])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_no_row_in_training_is_refused(training: bool) -> None:
+    """A model that is handed over to be evaluated may be trained later."""
+
+    def forward(m: Decoder, x: torch.Tensor) -> torch.Tensor:
+        return ending(m, through(m, x, lambda x: nn.functional.dropout(x, 0.5, m.training)))
+
+    model = Wrong(forward).train(training)
+    model.head.eval()
+    with pytest.raises(ValueError, match="something between inner.blocks.0|in training, its layers in a row do not"):
+        fastpipe.split(model, batch()[0])
+    assert model.training == training and not model.head.training
+
+
 def test_a_block_with_more_arguments_is_refused() -> None:
     class Masked(Block):
         def forward(self, x: torch.Tensor, mask: Any = None) -> torch.Tensor:

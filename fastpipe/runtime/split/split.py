@@ -70,12 +70,37 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         torch.set_rng_state(state)
         with left_alone(model):
             found = _in_a_row(layers, example, kwargs)
+        if not torch.equal(found, expected):
+            raise ValueError(
+                f"model: its layers in a row do not give what the whole gives ({type(model).__name__}); hand over the "
+                "model's layers as a list"
+            )
+        if not model.training:
+            _check_in_training(model, layers, example, kwargs)
+    return layers
+
+
+def _check_in_training(model: nn.Module, layers: RowLayers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The same in training, for a model that is not: a function between its blocks may do something only then."""
+    modes = [(module, module.training) for module in model.modules()]
+    state = torch.get_rng_state()
+    try:
+        model.train()
+        with left_alone(model):
+            expected = model(*example, **kwargs)
+        torch.set_rng_state(state)
+        with left_alone(model):
+            found = _in_a_row(layers, example, kwargs)
+    except Exception:  # it cannot be trained on the example, so nothing can be said
+        return
+    finally:
+        for module, mode in modes:
+            module.training = mode
     if not torch.equal(found, expected):
         raise ValueError(
-            f"model: its layers in a row do not give what the whole gives ({type(model).__name__}); hand over the "
-            "model's layers as a list"
+            f"model: in training, its layers in a row do not give what the whole gives ({type(model).__name__}); does "
+            "its forward use dropout between them? Make that a module, or hand over the model's layers as a list"
         )
-    return layers
 
 
 def _in_a_row(layers: RowLayers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
