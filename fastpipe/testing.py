@@ -77,7 +77,8 @@ def reference_step(
     """One step of the unsplit model: what every pipelined step must equal, bit for bit, on a CPU.
 
     The microbatches go one after the other, in the order in which the schedule's B, or W, come; every loss is scaled
-    before its backward; ``.grad`` is added to.
+    before its backward; ``.grad`` is added to. Buffers that a forward changes (BatchNorm's) are those of this order; a
+    pipeline's are those of its forwards' order, which differs where B come in another one (``looped_bfs``).
 
     Args:
         model: the whole model, or the list of its layers.

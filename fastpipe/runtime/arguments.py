@@ -25,6 +25,8 @@ def check_arguments(loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, o
     """
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
+    if isinstance(loss_fn, type):
+        raise ValueError(f"loss_fn = {loss_fn.__name__}: that is a class; give one of it, {loss_fn.__name__}()")
     check_reduction(loss_reduction)
     check_rules(metrics)
     if rng not in (None, PER_MICROBATCH):

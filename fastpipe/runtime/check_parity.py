@@ -79,10 +79,15 @@ def check_parity(
         What differs. ``.ok`` says whether nothing does, to the last bit; ``print`` shows a table, the worst first.
 
     Raises:
+        TypeError: for what is no pipeline or no model.
         ValueError: when no rank has the model, when its parameters are not as many as the pipeline's, or when there is
             no loss.
         StepError: when another rank could not take part.
     """
+    if not hasattr(pipe, "step"):
+        raise TypeError(f"pipe is a {type(pipe).__name__}: give a Pipeline")
+    if isinstance(model, str) or not isinstance(model, nn.Module | Sequence | None):
+        raise TypeError(f"model is a {type(model).__name__}: give the unsplit model, or the list of its layers")
     unsplit = None if model is None else whole(model)
     check = _Check(pipe, unsplit, model, batch, num_microbatches, kwargs or {})
     with _left_alone(pipe, unsplit) as rewind:

@@ -79,7 +79,7 @@ def checked_contexts(
         TypeError: naming the one that is none.
     """
     for name, given in (("forward_context", forward_context), ("backward_context", backward_context)):
-        if given is not None and not callable(given):
+        if given is not None and (not callable(given) or hasattr(type(given), "__enter__")):
             raise TypeError(
                 f"{name} is a {type(given).__name__}: give a function of the action that returns a context manager"
             )

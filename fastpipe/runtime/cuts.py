@@ -30,6 +30,8 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
                 f"example is given and partition = {partition!r} needs none: leave it out, or set partition to one of "
                 f"{', '.join(map(repr, MEASURED))}"
             )
+        if partition != "layers" and callable(stages) and not isinstance(stages, nn.Module):
+            raise ValueError(f"partition = {partition!r}: stages is a function, which makes whole stages; leave it out")
         return None
     if example is None:
         raise ValueError(

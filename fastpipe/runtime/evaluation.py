@@ -51,7 +51,7 @@ class Evaluates:
     def _run(self, request: Request, trace: bool, gather_outputs: bool) -> StepResult:
         if gather_outputs and not self._settings.keep_outputs and not request.keeps_outputs:
             raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
-        result = self._steps.run(request, trace)
+        result = self._steps.run(request, bool(trace))
         if gather_outputs:
             result.found = gather(self._steps, self._member, self.device, result.found)
         return result

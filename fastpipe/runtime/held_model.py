@@ -11,6 +11,7 @@ from fastpipe.runtime.modules import Named, named_parameters, state_prefix
 from fastpipe.runtime.shared_weight import Tie
 from fastpipe.runtime.tied import first_names
 from fastpipe.runtime.wrappers import unwrapped
+from fastpipe.schedule import Schedule
 
 
 class HeldModel:
@@ -18,9 +19,11 @@ class HeldModel:
 
     Attributes:
         stage_modules: its stages, by index.
+        schedule: says how many stages there are.
     """
 
     stage_modules: dict[int, nn.Module]
+    schedule: Schedule
     _ties: Sequence[Tie]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -52,8 +55,12 @@ class HeldModel:
         """Load the local part of a state under the keys of the whole model.
 
         Raises:
-            KeyError: for a key that is missing.
+            KeyError: for a key that is missing; where all stages are here, also for one that no stage has.
+            TypeError: for what is no state.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state is a {type(state).__name__}: give what state_dict() of the model returns")
+        taken: set[str] = set()
         for stage, wrapped in self.stage_modules.items():
             module = unwrapped(wrapped)
             prefix = state_prefix(module, stage)
@@ -62,6 +69,10 @@ class HeldModel:
             if missing:
                 raise KeyError(f"the state has no {missing[0]!r}, which stage {stage} needs; its keys are the model's")
             module.load_state_dict({key: state[prefix + key] for key in own})
+            taken.update(prefix + key for key in own)
+        left = [key for key in state if key not in taken]
+        if left and len(self.stage_modules) == self.schedule.num_stages:
+            raise KeyError(f"the state has {left[0]!r}, which is of no stage: is it of another model?")
 
     def train(self, mode: bool = True) -> Self:
         """Put the local stages into training mode, or out of it."""

@@ -155,13 +155,24 @@ def loss_divisors(
     if callable(reduction):
         if targets is None:
             raise ValueError("loss_reduction is a function of the target, and no target was given: pass target=")
-        weights = [float(reduction(target)) for target in targets]
+        weights = [_weight_of(reduction, target, number) for number, target in enumerate(targets)]
     else:
         weights = [1.0] * count if rows is None else [float(r) for r in rows]
     total = sum(weights)
     if not total > 0:
         raise ValueError(f"loss_reduction: the weights of the microbatches sum to {total}; one must be above 0")
     return [total / weight if weight else float("inf") for weight in weights]
+
+
+def _weight_of(reduction: Callable[[Any], float], target: Any, number: int) -> float:
+    weight: Any = reduction(target)
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        found = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
+        raise ValueError(
+            f"loss_reduction returned {found} for the target of microbatch {number}: return one number, its weight"
+        ) from None
 
 
 def check_reduction(reduction: Any) -> None:

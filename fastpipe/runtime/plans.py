@@ -158,6 +158,8 @@ def options_with_stages(
     Raises:
         ValueError: for a ``stages_per_rank`` that the schedule cannot have.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"schedule_options = {options!r}: give a dict of the schedule's options")
     chosen = dict(options or {})
     if isinstance(schedule, Schedule):
         if chosen:

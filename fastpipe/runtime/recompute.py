@@ -8,6 +8,7 @@ after the backward what F made of them, as a forward that is run twice would cou
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -44,10 +45,20 @@ def way_of(policy: Policy, stage: int, module: nn.Module) -> str:
     Raises:
         ValueError: when the policy's function returns no way.
     """
+    if callable(policy):
+        with contextlib.suppress(ValueError):  # of a function that does not tell its arguments
+            _check_arguments(policy)
     way = policy(stage, module) if callable(policy) else policy
     if way not in WAYS:
         raise ValueError(f"recompute returned {way!r} for stage {stage}: return 'none', 'full' or 'layers'")
     return way
+
+
+def _check_arguments(policy: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(policy).bind(0, None)
+    except TypeError as error:
+        raise TypeError(f"recompute is a function that does not take (stage index, module): {error}") from None
 
 
 def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:

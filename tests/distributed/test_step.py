@@ -156,6 +156,9 @@ def build_badly() -> dict[str, Any]:
         "different": caught(lambda: pipeline(num_microbatches=4 + rank)),
         "partitions": caught(lambda: pipeline(partition="5,3" if rank else "layers")),
         "schedules": caught(lambda: pipeline(schedule="gpipe" if rank else "1f1b")),
+        "transports": caught(lambda: pipeline(transport="process_group" if rank else "auto")),
+        "reductions": caught(lambda: pipeline(loss_reduction="sum" if rank else "mean")),
+        "dtypes": caught(lambda: pipeline(grad_dtype=torch.float64 if rank else None)),
         "loopback": caught(lambda: pipeline(transport="loopback")),
         "too many ranks": caught(lambda: pipeline(num_ranks=3)),
     }
@@ -176,7 +179,7 @@ def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:
     }.items():
         assert one[name][0] == "ValueError" and text in one[name][1]
         assert zero[name][0] == "StepError" and text in zero[name][1]
-    for name in ("different", "partitions", "schedules"):
+    for name in ("different", "partitions", "schedules", "transports", "reductions", "dtypes"):
         assert zero[name][0] == one[name][0] == "ValueError" and "do not build the same pipeline" in zero[name][1]
     assert "there are several processes" in zero["loopback"][1]
     assert "num_ranks = 3: the group has 2 processes" in zero["too many ranks"][1]

@@ -61,6 +61,14 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "a bad rule": ({"split": {0: "halves"}}, r"split\[0\] = 'halves': give a dimension"),
     "a rule for the last": ({"split": {-1: 1}}, r"split\[-1\]: give a name, or a position counted from 0"),
     "outputs merged badly": ({"merge": "cat"}, "merge = 'cat': give a dimension, 'replicate' or a function"),
+    "a class for a loss": ({"loss_fn": nn.MSELoss}, r"loss_fn = MSELoss: that is a class; give one of it, MSELoss\(\)"),
+    "options in a list": ({"schedule_options": [1]}, r"schedule_options = \[1\]: give a dict"),
+    "recompute of one argument": ({"recompute": lambda i: "full"}, "recompute is a function that does not take"),
+    "a context for a function": ({"forward_context": torch.no_grad()}, "forward_context is a no_grad: give a function"),
+    "a partition of made stages": (
+        {"stages": lambda index: Block(), "partition": [7, 9, 100]},
+        "partition = .*stages is a function",
+    ),
     "recv_lookahead": ({"recv_lookahead": -1}, "recv_lookahead = -1"),
 }
 
@@ -141,6 +149,17 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.step(X, target=Y),
         "loss_fn returned a complex",
     ),
+    "a weight that is none": (
+        {"loss_reduction": lambda t: None},
+        lambda p: p.step(X, target=Y),
+        "loss_reduction returned None for the target of microbatch 0",
+    ),
+    "a state of nothing": ({}, lambda p: p.load_state_dict(3), "state is a int"),
+    "a state of another model": (
+        {},
+        lambda p: p.load_state_dict({**p.state_dict(), "9.weight": X}),
+        "has '9.weight', which is of no stage",
+    ),
     "weights that sum to 0": (
         {"loss_reduction": lambda t: 0.0},
         lambda p: p.step(X, target=Y),
@@ -160,7 +179,7 @@ def test_stepping_and_then_a_good_step(
     options: dict[str, Any], step: Callable[[Pipeline], Any], message: str, executor: str
 ) -> None:
     pipe = build(**options, executor=executor)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValueError, TypeError, KeyError)) as caught:
         step(pipe)
     assert re.search(message, str(caught.value)), str(caught.value)
     if not options:
