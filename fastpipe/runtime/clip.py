@@ -196,8 +196,17 @@ def total_norm(norms: Sequence[Norm], order: float, device: torch.device) -> tor
     return total
 
 
-def report_nonfinite(total: torch.Tensor, norms: Sequence[Norm], local: Sequence[Held], *, is_error: bool) -> None:
+def report_nonfinite(
+    total: torch.Tensor, norms: Sequence[Norm], local: Sequence[Held], *, is_error: bool, expected: bool = False
+) -> None:
     """Name the gradients that made the norm infinite or NaN.
+
+    Args:
+        total: the norm.
+        norms: of all gradients.
+        local: those of this process, which it logs.
+        is_error: whether to raise.
+        expected: whether it is nothing to warn of.
 
     Raises:
         StepError: if that is to be an error, on every rank.
@@ -213,7 +222,7 @@ def report_nonfinite(total: torch.Tensor, norms: Sequence[Norm], local: Sequence
         raise StepError(f"{text}; nothing was clipped", rank=rank, stage=stage, cause=cause)
     own = {(held.stage, held.name) for held in local}
     if any((norm.stage, norm.name) in own for norm in bad):
-        logger.warning("%s", text)
+        logger.log(logging.INFO if expected else logging.WARNING, "%s", text)
 
 
 def clip_grad_norm(
@@ -236,6 +245,7 @@ def clip_grad_norm(
     limit, order, is_error = same_arguments(replies)
     norms = merged_norms(replies)
     total = total_norm(norms, order, device)
-    report_nonfinite(total, norms, local, is_error=is_error)
+    # a scaler tries large scales, and leaves out the steps that overflow
+    report_nonfinite(total, norms, local, is_error=is_error, expected=steps.loss_scale is not None)
     torch.nn.utils.clip_grads_with_norm_([p.parameter for p in named], limit, total)
     return total

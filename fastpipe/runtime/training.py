@@ -110,7 +110,8 @@ class Trains(Evaluates, HeldModel):
             max_norm: at least 0; ``float("inf")`` only measures.
             norm_type: the p of the p-norm, or ``"inf"``.
             error_if_nonfinite: whether a norm that is infinite or NaN is an error. Otherwise a warning is logged,
-                which names the gradients, and they are scaled by that norm.
+                which names the gradients, and they are scaled by that norm. (With a `fastpipe.GradScaler`, which skips
+                such steps, it is logged as information.)
 
         Returns:
             The norm before clipping, the same on every rank.

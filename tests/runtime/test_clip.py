@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe import Pipeline, StepError
+from fastpipe import GradScaler, Pipeline, StepError
 from fastpipe.runtime.clip import Held, Norm, merged_norms, norms_message, total_norm
 from fastpipe.runtime.stage import Chain
 from tests.runtime.checks import reference_of, same_bits, train_and_compare, unequal
@@ -130,6 +130,15 @@ def test_what_is_not_finite_is_named(bad: float, caplog: pytest.LogCaptureFixtur
     for p, grad in zip(unsplit.parameters(), before, strict=True):
         p.grad = grad
     assert same_bits(norm, torch.nn.utils.clip_grad_norm_(unsplit.parameters(), 1.0)) and not unequal(pipe, unsplit)
+
+
+def test_an_overflow_that_a_scaler_skips_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = train_and_compare("plain", "1f1b", 4, num_ranks=2, steps=1, num_layers=4)
+    GradScaler(pipe)
+    next(iter(pipe.parameters())).grad[0] = math.inf
+    with caplog.at_level(logging.INFO, "fastpipe"):
+        pipe.clip_grad_norm_(1.0)
+    assert [record.levelno for record in caplog.records if "not finite" in record.message] == [logging.INFO]
 
 
 def test_a_norm_that_overflows_names_no_gradient() -> None:
