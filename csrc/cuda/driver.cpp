@@ -8,7 +8,7 @@ namespace {
 
 constexpr unsigned int kStreamFlagsSince = 11070;  // in this form
 
-void require(CUresult code, const char* what) {
+void require_driver(CUresult code, const char* what) {
   if (code != CUDA_SUCCESS) throw Error(std::string(what) + " failed (CUresult " + std::to_string(code) + ")");
 }
 
@@ -40,12 +40,12 @@ StreamFlags::Function StreamFlags::find(const char* name) {
 
 void StreamFlags::write(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
   const auto address = reinterpret_cast<CUdeviceptr>(flag);
-  require(write_(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
+  require_driver(write_(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
 }
 
 void StreamFlags::wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
   const auto address = reinterpret_cast<CUdeviceptr>(flag);
-  require(wait_(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+  require_driver(wait_(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
 }
 
 std::optional<std::string> copy_engine_obstacle(int device) {

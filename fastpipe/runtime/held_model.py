@@ -11,7 +11,6 @@ from fastpipe.runtime.modules import Named, named_parameters, state_prefix
 from fastpipe.runtime.shared_weight import Tie
 from fastpipe.runtime.tied import first_names
 from fastpipe.runtime.wrappers import unwrapped
-from fastpipe.schedule import Schedule
 
 
 class HeldModel:
@@ -23,7 +22,7 @@ class HeldModel:
     """
 
     stage_modules: dict[int, nn.Module]
-    schedule: Schedule
+    schedule: Any
     _ties: Sequence[Tie]
 
     def parameters(self) -> Iterator[nn.Parameter]:

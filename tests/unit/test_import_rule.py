@@ -58,7 +58,17 @@ FOLDERS = {
     "planner": {
         "planner",
         *("action", "cost", "lower", "memory", "native_plan", "partition", "placement", "program", "schedule"),
-        *("schedules", "simulate", "timeline", "validate", "validate_program", "visualize", "bounds", "errors"),
+        *(
+            "schedules",
+            "simulate",
+            "timeline",
+            "validate",
+            "validate_program",
+            "visualize",
+            "bounds",
+            "chains",
+            "errors",
+        ),
     },
     "runtime": {"runtime", "program", "placement", "action", "dependencies", "machine", "timeline", "errors"},
 }
