@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from fastpipe.machine import Lanes
+from fastpipe.runtime.grad_dtype import check_grad_dtype
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import check_reduction
 from fastpipe.runtime.pairs import check_overlap
@@ -17,7 +18,16 @@ from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
 
-def check_arguments(loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, overlap: Any, recompute: Any) -> None:
+def check_arguments(
+    loss_fn: Any,
+    loss_reduction: Any,
+    metrics: Any,
+    rng: Any,
+    overlap: Any,
+    recompute: Any,
+    grad_dtype: Any,
+    fused_weight_grad: Any,
+) -> None:
     """Refuse what cannot be right whatever the model.
 
     Raises:
@@ -36,25 +46,23 @@ def check_arguments(loss_fn: Any, loss_reduction: Any, metrics: Any, rng: Any, o
         )
     check_overlap(overlap)
     check_policy(recompute)
+    check_grad_dtype(grad_dtype)
+    if not isinstance(fused_weight_grad, bool):
+        raise ValueError(f"fused_weight_grad = {fused_weight_grad!r}: give True or False")
+
+
+def asked_transport(transport: Any) -> Any:
+    """What the user, or else the environment, says; ``"auto"`` where neither says anything."""
+    return os.environ.get("FASTPIPE_TRANSPORT", "auto") if transport == "auto" else transport
 
 
 def alike_text(transport: Any, loss_reduction: Any, grad_dtype: Any) -> str:
     """Of these what has to be the same on every rank, in words; nothing for what they are unless given."""
-    where = os.environ.get("FASTPIPE_TRANSPORT", "auto") if transport == "auto" else transport
+    where = asked_transport(transport)
     said = [f"transport {where}"] if isinstance(where, str) and where != "auto" else []
     said += [f"loss_reduction {loss_reduction}"] if isinstance(loss_reduction, str) and loss_reduction != "mean" else []
     said += [f"grad_dtype {grad_dtype}"] if grad_dtype is not None else []
     return "".join(f", {text}" for text in said)
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r}: give True or False")
 
 
 def checked_timeout(timeout: Any) -> float:

@@ -48,16 +48,13 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-def wait_until_done(device: torch.device, seconds: float) -> bool:
-    """Wait until the device has done what its current stream has; False where it had not when the time was over."""
+def wait_until_done(device: torch.device, seconds: float) -> None:
+    """Wait until the device has done what its current stream has, but no longer than so many seconds."""
     event = torch.Event(device)
     event.record()
     until = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() > until:
-            return False
+    while not event.query() and time.monotonic() < until:
         time.sleep(_PAUSE)
-    return True
 
 
 class Clock(ABC):

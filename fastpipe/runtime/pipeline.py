@@ -15,8 +15,8 @@ from fastpipe.runtime import native
 from fastpipe.runtime.agreement import Postponed, agreeing, closing_on_error
 from fastpipe.runtime.arguments import (
     alike_text,
+    asked_transport,
     check_arguments,
-    check_flag,
     check_transport,
     checked_timeout,
     find_num_microbatches,
@@ -31,7 +31,7 @@ from fastpipe.runtime.describe import describe, pairs_text
 from fastpipe.runtime.devices import wants_streams
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.forked import Home
-from fastpipe.runtime.grad_dtype import check_grad_dtype, check_not_sharded, set_grad_dtype
+from fastpipe.runtime.grad_dtype import check_not_sharded, set_grad_dtype
 from fastpipe.runtime.group import crowd, membership
 from fastpipe.runtime.known_plans import KnownPlans
 from fastpipe.runtime.loopback import Loopback
@@ -192,19 +192,15 @@ class Pipeline(Trains, Replannable):
         self._control = self._make_control(store, timeout)
         with agreeing(self._control, self._plan_message, self._adopt_plan):
             postponed.refuse()
-            check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute)
+            check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute, grad_dtype, fused_weight_grad)
             check_split_and_merge(split, merge_rules)
-            check_grad_dtype(grad_dtype)
-            check_flag("fused_weight_grad", fused_weight_grad)
             self._contexts = checked_contexts(forward_context, backward_context)
             self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
             self._crowd.join(self.num_ranks if self._member.size == 1 else 1)
             lanes = check_transport(transport, self.num_ranks, self._member.size)
             options = options_with_stages(schedule, schedule_options, stages_per_rank)
-            self._plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
-            self.num_microbatches = find_num_microbatches(num_microbatches, schedule)
-            self.schedule = self._plans.schedule(self.num_microbatches)
-            self._plans.program(self.num_microbatches, forward_only=False)
+            plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
+            self._settle(plans, find_num_microbatches(num_microbatches, schedule))
             self._costs = costs_here(stages, partition, example, self._member.rank)
         with agreeing(self._control, self._setup_message, self._adopt, part="stages"):
             self._partition = cut_by(partition, self._costs, self.schedule.num_stages)
@@ -215,6 +211,12 @@ class Pipeline(Trains, Replannable):
         self._reduces = True
         self._join(modules)
         logger.info("%s", self.describe())
+
+    def _settle(self, plans: Plans, num_microbatches: int) -> None:
+        """Make the schedule, and prove its program, for so many microbatches."""
+        self._plans, self.num_microbatches = plans, num_microbatches
+        self.schedule = plans.schedule(num_microbatches)
+        plans.program(num_microbatches, forward_only=False)
 
     def _join(self, modules: dict[int, dict[int, nn.Module]]) -> None:
         """Make of modules, programs and a transport what runs steps."""
@@ -281,7 +283,7 @@ class Pipeline(Trains, Replannable):
             return transport
         if self._member.size == 1:
             return Loopback()
-        choice = os.environ.get("FASTPIPE_TRANSPORT", "auto") if transport == "auto" else transport
+        choice = asked_transport(transport)
         with closing_on_error(self._control):
             return between_processes(
                 choice, self._control.exchange, self._member, self.device, timeout, self._crowd.count()

@@ -177,7 +177,7 @@ class _ProcessGroupEndpoint(Endpoint):
     def _lost(self, channel: int, error: RuntimeError) -> TransportError:
         peer = self._peer(channel)
         self.broken.add(peer)
-        return TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
+        return dead_or_silent(peer, error)
 
 
 def wait_for(work: Any, timeout: timedelta, device: torch.device) -> None:
@@ -220,8 +220,13 @@ def swap(
         for work, device in works:
             wait_for(work, timeout, device)
     except RuntimeError as error:
-        raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
+        raise dead_or_silent(peer, error) from error
     return theirs
+
+
+def dead_or_silent(peer: int, error: RuntimeError) -> TransportError:
+    """What to raise when c10d says that of a peer, in many lines."""
+    return TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
 
 
 def group_index(channel: Channel) -> int:

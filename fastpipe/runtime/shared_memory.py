@@ -18,8 +18,8 @@ from fastpipe.program import Program
 from fastpipe.runtime import native
 from fastpipe.runtime.group import Membership, make_group
 from fastpipe.runtime.native_endpoint import NativeEndpoint
-from fastpipe.runtime.process_group import swap
-from fastpipe.runtime.transport import Endpoint, Transport, TransportError
+from fastpipe.runtime.process_group import dead_or_silent, swap
+from fastpipe.runtime.transport import Endpoint, Transport
 
 
 class SharedMemory(Transport):
@@ -66,7 +66,7 @@ class SharedMemory(Transport):
         try:
             self.prepare_exchange()
         except RuntimeError as error:
-            raise TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer) from error
+            raise dead_or_silent(peer, error) from error
         return swap(self._group, self._group, (self.member.rank, peer), tensors, self.timeout)
 
     def prepare_exchange(self) -> None:

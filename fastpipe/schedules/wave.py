@@ -89,7 +89,10 @@ def generate(
 def _compact(wave: _Wave, count: int, seconds: Seconds) -> Iterator[Filled]:
     """The orders of the shortest compact rounds, in the slots 2t + r and 2t + 2p - 1 - r of a round at tick t."""
     offsets = range(2 * wave.num_ranks)
-    for starts in nsmallest(count, _search(wave, compact, RULES, (0,), count), key=_length):
+    found = nsmallest(count, _search(wave, compact, RULES, (0,), count), key=_length)
+    if count == 1 and wave.may_attain:
+        found = [_beamed(wave, *found)]
+    for starts in found:
         order = filled(_spread(wave, starts, 2, offsets), wave.limit, seconds)
         assert order is not None, "the W of a tick leave room for the F behind them on every rank: docs/waves.md"
         yield order
@@ -132,8 +135,8 @@ def _search(wave: _Wave, model: Model, rules: Sequence[Rule], extras: Sequence[i
                     return found
         left -= 3 * rounds * wave.num_microbatches * len(rules) * len(extras)
         if left < 0 and found:
-            break
-    return [_beamed(wave, min(found, key=_length))] if keep == 1 and wave.may_attain else found
+            return found
+    return found
 
 
 def _beamed(wave: _Wave, known: Starts) -> Starts:
