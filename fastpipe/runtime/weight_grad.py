@@ -97,6 +97,7 @@ class PythonWeightGradients:
         self.survey, self.fuses = survey, fused
         self.backward = self.fused = False
         self._weights: list[torch.Tensor] = []
+        self._asked: list[torch.Tensor] = []
         self._pending: list[_Pending] = []
 
     @contextmanager
@@ -116,7 +117,7 @@ class PythonWeightGradients:
             return
         self.survey.done = True
         kept = {get_gradient_edge(tensor).node for tensor in inputs}
-        _reach([get_gradient_edge(tensor).node for tensor in outputs], kept)
+        _reach([get_gradient_edge(tensor).node for tensor in (*outputs, *self._asked)], kept)
         found = True
         while found:
             found = False
@@ -127,6 +128,7 @@ class PythonWeightGradients:
                     found = True
         self.survey.whole = {_cdata(node) for node in kept if _is_leaf(node)}
         self._weights.clear()
+        self._asked.clear()
 
     def waits(self, weight: torch.Tensor) -> bool:
         """Whether a linear that is computed now leaves this weight for W."""
@@ -136,6 +138,11 @@ class PythonWeightGradients:
         if self.backward and not _in_reentrant_checkpoint():
             return False
         return not any(leaf in self.survey.whole for leaf in _leaves([get_gradient_edge(weight).node]))
+
+    def differentiated(self, weight: torch.Tensor) -> None:
+        """In F: the model differentiates a linear itself, and may ask for its weight's gradient."""
+        if weight.requires_grad:
+            self._asked.append(weight)
 
     def add(self, weight: torch.Tensor, edge: GradientEdge, use: tuple[torch.Tensor, torch.Tensor]) -> None:
         """In I: queue what one linear leaves."""
@@ -170,6 +177,7 @@ class PythonWeightGradients:
     def clear(self) -> None:
         """Let go of all."""
         self._weights.clear()
+        self._asked.clear()
         self._pending.clear()
 
 
@@ -235,13 +243,25 @@ def _input_gradient(inputs: torch.Tensor, grad: torch.Tensor, weight: torch.Tens
 
 
 class _Linear(torch.autograd.Function):
-    """``addmm(bias, inputs, weight.t())``, or ``mm``; with ``later`` the weight comes without its graph."""
+    """``addmm(bias, inputs, weight.t())``, or ``mm``.
+
+    If the weight waits for W it comes without its graph, which is in ``later``. Where nothing else in the linear
+    requires a gradient then, an ``anchor`` does: without one there would be no node.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Any) -> Any:
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights: PythonWeightGradients,
+        later: tuple[torch.Tensor, GradientEdge] | None,
+        anchor: torch.Tensor | None,
+    ) -> torch.Tensor:
         # not in the order of autograd's own node: a checkpoint that ran with that one sees by the shapes that it is not
         ctx.save_for_backward(weight, inputs)
-        ctx.later = later
+        ctx.weights, ctx.later = weights, later
         return torch.mm(inputs, weight.t()) if bias is None else torch.addmm(bias, inputs, weight.t())
 
     @staticmethod
@@ -251,10 +271,11 @@ class _Linear(torch.autograd.Function):
         for_inputs = _input_gradient(inputs, grad, weight) if ctx.needs_input_grad[0] else None
         for_weight = _weight_gradient(inputs, grad, weight) if ctx.needs_input_grad[1] else None
         for_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        if ctx.later is not None:
-            weights, tracked, edge = ctx.later
-            weights.add(tracked, edge, (inputs, grad))
-        return for_inputs, for_weight, for_bias, None
+        if not ctx.weights.backward:
+            ctx.weights.differentiated(weight)
+        elif ctx.later is not None:
+            ctx.weights.add(*ctx.later, (inputs, grad))
+        return for_inputs, for_weight, for_bias, None, None, None
 
 
 class _Source(torch.autograd.Function):
@@ -308,10 +329,12 @@ def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 def _multiply(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights: PythonWeightGradients
 ) -> torch.Tensor:
-    waits = weights.waits(weight)
-    later = (weights, weight, get_gradient_edge(weight)) if waits else None
-    tracked = weight.detach() if waits else weight
-    made: torch.Tensor = _Linear.apply(inputs, tracked, bias, later)  # type: ignore[no-untyped-call]
+    later = anchor = None
+    if weights.waits(weight):
+        later, weight = (weight, get_gradient_edge(weight)), weight.detach()
+        if not inputs.requires_grad and (bias is None or not bias.requires_grad):
+            anchor = weight.new_empty(()).requires_grad_()
+    made: torch.Tensor = _Linear.apply(inputs, weight, bias, weights, later, anchor)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -203,6 +203,32 @@ class Around(nn.Module):
         return self.last(y)
 
 
+class Cut(nn.Module):
+    """A linear with nothing but its weight to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.detach()) + x
+
+
+class Slopes(nn.Module):
+    """Asks for gradients within the forward: of an input, and of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        apart = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(self.first(apart)).sum(), apart)
+        (part,) = torch.autograd.grad(self.last(apart).sum(), self.last.weight)
+        return self.last(self.first(x) + slope) * part.mean()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "transformer": Transformer,
@@ -217,5 +243,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "made": Made,
     "strided": Strided,
+    "cut": Cut,
+    "slopes": Slopes,
     "own_function": Around,
 }
