@@ -209,8 +209,12 @@ bool Executor::empty() const {
 }
 
 void Executor::clear() noexcept {
-  for (const auto& payload : slots_) payload->clear();
-  for (const auto& payload : sends_) payload->clear();
+  for (const auto* payloads : {&slots_, &sends_}) {
+    for (const auto& payload : *payloads) {
+      payload->clear();
+      payload->end_step();
+    }
+  }
   for (const auto& stage : stages_) {
     if (stage) stage->release();
   }

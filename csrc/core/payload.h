@@ -33,6 +33,8 @@ class Payload {
   virtual void copy_from(const Payload& source) = 0;
   virtual std::unique_ptr<Spec> spec() const = 0;
   virtual bool matches(const Spec& spec) const = 0;
+  // The step is over: what streams get from now on comes after all that worked with the memory in it.
+  virtual void end_step() noexcept {}
 };
 
 }  // namespace fastpipe

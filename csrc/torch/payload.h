@@ -65,6 +65,8 @@ class TensorPayload final : public Payload {
   void copy_from(const Payload& source) override;
   std::unique_ptr<Spec> spec() const override;
   bool matches(const Spec& spec) const override;
+  // No fence is waited for in a later step, which may be recorded: a recording cannot wait for what was before it.
+  void end_step() noexcept override { free_.forget(); }
 
   // To be received into: memory of that look, which nobody else can see, ...
   const std::vector<at::Tensor>& prepare(const std::vector<TensorSpec>& specs);

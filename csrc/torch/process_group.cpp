@@ -60,15 +60,11 @@ ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups
       program_(program),
       timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(as_duration(timeout_seconds))),
       specs_(program.size()),
+      side_streams_(device, kNumGroups),
       receives_(program.num_slots()),
       sends_(program.num_sends()),
       queues_(program.channels().size()),
-      broken_(groups_.front()->getSize()) {
-  const StageStreams streams(device, kNumGroups);
-  for (std::size_t group = 0; group < kNumGroups; ++group) {
-    side_streams_.push_back(streams.any() ? streams.of(group) : std::nullopt);
-  }
-}
+      broken_(groups_.front()->getSize()) {}
 
 void ProcessGroupTransport::begin_step(std::int64_t signature, bool announce) {
   const auto broken = std::find(broken_.begin(), broken_.end(), true);
@@ -78,6 +74,7 @@ void ProcessGroupTransport::begin_step(std::int64_t signature, bool announce) {
                                    "); build the Pipeline again");
   }
   specs_.open(signature, announce);
+  side_streams_.fork();
 }
 
 bool ProcessGroupTransport::begin(Pending& pending, const Transfer& transfer) {
@@ -105,7 +102,7 @@ void ProcessGroupTransport::post_receive(const Transfer& transfer, std::int32_t 
 
 void ProcessGroupTransport::post_early(Pending& pending) {
   const std::vector<at::Tensor>& buffers = pending.into->prepare(specs_at(pending.transfer.position));
-  const InStream stream(side_streams_[group_of(channel_of(pending))]);
+  const InStream stream(side_streams_.of(group_of(channel_of(pending))));
   pending.into->wait_until_free();
   post(pending, buffers, false);
 }
@@ -232,6 +229,7 @@ void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
 }
 
 void ProcessGroupTransport::end_step(bool complete) {
+  side_streams_.join();
   specs_.close(complete);
   const auto busy = [](const Pending& pending) { return pending.state != Pending::State::kIdle; };
   const bool left =

@@ -84,7 +84,7 @@ class ProcessGroupTransport final : public Transport {
   RankProgram program_;
   std::chrono::milliseconds timeout_;
   SpecBook specs_;
-  std::vector<std::optional<c10::Stream>> side_streams_;  // by group; none on a CPU
+  StageStreams side_streams_;  // by group; none on a CPU
   std::vector<Pending> receives_;
   std::vector<Pending> sends_;
   std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of announced receives, in order

@@ -27,6 +27,7 @@ def check_arguments(
     recompute: Any,
     grad_dtype: Any,
     fused_weight_grad: Any,
+    cuda_graph: Any,
 ) -> None:
     """Refuse what cannot be right whatever the model.
 
@@ -47,8 +48,9 @@ def check_arguments(
     check_overlap(overlap)
     check_policy(recompute)
     check_grad_dtype(grad_dtype)
-    if not isinstance(fused_weight_grad, bool):
-        raise ValueError(f"fused_weight_grad = {fused_weight_grad!r}: give True or False")
+    for name, wanted in (("fused_weight_grad", fused_weight_grad), ("cuda_graph", cuda_graph)):
+        if not isinstance(wanted, bool):
+            raise ValueError(f"{name} = {wanted!r}: give True or False")
 
 
 def asked_transport(transport: Any) -> Any:

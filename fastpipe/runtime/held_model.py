@@ -7,8 +7,10 @@ from typing import Any, Self
 
 from torch import nn
 
+from fastpipe.runtime.group import Membership
 from fastpipe.runtime.modules import Named, named_parameters, state_prefix
 from fastpipe.runtime.shared_weight import Tie
+from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.tied import first_names
 from fastpipe.runtime.wrappers import unwrapped
 
@@ -24,6 +26,38 @@ class HeldModel:
     stage_modules: dict[int, nn.Module]
     schedule: Any
     _ties: Sequence[Tie]
+    _member: Membership
+    _stages: Sequence[Stage]
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the pipeline; 0 when all ranks are here."""
+        return self._member.rank
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return int(self.schedule.num_stages)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first stage."""
+        return any(stage.is_first for stage in self._stages)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the last stage."""
+        return any(stage.is_last for stage in self._stages)
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether `step` uses its positional arguments here."""
+        return self.is_first
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether `step` uses its target, or output gradient, here."""
+        return self.is_last
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this process's stages."""

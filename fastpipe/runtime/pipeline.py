@@ -53,6 +53,8 @@ from fastpipe.runtime.processes import Processes
 from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks
 from fastpipe.runtime.recompute import NONE, Policy, way_of
+from fastpipe.runtime.recorded_ranks import RecordedRanks
+from fastpipe.runtime.recording import why_not
 from fastpipe.runtime.replannable import Replannable
 from fastpipe.runtime.replicas import Replicas, make_replicas, modules_by_rank
 from fastpipe.runtime.reports import MetricRules
@@ -137,6 +139,8 @@ class Pipeline(Trains, Replannable):
         forward_context: a function of what `fastpipe.current` gives, which returns a context manager to be put around
             every F: the module and its loss.
         backward_context: the same around every B, I and W.
+        cuda_graph: steps are recorded once for each look of their inputs, as a CUDA graph, and replayed; where that
+            cannot be they run as ever, and `describe` says why. docs/training.md says what it changes.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what to set instead.
@@ -174,6 +178,7 @@ class Pipeline(Trains, Replannable):
         backward_context: Around | None = None,
         grad_dtype: torch.dtype | None = None,
         fused_weight_grad: bool = False,
+        cuda_graph: bool = False,
     ) -> None:
         postponed = Postponed()
         timeout = postponed.value(lambda: checked_timeout(timeout), 600.0)
@@ -192,7 +197,8 @@ class Pipeline(Trains, Replannable):
         self._control = self._make_control(store, timeout)
         with agreeing(self._control, self._plan_message, self._adopt_plan):
             postponed.refuse()
-            check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute, grad_dtype, fused_weight_grad)
+            switches = (fused_weight_grad, cuda_graph)
+            check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute, grad_dtype, *switches)
             check_split_and_merge(split, merge_rules)
             self._contexts = checked_contexts(forward_context, backward_context)
             self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
@@ -207,7 +213,7 @@ class Pipeline(Trains, Replannable):
             modules = self._build_stages(stages, self._partition, tied, data_parallel)
             self._executor = executor_class(executor)
         self.transport = self._make_transport(transport, timeout)
-        self._settings, self._timeout, self._overlap = settings, timeout, overlap
+        self._settings, self._timeout, self._overlap, self._cuda_graph = settings, timeout, overlap, cuda_graph
         self._reduces = True
         self._join(modules)
         logger.info("%s", self.describe())
@@ -233,7 +239,10 @@ class Pipeline(Trains, Replannable):
         if exchange is not None and between_ranks(self._ties, placement):
             self.transport.prepare_exchange()
         replicas = make_tied(self._ties, self.stage_modules, placement, self._member.rank, exchange, copies)
-        ranks = LocalRanks(
+        self._graph_refusal = why_not(self.device, self._stages_by_rank, self.transport, replicas)
+        if self._cuda_graph and self._graph_refusal:
+            logger.warning("cuda_graph: %s; steps run as ever", self._graph_refusal)
+        ranks = (RecordedRanks if self._cuda_graph and not self._graph_refusal else LocalRanks)(
             self._stages_by_rank,
             self._executor,
             self.transport,
@@ -344,36 +353,6 @@ class Pipeline(Trains, Replannable):
             Alone() if store is None else Processes(store, self._member.rank, self._member.size, timeout, self._crowd)
         )
 
-    @property
-    def rank(self) -> int:
-        """This process's rank in the pipeline; 0 when all ranks are here."""
-        return self._member.rank
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages the model is cut into."""
-        return self.schedule.num_stages
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process has the first stage."""
-        return any(stage.is_first for stage in self._stages)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this process has the last stage."""
-        return any(stage.is_last for stage in self._stages)
-
-    @property
-    def needs_input(self) -> bool:
-        """Whether `step` uses its positional arguments here."""
-        return self.is_first
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether `step` uses its target, or output gradient, here."""
-        return self.is_last
-
     def describe(self) -> str:
         """What runs here and how, in a few lines."""
         program = self._plans.program(self.num_microbatches, forward_only=False)
@@ -383,6 +362,8 @@ class Pipeline(Trains, Replannable):
             text = describe(
                 self.schedule, program, ranks, name, self.transport, self._stages, self._seed, self._ties, self._cut
             )
+        if self._cuda_graph:
+            text += f"\ncuda graph  {self._steps.ranks.recording_text() or 'no: ' + self._graph_refusal}"
         counts = self._steps.ranks.pair_counts()
         if not self._plans.has_pairs(self.num_microbatches) and not counts.total:
             return text

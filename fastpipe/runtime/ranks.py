@@ -154,6 +154,10 @@ class LocalRanks:
                 total.fused += counts.fused
         return total
 
+    def recording_text(self) -> str:
+        """How steps are recorded and replayed, in a line; empty where they never are."""
+        return ""
+
     def fail(self) -> None:
         """The step failed elsewhere; may be called from any thread."""
         with self._lock:

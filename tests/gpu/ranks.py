@@ -27,11 +27,14 @@ def main() -> None:
     torch.cuda.set_device(0)
     model = layers(2 * int(os.environ["WORLD_SIZE"]), dtype)
     unsplit = nn.Sequential(*copy.deepcopy(model))
-    pipe = fastpipe.Pipeline(model, schedule, 8, loss_fn, executor=executor, device="cuda", timeout=100)
+    recorded = "RECORDED" in os.environ
+    pipe = fastpipe.Pipeline(
+        model, schedule, 8, loss_fn, executor=executor, device="cuda", timeout=100, cuda_graph=recorded
+    )
     x, target = batch(32, dtype)
     reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
     expected = {key: parameter.grad for key, parameter in unsplit.named_parameters()}
-    for _ in range(3):
+    for _ in range(8 if recorded else 3):
         for parameter in pipe.parameters():
             parameter.grad = None
         result = pipe.step(x, target=target)
@@ -39,6 +42,8 @@ def main() -> None:
         for key, parameter in pipe.named_parameters():
             assert same_bits(parameter.grad.cpu(), expected[key].cpu()), f"the gradient of {key} differs"
     print("ok", pipe.transport.describe())
+    if recorded:
+        print(pipe.describe())
     if "VICTIM" in os.environ:
         lose(pipe, x, target)
 

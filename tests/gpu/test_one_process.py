@@ -53,6 +53,36 @@ def test_bits(schedule: str, dtype: torch.dtype, executor: str) -> None:
         assert not wrong
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_recorded_steps(schedule: str, dtype: torch.dtype, executor: str) -> None:
+    """Replays of a CUDA graph have the bits of the unsplit model's steps, on other inputs and parameters each."""
+    pipe, unsplit = build(schedule, dtype, executor, num_ranks=1, cuda_graph=True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (pipe, unsplit)]
+    for step in range(8):
+        x, target = (tensor * (1 + step) for tensor in batch(32, dtype))
+        result = pipe.step(x, target=target)
+        reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
+        assert same_bits(result.loss.cpu(), reference.loss.cpu())
+        found = gradients(pipe)
+        assert all(same_bits(found[name], p.grad.cpu()) for name, p in unsplit.named_parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "1 recorded and 5 replayed" in pipe.describe()
+
+
+def test_a_model_that_cannot_be_recorded(executor: str) -> None:
+    """A model that makes the host wait cannot be in a CUDA graph: its steps run as ever, and the reason is told."""
+    pipe, unsplit = build("1f1b", torch.float32, executor, num_ranks=1, cuda_graph=True)
+    next(iter(pipe.stage_modules.values())).register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)
+    x, target = batch(32, torch.float32)
+    reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
+    for _ in range(6):
+        assert same_bits(pipe.step(x, target=target).loss.cpu(), reference.loss.cpu())
+    assert "cuda graph  no: recording a step failed" in pipe.describe()
+
+
 @pytest.fixture
 def no_synchronisation() -> Iterator[None]:
     """Whatever makes the host wait for the device is an error."""

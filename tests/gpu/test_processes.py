@@ -70,6 +70,21 @@ def test_bits(schedule: str, num_ranks: int, dtype: str, transport: str, executo
 
 
 @pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_recorded_steps(schedule: str, executor: str) -> None:
+    """CUDA graphs with NCCL's messages in them have the bits of the same kernels run unsplit."""
+    ranks = start(2, schedule, "float32", executor, FASTPIPE_TRANSPORT="process_group", RECORDED="1")
+    try:
+        for process in ranks:
+            out, errors = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, errors[-3000:]
+            assert "1 recorded and 5 replayed" in out
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.timeout(SECONDS + 60)
 def test_streams_that_wait_for_a_killed_process_are_released(executor: str) -> None:
     """A process that shares the GPU is killed in mid-step: the other's streams, which wait for flags that the dead one
     would have set, come to their end, and the step fails with its rank."""

@@ -19,7 +19,7 @@ import fastpipe
 from fastpipe.runtime import native
 from tests.conftest import skip_without_native
 from tests.promptly import PATIENCE
-from tests.runtime.devices.steps import CASES, NUM_STEPS, NUM_WEIGHTS, REPLICAS, SECONDS_PER_OPERATION
+from tests.runtime.devices.steps import CASES, NUM_STEPS, NUM_WEIGHTS, RECORDED, REPLICAS, SECONDS_PER_OPERATION
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
@@ -76,6 +76,29 @@ with side:
 print([race.partition(" of")[0] for race in races()], "is given out while it is read")
 """
 
+FAULTS = """
+import sys, torch
+from pathlib import Path
+from tests.runtime.devices import fake
+account = fake.load(Path(sys.argv[1]))
+x, side, other = torch.ones(8).to("fake"), torch.Stream(device="fake"), torch.Stream(device="fake")
+early = other.record_event()
+tape = account.Recording()
+with side:
+    tape.begin()
+    side.wait_event(early)
+    other.wait_event(side.record_event())
+    y = x * 2
+z = x * 2
+with other:
+    y = (x * 2).cpu()
+    side.wait_event(late := other.record_event())
+    y = x * 2
+tape.end()
+other.wait_event(late)
+print(*dict.fromkeys(account.faults()), sep="\\n")
+"""
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -113,6 +136,18 @@ def test_the_account_finds_races(library: Path) -> None:
     ]
 
 
+def test_the_account_finds_what_cannot_be_recorded(library: Path) -> None:
+    assert [
+        line.replace("stream 1", "side").replace("stream 2", "other") for line in run("-c", FAULTS, str(library))
+    ] == [
+        "side, recorded, waits for what was before",
+        "work on stream 0, which is not recorded",
+        "the host waits for an event of a recording: copy to the host",
+        "other is not joined to the recording's own",
+        "a wait for an event of a recording that is over",
+    ]
+
+
 @pytest.mark.parametrize("name", ["native", "python"])
 def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, name: str) -> None:
     """Every schedule's use of memory comes after its writer, no memory is used again too early, the host never waits,
@@ -147,6 +182,18 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         fastpipe.Pipeline([torch.nn.Linear(2, 2)], "gpipe", 2, num_ranks=1, device="cuda")
 
 
+def run_ranks(library: Path, name: str, cases: list[str], transport: str, folder: Path) -> list[list[str]]:
+    """What two ranks print."""
+    arguments = ("-m", "tests.runtime.devices.steps", str(library), name, *cases)
+    meeting = {"FILE": str(folder / "meeting"), "WORLD_SIZE": "2", "FASTPIPE_TRANSPORT": transport}
+    ranks = [start(*arguments, RANK=str(rank), **meeting) for rank in range(2)]
+    try:
+        return [lines_of(process) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
 TRANSPORTS = [("process_group", "native"), ("process_group", "python"), ("cuda_ipc", "native"), ("cuda_ipc", "python")]
 
 
@@ -162,22 +209,43 @@ def test_messages_between_processes_are_waited_for_by_streams(
         skip_without_native()
     cases = ["one stage each of two", "pairs", "split backward", "several stages a rank", "trees", "two routes"]
     cases += REPLICAS if transport == "process_group" else []  # there each rank is a pipeline of its own
-    arguments = ("-m", "tests.runtime.devices.steps", str(library), name, *cases)
-    meeting = {"FILE": str(tmp_path / "meeting"), "WORLD_SIZE": "2", "FASTPIPE_TRANSPORT": transport}
-    ranks = [start(*arguments, RANK=str(rank), **meeting) for rank in range(2)]
-    try:
-        for rank, lines in enumerate([lines_of(process) for process in ranks]):
-            found: dict[str, dict[str, Any]] = dict(zip(cases, map(json.loads, lines), strict=True))
-            for case, account in found.items():
-                where = f"{case}, rank {rank}"
-                assert case in REPLICAS or account["transport"].startswith(transport), where
-                assert account["same"], where
-                assert account["races"] == [], where
-                if case in REPLICAS:
-                    assert account["waits"] == dict.fromkeys(STATUS, 2 * NUM_STEPS), where
-                else:
-                    assert account["waits"].get("synchronizeEvent", 0) <= NUM_STEPS, where
-                    assert set(account["waits"]) <= {"synchronizeEvent"}, where
-    finally:
-        for process in ranks:
-            process.kill()
+    for rank, lines in enumerate(run_ranks(library, name, cases, transport, tmp_path)):
+        found: dict[str, dict[str, Any]] = dict(zip(cases, map(json.loads, lines), strict=True))
+        for case, account in found.items():
+            where = f"{case}, rank {rank}"
+            assert case in REPLICAS or account["transport"].startswith(transport), where
+            assert account["same"], where
+            assert account["races"] == [], where
+            if case in REPLICAS:
+                assert account["waits"] == dict.fromkeys(STATUS, 2 * NUM_STEPS), where
+            else:
+                assert account["waits"].get("synchronizeEvent", 0) <= NUM_STEPS, where
+                assert set(account["waits"]) <= {"synchronizeEvent"}, where
+
+
+def check_recorded(found: dict[str, Any], where: str) -> None:
+    assert found["same"], where
+    assert found["different"] == [], where
+    assert found["faults"] == [], where
+    assert found["text"].endswith("so far 1 recorded and 4 replayed"), where
+
+
+@pytest.mark.parametrize("name", ["native", "python"])
+def test_recorded_steps_are_replayed(library: Path, name: str, tmp_path: Path) -> None:
+    """Nothing is in a recording that CUDA would not let into a graph, and replays have the bits of the unsplit model's
+    steps, on other inputs and with other parameters each; a model that makes the host wait runs as ever, and the reason
+    is told."""
+    if name == "native":
+        skip_without_native()
+    alone = [case for case, (_, num_ranks, *_) in RECORDED.items() if num_ranks == 1]
+    lines = run("-m", "tests.runtime.devices.steps", str(library), name, *alone)
+    found: dict[str, dict[str, Any]] = dict(zip(alone, map(json.loads, lines), strict=True))
+    waiting = found.pop("a host that waits")
+    assert waiting["same"] and waiting["different"] == []
+    assert waiting["text"].startswith("cuda graph  no: recording a step failed: RuntimeError: the host waits")
+    for case, account in found.items():
+        check_recorded(account, case)
+    cases = [case for case in RECORDED if case not in alone]
+    for rank, lines in enumerate(run_ranks(library, name, cases, "process_group", tmp_path)):
+        for case, account in zip(cases, map(json.loads, lines), strict=True):
+            check_recorded(account, f"{case}, rank {rank}")

@@ -3,6 +3,10 @@
 // Every stream has a vector clock; events and waits move clocks. Where work touches memory, or memory is freed, without
 // having waited for who touched it before, that is a race, and written down.
 //
+// Of a recording it knows which streams are in it: the one that it began on, and those that waited for an event of it.
+// What CUDA does not let into a graph is written down: to wait for what was before, or for a recording that is over;
+// work on another stream; a wait of the host; a stream that is not joined at the end.
+//
 // Told that an operation takes time, it also knows when a stream has done what it was given: not before the host gave
 // it, and not before what it waits for.
 #pragma once
@@ -33,6 +37,7 @@ using Time = std::chrono::steady_clock;
 struct Event {
   Clock clock{};
   Time::time_point time;
+  std::uint64_t recording = 0;  // in which it was recorded; 0 for none
 };
 
 struct Block {
@@ -115,6 +120,7 @@ class Account {
 
   void blocked(std::size_t stream, const Event& event) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    look_at_wait(stream, event);
     join(clocks_[stream], event.clock);
     times_[stream] = std::max(times_[stream], event.time);
   }
@@ -124,6 +130,7 @@ class Account {
   void host_waits(const Event& event, const std::string& why) {
     std::this_thread::sleep_until(event.time);
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (event.recording != 0) fault("the host waits for an event of a recording: " + why);
     ++waits_[why];
     join(host_, event.clock);
   }
@@ -141,6 +148,26 @@ class Account {
   void used(std::size_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
     streams_.insert(stream);
+    if (!recording()) return;
+    if (members_.count(stream) == 0) fault("work on stream " + std::to_string(stream) + ", which is not recorded");
+    last_[stream] = tick(stream);
+  }
+
+  void begin_recording(std::size_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    recording_ = ++last_recording_;
+    origin_ = stream;
+    members_ = {stream};
+    last_ = {};
+  }
+
+  void end_recording() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const std::size_t stream : members_) {
+      if (stream == origin_ || last_[stream] <= clocks_[origin_][stream]) continue;
+      fault("stream " + std::to_string(stream) + " is not joined to the recording's own");
+    }
+    recording_ = 0;
   }
 
   void reset() {
@@ -154,6 +181,7 @@ class Account {
   std::map<std::string, int> waits() const { return waits_; }
   std::size_t num_streams() const { return streams_.size(); }
   int num_events() const { return events_; }
+  std::vector<std::string> faults() const { return faults_; }
 
  private:
   Event all_of(std::size_t stream) {
@@ -163,7 +191,23 @@ class Account {
 
   Event point_of(std::size_t stream) {
     tick(stream);
-    return {clocks_[stream], std::max(times_[stream], Time::now())};
+    const std::uint64_t in = members_.count(stream) != 0 ? recording_ : 0;
+    return {clocks_[stream], std::max(times_[stream], Time::now()), in};
+  }
+
+  bool recording() const { return recording_ != 0; }
+
+  void look_at_wait(std::size_t stream, const Event& event) {
+    if (event.recording != recording_ && event.recording != 0) fault("a wait for an event of a recording that is over");
+    if (!recording()) return;
+    if (event.recording == recording_) members_.insert(stream);
+    if (members_.count(stream) == 0) return;
+    if (event.recording == 0) fault("stream " + std::to_string(stream) + ", recorded, waits for what was before");
+    last_[stream] = tick(stream);
+  }
+
+  void fault(const std::string& what) {
+    if (faults_.size() < 50) faults_.push_back(what);
   }
 
   std::uint64_t tick(std::size_t stream) {
@@ -194,6 +238,12 @@ class Account {
   std::set<std::size_t> streams_;
   std::vector<std::string> races_;
   std::map<std::string, int> waits_;
+  std::uint64_t recording_ = 0;
+  std::uint64_t last_recording_ = 0;
+  std::size_t origin_ = 0;
+  std::set<std::size_t> members_;
+  Clock last_{};  // of each member's work and waits
+  std::vector<std::string> faults_;
   int events_ = 0;
 };
 

@@ -16,6 +16,7 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -25,6 +26,7 @@
 #include <vector>
 
 #include "account.h"
+#include "tape.h"
 
 namespace {
 
@@ -40,6 +42,9 @@ Account& account() {
 }
 
 thread_local std::size_t current_stream = 0;
+
+// Where what is done is noted while it is recorded; null otherwise.
+std::atomic<fake_device::Tape*> tape{nullptr};
 
 const c10::Device kDevice(kFake, 0);
 
@@ -164,7 +169,12 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if ((!on_device(from) || !on_device(to)) && !non_blocking) {
     account().host_waits(current_stream, on_device(from) ? "copy to the host" : "copy from the host");
   }
-  (on_device(to) ? host_view(to) : to).copy_(on_device(from) ? host_view(from) : from);
+  const auto work = [from, to] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    (on_device(to) ? host_view(to) : to).copy_(on_device(from) ? host_view(from) : from);
+  };
+  if (tape != nullptr) tape.load()->note(work);
+  work();
   return to;
 }
 
@@ -190,9 +200,12 @@ void on_host(const c10::OperatorHandle& op, c10::Stack* stack) {
   const std::string& name = schema.name();
   const std::size_t begin = stack->size() - schema.arguments().size();
   std::map<std::size_t, at::Tensor> ours;
+  std::map<std::size_t, at::Tensor> made;
+  std::vector<at::Tensor> kept;  // the memory behind the views
   const auto convert = [&](const at::Tensor& tensor, bool writes) {
     if (!on_device(tensor)) return tensor;
     touch(tensor, writes, name);
+    kept.push_back(tensor);
     return host_view(tensor);
   };
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
@@ -219,20 +232,29 @@ void on_host(const c10::OperatorHandle& op, c10::Stack* stack) {
   if (name == "aten::_local_scalar_dense" || name == "aten::equal" || name == "aten::nonzero") {
     account().host_waits(current_stream, name);
   }
+  const std::size_t first = begin;
+  const c10::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(begin), stack->end());
   op.callBoxed(stack);
-  const std::size_t first = stack->size() - schema.returns().size();
   for (std::size_t i = 0; i < schema.returns().size(); ++i) {
     c10::IValue& value = (*stack)[first + i];
     if (schema.returns()[i].alias_info() != nullptr) {
       value = std::next(ours.begin(), static_cast<std::ptrdiff_t>(i))->second;  // an in-place or out= operator
     } else if (value.isTensor()) {
       value = to_device(value.toTensor(), name);
+      if (value.toTensor().defined()) made[i] = value.toTensor();
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor, name));
       value = list;
     }
   }
+  if (tape == nullptr) return;
+  tape.load()->note([op, given, made, kept] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    c10::Stack again = given;
+    op.callBoxed(&again);
+    for (const auto& [i, tensor] : made) host_view(tensor).copy_(again[i].toTensor());
+  });
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
@@ -267,11 +289,18 @@ class Message final : public c10d::Work {
  public:
   Message(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors, const Event& done)
       : inner_(std::move(inner)), tensors_(std::move(tensors)), done_(done) {}
+  // Recorded: not under way now, but whenever the tape has begun it.
+  Message(std::shared_ptr<c10::intrusive_ptr<c10d::Work>> again, std::vector<at::Tensor> tensors, const Event& done)
+      : again_(std::move(again)), tensors_(std::move(tensors)), done_(done) {}
 
-  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isCompleted() override { return inner_ && inner_->isCompleted(); }
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout != kNoTimeout) account().host_waits(current_stream, "wait with a time limit");
-    inner_->wait();  // here for the bytes to be there, which the account knows nothing of
+    if (inner_) {
+      inner_->wait();  // here for the bytes to be there, which the account knows nothing of
+    } else {
+      tape.load()->note([again = again_] { (*again)->wait(); });
+    }
     account().blocked(current_stream, done_);
     tensors_.clear();
     return true;
@@ -279,6 +308,7 @@ class Message final : public c10d::Work {
 
  private:
   c10::intrusive_ptr<c10d::Work> inner_;
+  std::shared_ptr<c10::intrusive_ptr<c10d::Work>> again_;
   std::vector<at::Tensor> tensors_;
   Event done_;
 };
@@ -345,17 +375,29 @@ class Messages final : public c10d::Backend {
     return c10::make_intrusive<Collective>(outputs.front(), streams_.at(kEverybody));
   }
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override {
-    const Event done = queue(tensors.front(), peer, false);
-    std::vector<at::Tensor> host{host_view(tensors.front())};
-    return c10::make_intrusive<Message>(inner_->send(host, peer, tag), tensors, done);
+    return move(tensors, peer, false,
+                [inner = inner_, peer, tag](std::vector<at::Tensor>& host) { return inner->send(host, peer, tag); });
   }
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override {
-    const Event done = queue(tensors.front(), peer, true);
-    std::vector<at::Tensor> host{host_view(tensors.front())};
-    return c10::make_intrusive<Message>(inner_->recv(host, peer, tag), tensors, done);
+    return move(tensors, peer, true,
+                [inner = inner_, peer, tag](std::vector<at::Tensor>& host) { return inner->recv(host, peer, tag); });
   }
 
  private:
+  using Move = std::function<c10::intrusive_ptr<c10d::Work>(std::vector<at::Tensor>&)>;
+
+  c10::intrusive_ptr<c10d::Work> move(const std::vector<at::Tensor>& tensors, int peer, bool receives, const Move& go) {
+    const Event done = queue(tensors.front(), peer, receives);
+    const auto begin = [go, tensor = tensors.front()] {
+      std::vector<at::Tensor> host{host_view(tensor)};
+      return go(host);
+    };
+    if (tape == nullptr) return c10::make_intrusive<Message>(begin(), tensors, done);
+    auto again = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
+    tape.load()->note([again, begin] { *again = begin(); });
+    return c10::make_intrusive<Message>(std::move(again), tensors, done);
+  }
+
   Event queue(const at::Tensor& tensor, int peer, bool writes) {
     const auto [found, is_new] = streams_.try_emplace(peer, 0);
     if (is_new) found->second = account().new_stream();
@@ -383,7 +425,24 @@ void add_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
 
 #include "fake_engine.h"
 
+// As a CUDA graph, on the current stream.
+struct Recording : fake_device::Tape {
+  void begin() {
+    account().begin_recording(current_stream);
+    tape = this;
+  }
+  void end() {
+    tape = nullptr;
+    account().end_recording();
+  }
+};
+
 PYBIND11_MODULE(fake_device, module) {
+  pybind11::class_<Recording>(module, "Recording")
+      .def(pybind11::init<>())
+      .def("begin", &Recording::begin)
+      .def("end", &Recording::end)
+      .def("replay", &Recording::replay, pybind11::call_guard<pybind11::gil_scoped_release>());
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
   module.def("add_device", &add_device);
@@ -395,6 +454,7 @@ PYBIND11_MODULE(fake_device, module) {
   module.def("reset", [] { account().reset(); });
   module.def("set_seconds_per_operation", [](double seconds) { account().set_seconds(seconds); });
   module.def("races", [] { return account().races(); });
+  module.def("faults", [] { return account().faults(); });
   module.def("host_waits", [] { return account().waits(); });
   module.def("num_streams", [] { return account().num_streams(); });
   module.def("num_events", [] { return account().num_events(); });

@@ -12,7 +12,7 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ import fastpipe
 from fastpipe.action import ActionKind
 from fastpipe.dependencies import needs, produces
 from fastpipe.program import Op
-from fastpipe.runtime import cuda_ipc, native, process_group, shared_memory
+from fastpipe.runtime import cuda_ipc, native, process_group, recording, shared_memory
 from fastpipe.testing import reference_step
 from tests.runtime.devices import fake
 
@@ -62,6 +62,15 @@ REPLICAS = {
     "replicas of split backwards": Case("zbv", 1, {}, {"replicas": True}),
 }
 """Of several processes, each of which is a whole pipeline."""
+RECORDED = {
+    "one rank, recorded": Case("dualpipev", 1, {}, {}),
+    "one rank, split, recorded": Case("zbv", 1, {}, {}),
+    "two ranks, recorded": Case("interleaved_1f1b", 2, {"stages_per_rank": 2}, {}),
+    "two ranks, split, recorded": Case("zbv", 2, {}, {}),
+    "pairs on two ranks, recorded": Case("dualpipev", 2, {}, {}),
+    "a host that waits": Case("interleaved_1f1b", 1, {"stages_per_rank": 2}, {"block": "Waiting"}),
+}
+"""Whose later steps are recorded and replayed."""
 
 
 class Block(nn.Module):
@@ -82,6 +91,14 @@ class Tree(Block):
     def forward(self, given: Any) -> Any:
         y = super().forward(given["y"] if isinstance(given, dict) else given)
         return {"y": y, "more": (None, [y.detach()])}
+
+
+class Waiting(Block):
+    """The same, and the host reads a number on the way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.detach().sum().item() < 1e9
+        return super().forward(x)
 
 
 def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -114,6 +131,62 @@ def arguments_of(case: Case) -> dict[str, Any]:
         own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         arguments |= {"group": own, "data_parallel": dist.new_group()}
     return arguments
+
+
+def run_recorded(account: Any, executor: str, case: Case) -> dict[str, Any]:
+    """Steps on other numbers every time, beside those of the unsplit model; the last one adds to the gradients."""
+    torch.manual_seed(0)
+    block = Waiting if case.arguments else Block
+    layers = [block(8).to(fake.NAME) for _ in range(NUM_LAYERS)]
+    unsplit = nn.Sequential(*copy.deepcopy(layers))
+    pipe = fastpipe.Pipeline(
+        layers, case.schedule, 8, loss_fn, num_ranks=case.num_ranks, executor=executor, cuda_graph=True, **case.options
+    )
+    both = [pipe, unsplit]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in both]
+    losses, expected, different = [], [], []
+    for step in range(7):
+        x, target = (torch.randn(16, 8).to(fake.NAME) for _ in range(2))
+        for parameter in list(pipe.parameters())[::2] if step == 5 else ():
+            parameter.grad = torch.zeros_like(parameter)
+        result = pipe.step(x, target=target)
+        reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
+        losses.append(result.loss)  # read when later steps have run
+        expected.append(reference.loss.cpu())
+        wanted = dict(unsplit.named_parameters())
+        different += [name for name, p in pipe.named_parameters() if not same(p.grad, wanted[name].grad, step)]
+        for optimizer in optimizers if step < 5 else ():
+            optimizer.step()
+            optimizer.zero_grad()
+    same_losses = [torch.equal(loss.cpu(), other) for loss, other in zip(losses, expected, strict=True)]
+    (text,) = [line for line in pipe.describe().splitlines() if line.startswith("cuda graph")]
+    return {"same": all(same_losses), "different": different, "faults": account.faults(), "text": text}
+
+
+def same(grad: torch.Tensor, other: torch.Tensor, step: int) -> bool:
+    """To the last bit; but what a replay adds to gradients that are there is added in one piece."""
+    return torch.equal(grad.cpu(), other.cpu()) if step < 6 else torch.allclose(grad.cpu(), other.cpu())
+
+
+class FakeGraph(recording.Recording):
+    """A recording of the fake device."""
+
+    def __init__(self, account: Any) -> None:
+        self._account, self._tape = account, account.Recording()
+
+    def record(self, stream: torch.Stream, work: Callable[[], None]) -> None:
+        assert torch.accelerator.current_stream() == stream
+        before = self._account.faults()
+        self._tape.begin()
+        try:
+            work()
+        finally:
+            self._tape.end()
+        if self._account.faults() != before:
+            raise RuntimeError(self._account.faults()[-1])
+
+    def replay(self) -> None:
+        self._tape.replay()
 
 
 def average(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -225,8 +298,13 @@ def main() -> None:
     account = fake.load(Path(library))
     if "RANK" in os.environ:
         meet(account)
+    recording.RECORDINGS[fake.NAME] = (lambda device: torch.Stream(device=device), lambda: FakeGraph(account))
     for name in names or CASES:
-        print(json.dumps(run(account, executor, (CASES | REPLICAS)[name])), flush=True)
+        if name in RECORDED:
+            found = run_recorded(account, executor, RECORDED[name])
+        else:
+            found = run(account, executor, (CASES | REPLICAS)[name])
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,213 @@
+"""Ranks whose steps are recorded and replayed: the host does a step's work once for every look of its inputs.
+
+The first steps of a kind run as ever, and whatever is made or chosen at first use is. The next is recorded by the same
+executor, on inputs that stay where they are. From then on the host copies a step's inputs there, starts the recording,
+and copies what came out. What a stage does in Python, its hooks and contexts too, is therefore done in the recording
+alone; what it does on the device is done in every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastpipe.program import Program
+from fastpipe.runtime.failure import cause_text
+from fastpipe.runtime.ranks import LocalRanks, Outcome
+from fastpipe.runtime.recorded_step import RecordedStep, Unfit, tensors_of, with_tensors
+from fastpipe.runtime.recording import RECORDINGS
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.stage_work import StageWork
+
+_FIRST_STEPS = 3
+"""So many of a kind run before one is recorded; the first announces its shapes."""
+_MAX_RECORDINGS = 8
+"""Each keeps the memory of a whole step."""
+_MAX_KINDS = 64
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+_Key = tuple[Any, ...]
+logger = logging.getLogger("fastpipe")
+
+
+class RecordedRanks(LocalRanks):
+    """The one rank of this process, on a device that can record.
+
+    All its steps run on a stream of their own, as a recording cannot be made on the default one, and torch's graphs
+    remember on which stream their leaves were first used.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        make_stream, self._make_recording = RECORDINGS[self.device.type]
+        self._stream = make_stream(self.device)
+        self._held: list[Stage] = [stage for held in self.stages.values() for stage in held.values()]
+        self._counts: dict[_Key, int] = {}
+        self._recorded: dict[_Key, RecordedStep] = {}
+        self._replays = 0
+        self._reason = ""  # why the last step that was not recorded could not be
+        self._gave_up = False
+        self._quiet = False
+
+    def recording_text(self) -> str:
+        """See `LocalRanks.recording_text`."""
+        if self._gave_up:
+            return f"no: {self._reason}"
+        reason = f"; not for the last step that ran as ever: {self._reason}" if self._reason else ""
+        known = f"so far {len(self._recorded)} recorded and {self._replays} replayed"
+        return f"from step {_FIRST_STEPS + 1} of a kind on, {known}{reason}"
+
+    def forget(self) -> None:
+        """See `LocalRanks.forget`; before the groups go whose messages are in the recordings."""
+        self._recorded.clear()
+        self._counts.clear()
+        super().forget()
+
+    def run(self, program: Program, signature: int, announce: bool, trace: bool = False) -> Outcome:
+        """See `LocalRanks.run`."""
+        caller = torch.accelerator.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        try:
+            with self._stream:
+                return self._run_on_stream(program, signature, announce, trace)
+        finally:
+            caller.wait_stream(self._stream)
+
+    def _run_on_stream(self, program: Program, signature: int, announce: bool, trace: bool) -> Outcome:
+        if announce:
+            self._drop(signature)
+        if announce or trace or self._gave_up:
+            return super().run(program, signature, announce, trace)
+        works = [stage.work for stage in self._held]
+        try:
+            tensors = self._inputs_of(works)
+        except Unfit as unfit:
+            self._reason = str(unfit)
+            return super().run(program, signature, announce, trace)
+        mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        key = (signature, id(program), *mode, *self._look(works, tensors))
+        if key not in self._recorded and not self._due(key):
+            return super().run(program, signature, announce, trace)
+        if key not in self._recorded:
+            step = self._record(program, signature, works, tensors)
+            if step is None:
+                return self._run_after_all(program, signature)
+            self._keep(key, step)
+        self._recorded[key].replay(works, tensors)
+        self._replays += 1
+        return Outcome()
+
+    def _run_after_all(self, program: Program, signature: int) -> Outcome:
+        """The step that could not be recorded; if it is none that cannot be run either, recording is over."""
+        outcome = super().run(program, signature, announce=False)
+        self._gave_up = bool(self._reason) and outcome.failure is None
+        if self._gave_up:
+            logger.warning("cuda_graph: %s; steps run as ever from now on", self._reason)
+        elif self._reason and outcome.error is not None:
+            outcome.error.add_note(f"fastpipe: before, {self._reason}")
+        return outcome
+
+    def _drop(self, signature: int) -> None:
+        """The number of these shapes was another's before."""
+        for book in (self._recorded, self._counts):
+            for key in [key for key in book if key[0] == signature]:
+                del book[key]
+
+    def _due(self, key: _Key) -> bool:
+        """Whether enough steps of a kind have run; this is one of them."""
+        count = self._counts.pop(key, 1)  # the one that announced
+        self._counts[key] = count + 1
+        if len(self._counts) > _MAX_KINDS:
+            del self._counts[next(iter(self._counts))]
+        return count >= _FIRST_STEPS
+
+    def _keep(self, key: _Key, step: RecordedStep) -> None:
+        if len(self._recorded) == _MAX_RECORDINGS:
+            del self._recorded[next(iter(self._recorded))]
+        self._recorded[key] = step
+
+    def _inputs_of(self, works: Sequence[StageWork]) -> list[torch.Tensor]:
+        """The tensors that a step is given.
+
+        Raises:
+            Unfit: when it cannot be recorded.
+        """
+        for stage, work in zip(self._held, works, strict=True):
+            if work.window is not None:
+                raise Unfit("a stream's steps compute other microbatches every time")
+            random = stage.random
+            if random is not None and (random.guards_forward or random.guards_backward or random.watches):
+                raise Unfit("the host sets random states for its actions")
+        tensors = tensors_of(works)
+        for tensor in tensors:
+            if tensor.device != self.device:
+                raise Unfit(f"an input is on {tensor.device}; give it on {self.device}")
+            if tensor.requires_grad:
+                raise Unfit("an input requires a gradient")
+        for stage in self._held:
+            for tensor in (*stage.module.parameters(), *stage.module.buffers()):
+                if type(tensor) not in _PLAIN:
+                    raise Unfit(f"stage {stage.index} has a {type(tensor).__name__}, which may lie anywhere")
+        return tensors
+
+    def _look(self, works: Sequence[StageWork], tensors: Sequence[torch.Tensor]) -> _Key:
+        """What a recording depends on beside the step's signature: what the host has put into it."""
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        alike: list[int] = []
+        for work in works:
+            with_tensors(work, lambda tensor: alike.append(places[id(tensor)]))
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        told = tuple((tuple(work.divisors or ()), work.keep_outputs, work.reduces) for work in works)
+        modules = [stage.module for stage in self._held]
+        where = tuple(tensor.data_ptr() for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        return tuple(alike), shapes, told, where
+
+    def _record(
+        self, program: Program, signature: int, works: Sequence[StageWork], tensors: Sequence[torch.Tensor]
+    ) -> RecordedStep | None:
+        """Record a step, on copies of its inputs; None when that failed, and nothing has been done."""
+        copies = {id(tensor): tensor.clone() for tensor in tensors}
+        own = [with_tensors(work, lambda tensor: copies[id(tensor)]) for work in works]
+        parameters = [p for stage in self._held for p in stage.module.parameters() if p.requires_grad]
+        parameters = list(dict.fromkeys(parameters))
+        before = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        recording = self._make_recording()
+        outcome = Outcome()
+
+        def work() -> None:
+            nonlocal outcome
+            outcome = super(RecordedRanks, self).run(program, signature, announce=False)
+
+        error: BaseException | None = None
+        self._begin(own)
+        self._quiet = True
+        try:
+            recording.record(self._stream, work)
+        except RuntimeError as found:
+            error = found
+        finally:
+            self._quiet = False
+            self._begin(works)
+            grads = [(p, p.grad) for p in parameters]
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+        error = outcome.error or error
+        self._reason = "" if error is None else f"recording a step failed: {cause_text(error)}"
+        if error is not None or not outcome.spans:  # drained: it failed elsewhere, where everything is still waited for
+            return None
+        return RecordedStep(recording, [copies[id(tensor)] for tensor in tensors], own, grads)
+
+    def _begin(self, works: Sequence[StageWork]) -> None:
+        for stage, work in zip(self._held, works, strict=True):
+            stage.begin(work)
+
+    def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
+        """See `LocalRanks._failed`; of a recording nobody is told, as the step runs once more."""
+        if not self._quiet:
+            super()._failed(program, rank, position, error)
