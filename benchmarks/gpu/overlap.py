@@ -1,7 +1,8 @@
 """F and B of two stages on one GPU: each stage's own stream, against one stream for both, and against the bare kernels.
 
 One rank holds the pair of stages of DualPipeV. "Overlapped" and "in order" are the same executor and program; "bare" is
-F and B of the same blocks and microbatches in plain PyTorch; "recorded" is the overlapped one as a CUDA graph. All take turns in one process.
+F and B of the same blocks and microbatches in plain PyTorch; "recorded" is the overlapped one as a CUDA graph. All take
+turns in one process.
 """
 
 from __future__ import annotations
