@@ -62,7 +62,7 @@ def torch_step(schedule: Schedule, rank: int, work: Work) -> Callable[[], list[T
     """One step of torch's schedule of the same name; gives the losses of the microbatches where the last stage is."""
     placement = schedule.placement
     stages = [
-        PipelineStage(module, index, placement.num_stages, torch.device("cpu"), group=dist.group.WORLD)
+        PipelineStage(module, index, placement.num_stages, work.inputs.device, group=dist.group.WORLD)
         for index, module in local_stages(schedule, rank, work).items()
     ]
     kind = get_schedule_class(TORCH_NAMES[schedule.name])

@@ -11,5 +11,8 @@ export PYTHONPATH=$PWD
 nvidia-smi >"$results/machine.txt" 2>&1
 "$python" -m pytest -m gpu tests/gpu 2>&1 | tee "$results/tests.txt"
 tests=$?
-"$python" benchmarks/gpu/overlap.py 2>&1 | tee "$results/overlap.txt"
+for script in launch overlap predicted weight_grad; do
+    "$python" "benchmarks/gpu/$script.py" 2>&1 | tee "$results/$script.txt"
+done
+"$python" -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu/transfers.py 2>&1 | tee "$results/transfers.txt"
 exit "$tests"

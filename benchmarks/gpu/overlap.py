@@ -1,91 +1,80 @@
-"""F and B of two stages on one GPU: each stage's own stream, against one stream for both, and against the bare kernels.
+"""F and B of two stages on one GPU: each stage's own stream, against one stream for both, and against others.
 
-One rank holds the pair of stages of DualPipeV. "Overlapped" and "in order" are the same executor and program; "bare" is
-F and B of the same blocks and microbatches in plain PyTorch; "recorded" is the overlapped one as a CUDA graph. All take
-turns in one process.
+python benchmarks/gpu/overlap.py
+
+One rank holds the pair of stages of DualPipeV, of GPT blocks from small to large. "In order" is the same executor and
+program with F and B of a pair one after the other; "torch" is torch's own DualPipeV; "bare" is F and B of the same
+blocks and microbatches in plain PyTorch; "recorded" is fastpipe's step as a CUDA graph. Ratios are to fastpipe's step
+as it comes ("overlapped"), but the last, which is to the recorded one. All take turns in one process.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+import sys
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
-import fastpipe
+from fastpipe import Schedule, make_schedule
 
-MICROBATCHES = 8
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from contenders import Alone, Work, fastpipe_step, torch_step
+from device import Step, alone, chosen, options, rounds_of
+from split_backward import Block
+from tables import ratio, spread, table
+
+SIZES = ((64, 1, 64), (256, 1, 256), (1024, 1, 1024), (2048, 4, 1024))
+"""Width, rows of a microbatch, tokens."""
 WARM_UP = 5  # the fourth step is recorded
+HEADS = ["width x rows x tokens", "overlapped, ms", "in order", "torch", "bare", "recorded, ms", "torch/recorded"]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+def make_work(device: str, size: tuple[int, int, int], blocks: int, microbatches: int) -> Work:
+    """Blocks of a GPT and a batch for them."""
+    width, rows, tokens = size
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+    def make_stage(index: int) -> nn.Module:
+        torch.manual_seed(index)
+        return nn.Sequential(*(Block(width) for _ in range(blocks))).to(device)
+
+    x, target = torch.randn(2, microbatches * rows, tokens, width, device=device)
+    return Work(make_stage, x, target, nn.functional.mse_loss, torch.randn(rows, tokens, width, device=device))
 
 
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((output - target) ** 2).mean()
-
-
-def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
+def contenders(schedule: Schedule, work: Work) -> dict[str, Step]:
     """Steps to time, by name."""
-    x, target = (torch.randn(MICROBATCHES * rows, width, device="cuda") for _ in range(2))
-
-    def pipeline(overlap: str, cuda_graph: bool = False) -> Callable[[], None]:
-        layers = [Block(width).cuda() for _ in range(8)]
-        pipe = fastpipe.Pipeline(
-            layers, "dualpipev", MICROBATCHES, loss_fn, num_ranks=1, overlap=overlap, cuda_graph=cuda_graph
-        )
-
-        def step() -> None:
-            pipe.step(x, target=target)
-
-        return step
-
-    model = nn.Sequential(*[Block(width).cuda() for _ in range(8)])
-
-    def bare() -> None:
-        for one, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-            (loss_fn(model(one), wanted) / MICROBATCHES).backward()
-
-    recorded = pipeline("auto", cuda_graph=True)
-    return {"overlapped": pipeline("auto"), "in order": pipeline("never"), "bare": bare, "recorded": recorded}
-
-
-def seconds(step: Callable[[], None]) -> float:
-    """From the first launch to the end of the last kernel."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    ours = partial(fastpipe_step, schedule, 0, work, device=work.inputs.device)
+    return {
+        "overlapped": ours(),
+        "in order": ours(overlap="never"),
+        "recorded": ours(cuda_graph=True),
+        "torch": torch_step(schedule, 0, work),
+        "bare": Alone(schedule, 0, work),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device: nothing can be measured")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {fastpipe.native_status()}")
-    print("width  rows  ms overlapped  in order/overlapped  bare/overlapped  bare/recorded")
-    for width, rows in ((64, 64), (256, 256), (1024, 512), (2048, 2048)):
-        steps = contenders(width, rows)
-        for step in steps.values():
-            for _ in range(WARM_UP):
-                step()
-        rounds = [{name: seconds(step) for name, step in steps.items()} for _ in range(arguments.rounds)]
-        took = statistics.median(times["overlapped"] for times in rounds)
-        pairs = (("in order", "overlapped"), ("bare", "overlapped"), ("bare", "recorded"))
-        ratios = [statistics.median(times[one] / times[other] for times in rounds) for one, other in pairs]
-        print(f"{width:5}  {rows:4}  {took * 1e3:13.3f}  {ratios[0]:19.3f}  {ratios[1]:15.3f}  {ratios[2]:13.3f}")
+    made = options(__doc__, rounds=15)
+    made.add_argument("--blocks", type=int, default=4, help="of a stage (4)")
+    made.add_argument("--microbatches", type=int, default=8)
+    made.add_argument("--sizes", type=int, default=len(SIZES), help="only so many, the smallest first")
+    given = chosen(made)
+    alone()
+    schedule = make_schedule("dualpipev", num_ranks=1, num_microbatches=given.microbatches)
+    rows = []
+    for size in SIZES[: given.sizes]:
+        steps = contenders(schedule, make_work(given.device, size, given.blocks, given.microbatches))
+        found = rounds_of(steps, given.device, given.rounds, WARM_UP)
+        whole = {name: [seconds for _, seconds in times] for name, times in found.items()}
+        ours, recorded = whole["overlapped"], whole["recorded"]
+        ratios = [ratio(whole[name], ours, 3) for name in ("in order", "torch", "bare")]
+        size_text = " x ".join(map(str, size))
+        rows.append(
+            [size_text, spread(ours, 1e3, 3), *ratios, spread(recorded, 1e3, 3), ratio(whole["torch"], recorded)]
+        )
+    print(table(HEADS, rows, markdown=given.markdown))
 
 
 if __name__ == "__main__":
