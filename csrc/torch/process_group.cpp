@@ -137,6 +137,7 @@ void ProcessGroupTransport::receive_announced(Pending& pending) {
     post(pending, pending.into->prepare(specs), false);
     wait(pending);
     pending.into->expose(specs);
+    pending.into->filled();  // it may be another stage's turn than the consumer's
   }
   pending.state = Pending::State::kArrived;
 }
