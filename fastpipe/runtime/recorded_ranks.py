@@ -8,8 +8,9 @@ alone; what it does on the device is done in every step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from fastpipe.program import Program
 from fastpipe.runtime.failure import cause_text
 from fastpipe.runtime.ranks import LocalRanks, Outcome
-from fastpipe.runtime.recorded_step import RecordedStep, Unfit, tensors_of, with_tensors
+from fastpipe.runtime.recorded_step import Gradients, RecordedStep, Unfit, tensors_of, with_tensors
 from fastpipe.runtime.recording import RECORDINGS
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
@@ -172,36 +173,46 @@ class RecordedRanks(LocalRanks):
         """Record a step, on copies of its inputs; None when that failed, and nothing has been done."""
         copies = {id(tensor): tensor.clone() for tensor in tensors}
         own = [with_tensors(work, lambda tensor: copies[id(tensor)]) for work in works]
-        parameters = [p for stage in self._held for p in stage.module.parameters() if p.requires_grad]
-        parameters = list(dict.fromkeys(parameters))
-        before = [p.grad for p in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        recording = self._make_recording()
-        outcome = Outcome()
+        recording, outcome = self._make_recording(), Outcome()
 
         def work() -> None:
             nonlocal outcome
             outcome = super(RecordedRanks, self).run(program, signature, announce=False)
 
         error: BaseException | None = None
-        self._begin(own)
-        self._quiet = True
-        try:
-            recording.record(self._stream, work)
-        except RuntimeError as found:
-            error = found
-        finally:
-            self._quiet = False
-            self._begin(works)
-            grads = [(p, p.grad) for p in parameters]
-            for parameter, grad in zip(parameters, before, strict=True):
-                parameter.grad = grad
+        with self._set_apart(own, works) as grads:
+            try:
+                recording.record(self._stream, work)
+            except RuntimeError as found:
+                error = found
         error = outcome.error or error
         self._reason = "" if error is None else f"recording a step failed: {cause_text(error)}"
         if error is not None or not outcome.spans:  # drained: it failed elsewhere, where everything is still waited for
             return None
         return RecordedStep(recording, [copies[id(tensor)] for tensor in tensors], own, grads)
+
+    @contextlib.contextmanager
+    def _set_apart(self, own: Sequence[StageWork], works: Sequence[StageWork]) -> Iterator[Gradients]:
+        """The stages work on copies, beside the gradients that are there, and nobody is told of a failure.
+
+        What is yielded has the gradients that were made, when it is over.
+        """
+        found = (p for stage in self._held for p in stage.module.parameters() if p.requires_grad)
+        parameters = list(dict.fromkeys(found))
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        made: Gradients = []
+        self._begin(own)
+        self._quiet = True
+        try:
+            yield made
+        finally:
+            self._quiet = False
+            self._begin(works)
+            made += [(parameter, parameter.grad) for parameter in parameters]
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
 
     def _begin(self, works: Sequence[StageWork]) -> None:
         for stage, work in zip(self._held, works, strict=True):

@@ -15,6 +15,9 @@ from fastpipe.runtime.stage_work import StageWork
 _GIVEN = ("args", "kwargs", "targets", "output_grads", "loss_scale")
 _FOUND = ("losses", "scaled", "outputs", "metrics", "added")
 
+Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
+"""By parameter; None for one that got none."""
+
 
 class Unfit(Exception):  # noqa: N818 - it is caught, and the step runs as ever
     """A step that cannot be recorded; says why."""
@@ -28,13 +31,13 @@ class RecordedStep:
         recording: what the device was given.
         tensors: its inputs, as `tensors_of` has them.
         works: of the stages: where its results lie.
-        grads: by parameter: where its gradient lies; None for one that got none.
+        grads: where they lie.
     """
 
     recording: Recording
     tensors: list[torch.Tensor]
     works: list[StageWork]
-    grads: list[tuple[torch.nn.Parameter, torch.Tensor | None]]
+    grads: Gradients
 
     def replay(self, works: Sequence[StageWork], tensors: Sequence[torch.Tensor]) -> None:
         """Do it again.
