@@ -30,7 +30,7 @@
 #endif
 #include "endpoint.h"
 #include "process_group.h"
-#include "python_arming.h"
+#include "python_contexts.h"
 #include "python_errors.h"
 #include "random_numbers.h"
 #include "runner.h"
@@ -259,6 +259,15 @@ py::object current_moment() {
                         moment->is_last_microbatch(), moment->training());
 }
 
+void bind_moments(py::module_& m) {
+  py::class_<PythonMoment>(m, "Moment")
+      .def(py::init<std::int64_t, std::array<std::int32_t, 3>, int, std::int32_t, std::int32_t>(), py::arg("step"),
+           py::arg("last"), py::arg("op"), py::arg("stage"), py::arg("microbatch"))
+      .def("__enter__", &PythonMoment::enter)
+      .def("__exit__", &PythonMoment::exit);
+  m.def("current", &current_moment);
+}
+
 void bind_random_numbers(py::module_& m) {
   py::class_<GeneratorsLock>(m, "GeneratorsLock")
       .def(py::init<>())
@@ -336,7 +345,7 @@ PYBIND11_MODULE(_runtime, m) {
   bind_exchange(m);
   bind_weight_gradients(m);
   bind_random_numbers(m);
-  m.def("current", &current_moment);
+  bind_moments(m);
   bind_cuda(m);
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   // for the test that compares it with Python's

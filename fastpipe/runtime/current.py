@@ -1,6 +1,7 @@
 """current: which action a thread computes, for whoever asks in the middle of it; and what is put around actions.
 
-The native executor notes it in C++, the Python executor here; neither asks Python for it where nobody does.
+Where the extension is, both executors note it in C++, so torch's own threads, which run a GPU's backward, know it, too;
+else it is noted here. The native executor does not ask Python for it where nobody does.
 """
 
 from __future__ import annotations
@@ -106,9 +107,16 @@ class Moments:
         self.step = 0
         self.last = (-1, -1, -1)
 
-    @contextlib.contextmanager
-    def noted(self, op: Op, microbatch: int) -> Iterator[None]:
+    def noted(self, op: Op, microbatch: int) -> AbstractContextManager[None]:
         """Around an action of the Python executor."""
+        runtime: Any = native.load()
+        if runtime is None:
+            return self._noted_here(op, microbatch)
+        context: AbstractContextManager[None] = runtime.Moment(self.step, self.last, op, self.stage, microbatch)
+        return context
+
+    @contextlib.contextmanager
+    def _noted_here(self, op: Op, microbatch: int) -> Iterator[None]:
         before = _here.action
         is_last = self.last[_KIND[op]] == microbatch
         training = op is not Op.F or torch.is_grad_enabled()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpipe
 from fastpipe import ActionKind, Pipeline, Schedule
+from fastpipe.runtime import native
 from fastpipe.runtime.current import Current
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
@@ -99,9 +100,12 @@ def keys(found: list[Current]) -> Counter[tuple[str, int, int]]:
     return Counter((current.action, current.stage, current.microbatch) for current in found)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", [*EXECUTORS, "python alone"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_it_is_right_wherever_one_asks(schedule: str, executor: str) -> None:
+def test_it_is_right_wherever_one_asks(schedule: str, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if executor == "python alone":
+        monkeypatch.setattr(native, "load", lambda: None)
+    executor = executor.removesuffix(" alone")
     log = Log()
     pipe = build(schedule, executor, log, recomputes=True, overlap="always")
     x, target = batch()

@@ -162,6 +162,9 @@ def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, n
         assert account["waits"] == {}, case
         assert account["waits to read the loss"] == 1, case
         times = account["times"]
+        told = [action is not None and action[3] in "BI" for action in account["told"]]
+        assert all(told), case
+        assert bool(told) == ("contexts" in case), case
         assert times["early"] < CLOCKS, f"{case}: an action seems to start before what it waits for has ended"
         assert times["forward"] > FORWARD, f"{case}: the times are those at which the host launched"
         defers = account["splits"] and native.load() is not None

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,18 @@ class Tree(Block):
     def forward(self, given: Any) -> Any:
         y = super().forward(given["y"] if isinstance(given, dict) else given)
         return {"y": y, "more": (None, [y.detach()])}
+
+
+class Asking(Block):
+    """The same, and a hook, which torch's own thread for the device calls, asks what is current."""
+
+    told: ClassVar[list[fastpipe.Current | None]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.told.append(fastpipe.current()))
+        return y
 
 
 class Waiting(Block):
@@ -218,7 +230,7 @@ def look_at(timeline: fastpipe.Timeline) -> dict[str, float]:
 
 def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
-    block = Tree if case.arguments.get("trees") else Block
+    block = Tree if case.arguments.get("trees") else Asking if case.arguments.get("contexts") else Block
     layers = [block(8).to(fake.NAME) for _ in range(NUM_LAYERS)]
     unsplit = nn.Sequential(*copy.deepcopy(layers))
     replicated = "replicas" in case.arguments
@@ -244,6 +256,7 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
     same.append(torch.equal(result.loss.cpu(), reference.loss.cpu()))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     account.reset()
+    Asking.told.clear()  # the unsplit model's
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         result = pipe.step(x, target=target)
@@ -262,6 +275,7 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
         "waits to read the loss": waits_to_read,
         "streams": streams,
         "events": events,
+        "told": Asking.told,
         "pairs": pipe.describe().rpartition("pairs")[2],
         "transport": pipe.transport.describe(),
         "times": look_at(timeline),
