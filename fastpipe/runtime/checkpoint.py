@@ -62,20 +62,22 @@ def save_checkpoint(
         None; or a future whose ``result()`` says that the checkpoint is complete, or raises what went wrong.
 
     Raises:
-        ValueError: for an optimizer of other parameters, or whose state cannot be saved.
+        ValueError: for an optimizer of other parameters, or whose state cannot be saved, and on every rank when some
+            give one and others none.
         StepError: when another rank cannot save.
     """
     _await_pending()
+    optimizers = _listed(optimizer)
     state: dict[str, Any] = {}
 
     def gather() -> Reply:
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         # a tuple is one value to DCP, whatever is in it
         state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe), steps=(pipe.step_count,))
-        state.update(optimizer=flat_state(_listed(optimizer), names))
-        return {}
+        state.update(optimizer=flat_state(optimizers, names))
+        return {"optimizes": _optimizes(pipe, optimizers)}
 
-    pipe._steps.meet(f"save_checkpoint of {os.fspath(path)}", gather)
+    _check_all_optimize(pipe._steps.meet(f"save_checkpoint of {os.fspath(path)}", gather))
     folder, alone = os.fspath(path), not dist.is_initialized()
     if not asynchronous:
         save(state, checkpoint_id=folder, process_group=group, no_dist=alone)
@@ -112,7 +114,7 @@ def load_checkpoint(
         FileNotFoundError: when there is no complete checkpoint.
         KeyError: when it lacks something that is needed here.
         ValueError: when it has something of the model that no rank takes, another shape, or other groups of
-            parameters.
+            parameters, and when some ranks give an optimizer and others none.
         StepError: when another rank cannot load.
     """
     _await_pending()
@@ -129,9 +131,10 @@ def load_checkpoint(
         state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
-        return {"keys": list(state["model"])}
+        return {"keys": list(state["model"]), "optimizes": _optimizes(pipe, optimizers)}
 
     replies = pipe._steps.meet(f"load_checkpoint of {os.fspath(path)}", prepare)
+    _check_all_optimize(replies)
     _check_all_taken(_section(saved, "model"), replies, path)
     load(state, checkpoint_id=os.fspath(path), process_group=group, no_dist=not dist.is_initialized())
     pipe.load_state_dict(state["model"])
@@ -150,6 +153,21 @@ def _listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] |
     if not isinstance(optimizer, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch optimizer, or a list of them")
     return list(optimizer)
+
+
+def _optimizes(pipe: Pipeline, optimizers: Optimizers) -> bool | None:
+    """Whether this rank gives an optimizer; None for one that has nothing to optimize."""
+    trains = any(parameter.requires_grad for parameter in pipe.parameters())
+    return bool(optimizers) if trains or optimizers else None
+
+
+def _check_all_optimize(replies: Sequence[Reply]) -> None:
+    given = [reply["optimizes"] for reply in replies]
+    if True in given and False in given:
+        raise ValueError(
+            f"optimizer: rank {given.index(True)} gives one and rank {given.index(False)} gives none; give it on every "
+            "rank, or on none"
+        )
 
 
 def _metadata(path: str | os.PathLike[str]) -> Mapping[str, Any]:

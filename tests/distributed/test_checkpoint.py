@@ -64,8 +64,10 @@ def go_wrong(folder: str) -> dict[str, Any]:
         "optimizer": caught(lambda: save_checkpoint(folder, pipe, momentum(other if rank else pipe))),
         "folder": caught(lambda: load_checkpoint(folder, pipe)),
         "folders": caught(lambda: save_checkpoint(folder + str(rank), pipe)),
+        "one optimizer": caught(lambda: save_checkpoint(folder, pipe, momentum(pipe) if rank else None)),
     }
     save_checkpoint(folder, pipe, momentum(pipe))
+    found["one loaded"] = caught(lambda: load_checkpoint(folder, pipe, None if rank else momentum(pipe)))
     before = torch.get_rng_state()
     torch.randn(3)
     load_checkpoint(folder, pipe, momentum(pipe))
@@ -77,6 +79,9 @@ def test_whoever_cannot_is_an_error_for_all(group_of: GroupOf, tmp_path: Path) -
     zero, one = group_of(2).run(go_wrong, str(tmp_path / "a"))
     assert one["optimizer"][0] == "ValueError" and zero["optimizer"][0] == "StepError" and zero["optimizer"][2] == 1
     assert zero["folder"][0] == one["folder"][0] == "FileNotFoundError"
+    for call, (there, missing) in {"one optimizer": (1, 0), "one loaded": (0, 1)}.items():
+        expected = f"optimizer: rank {there} gives one and rank {missing} gives none; give it on every rank, or on none"
+        assert zero[call][:2] == one[call][:2] == ("ValueError", expected)
     assert zero["folders"][:2] == one["folders"][:2] and "do not make the same call" in zero["folders"][1]
 
 
