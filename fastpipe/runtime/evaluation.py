@@ -46,13 +46,14 @@ class Evaluates:
         and BatchNorm train is the modules' own affair: see `eval` and `train`.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        return self._run(Request(args, kwargs, target, None, count, training=False), trace, gather_outputs)
+        request = Request(args, kwargs, target, None, count, training=False, gathers_outputs=gather_outputs)
+        return self._run(request, trace)
 
-    def _run(self, request: Request, trace: bool, gather_outputs: bool) -> StepResult:
-        if gather_outputs and not self._settings.keep_outputs and not request.keeps_outputs:
+    def _run(self, request: Request, trace: bool) -> StepResult:
+        if request.gathers_outputs and not self._settings.keep_outputs and not request.keeps_outputs:
             raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
         result = self._steps.run(request, bool(trace))
-        if gather_outputs:
+        if request.gathers_outputs:
             result.found = gather(self._steps, self._member, self.device, result.found)
         return result
 
@@ -144,9 +145,17 @@ class Evaluates:
         num_microbatches = len(window.starts)
         named = {name: [value] * num_microbatches for name, value in kwargs.items()}
         request = Request(
-            (inputs,), named, None, None, num_microbatches, training=False, keeps_outputs=True, window=window
+            (inputs,),
+            named,
+            None,
+            None,
+            num_microbatches,
+            training=False,
+            keeps_outputs=True,
+            gathers_outputs=gather_outputs,
+            window=window,
         )
-        found = self._run(request, False, gather_outputs).found
+        found = self._run(request, False).found
         return deque(found.get(i) for i in range(under_way.after(window, inputs)))
 
     def _next_window(

@@ -34,6 +34,7 @@ class Request:
         training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
         keeps_outputs: whether outputs are kept although the pipeline keeps none.
+        gathers_outputs: whether every rank gets them in the end.
         window: of a stream, which stages compute which microbatches; None for all.
     """
 
@@ -45,6 +46,7 @@ class Request:
     training: bool
     reduces: bool = True
     keeps_outputs: bool = False
+    gathers_outputs: bool = False
     window: Window | None = None
 
 

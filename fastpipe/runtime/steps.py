@@ -390,8 +390,8 @@ def _call_text(request: Request) -> str:
     """What must be the same on every rank."""
     names = ", ".join(["", *sorted(request.kwargs)])
     call = "step" if request.training else "eval_step or a forward-only step"
-    held_back = "" if request.reduces else ", under no_sync"
-    return f"{call} with num_microbatches={request.num_microbatches}{names}{held_back}"
+    more = (", gather_outputs" if request.gathers_outputs else "") + ("" if request.reduces else ", under no_sync")
+    return f"{call} with num_microbatches={request.num_microbatches}{names}{more}"
 
 
 def _replayed(request: Request, inputs: Inputs) -> Request:

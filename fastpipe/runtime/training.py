@@ -68,13 +68,20 @@ class Trains(Evaluates, HeldModel):
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         request = Request(
-            args, kwargs, target, output_grad, count, training=not self._steps.forward_only, reduces=self._reduces
+            args,
+            kwargs,
+            target,
+            output_grad,
+            count,
+            training=not self._steps.forward_only,
+            reduces=self._reduces,
+            gathers_outputs=gather_outputs,
         )
         if self._steps.forward_only and output_grad is not None:
             if not self._plans.has_backward(self.num_microbatches):
                 raise ValueError(f"output_grad: {self.schedule.name} has no backward; leave it out")
             request = replace(request, training=True)
-        return self._run(request, trace, gather_outputs)
+        return self._run(request, trace)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -107,6 +107,7 @@ def mistakes(rank: int) -> dict[str, Callable[[Pipeline], Any]]:
         "unequal counts": lambda p: p.step(x, target=y, num_microbatches=4 + rank),
         "unequal calls": lambda p: p.step(x, target=y) if rank else p.eval_step(x, target=y),
         "unequal keywords": lambda p: p.step(x, target=y, **({"scale": 1.0} if rank else {})),
+        "unequal gathering": lambda p: p.step(x, target=y, gather_outputs=rank == 0),
         "an unknown keyword": lambda p: p.step(x, target=y, scale=1.0),
         "unequal rows": lambda p: p.step(x, target=y[:8]),
     }
@@ -138,6 +139,7 @@ def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str, group_o
         "unequal counts": "num_microbatches=4; rank 1: step with num_microbatches=5",
         "unequal calls": "the ranks do not make the same call",
         "unequal keywords": "the ranks do not make the same call",
+        "unequal gathering": "rank 0: step with num_microbatches=4, gather_outputs; rank 1: step with",
         "an unknown keyword": "scale: no stage's forward takes",
         "unequal rows": "target has 8 rows and the input has 9",
     }.items():
