@@ -250,4 +250,11 @@ def _merge_one(values: list[Any], rule: Rule) -> Any:
         return values
     if values[0].dim() == 0:
         return torch.stack(values)
-    return torch.cat(values, rule)
+    try:
+        return torch.cat(values, rule)
+    except (IndexError, RuntimeError) as error:
+        shapes = sorted({tuple(value.shape) for value in values})
+        raise ValueError(
+            f"merge: outputs of shape {' and '.join(map(str, shapes))} do not go together along dimension {rule}; give "
+            "merge another dimension, a function of their list, or False"
+        ) from error

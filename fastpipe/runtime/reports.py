@@ -174,6 +174,12 @@ def _reduced(name: str, found: Mapping[int, torch.Tensor], count: int, weights: 
         return rule(values)
     if rule == "list":
         return values
+    shapes = sorted({tuple(value.shape) for value in values})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"metric {name!r} has shape {' and '.join(map(str, shapes))}, whose {rule} there is not; reduce it in "
+            f"loss_fn, or use metrics={{{name!r}: 'list'}}"
+        )
     if rule == "mean":
         values = [
             scale_loss(value, None if weights.mean is None else weights.mean[i]) for i, value in enumerate(values)
