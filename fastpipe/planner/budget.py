@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 UNITS = {
@@ -52,12 +53,13 @@ def memory_of(value: Any) -> Memory | None:
         return value
     if isinstance(value, str):
         return _read(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    amount = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    if not 0 < amount < math.inf:
         raise ValueError(f"memory = {value!r}: {_HELP}")
-    if value <= _MOST_FRACTION:
-        return Memory("fraction", float(value))
-    if value >= _LEAST_BYTES:
-        return Memory("bytes", float(value))
+    if amount <= _MOST_FRACTION:
+        return Memory("fraction", amount)
+    if amount >= _LEAST_BYTES:
+        return Memory("bytes", amount)
     raise ValueError(f"memory = {value!r} is too much for a fraction and too little for bytes: {_HELP}")
 
 
