@@ -43,6 +43,11 @@ class Memory:
         return f"{self.amount:.4g} activations a rank" if self.unit == "activations" else f"{human(self.amount)} a rank"
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is one, of Python or numpy; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def memory_of(value: Any) -> Memory | None:
     """What `fastpipe.plan` takes for memory.
 
@@ -53,7 +58,7 @@ def memory_of(value: Any) -> Memory | None:
         return value
     if isinstance(value, str):
         return _read(value)
-    amount = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    amount = float(value) if is_number(value) else 0.0
     if not 0 < amount < math.inf:
         raise ValueError(f"memory = {value!r}: {_HELP}")
     if amount <= _MOST_FRACTION:

@@ -7,14 +7,13 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from fastpipe.cost import CostModel
 from fastpipe.placement import Placement, is_whole
 from fastpipe.planner import bound, engine, partitions, pool, starts
-from fastpipe.planner.budget import Memory, memory_of
+from fastpipe.planner.budget import Memory, is_number, memory_of
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.exact import solve
 from fastpipe.planner.judge import judge
@@ -153,16 +152,12 @@ def _check_links(costs: CostModel | LayerCosts, num_ranks: int) -> None:
 
 
 def _check_search(effort: Any, time_limit: Any, seed: Any) -> None:
-    if not _is_number(effort) or not 0 <= effort < math.inf:
+    if not is_number(effort) or not 0 <= effort < math.inf:
         raise ValueError(f"effort = {effort!r}: give a finite number of at least 0")
-    if time_limit is not None and (not _is_number(time_limit) or not 0 < time_limit < math.inf):
+    if time_limit is not None and (not is_number(time_limit) or not 0 < time_limit < math.inf):
         raise ValueError(f"time_limit = {time_limit!r}: give seconds, or None")
     if not is_whole(seed):
         raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
