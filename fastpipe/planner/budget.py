@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 UNITS = {
@@ -42,6 +43,11 @@ class Memory:
         return f"{self.amount:.4g} activations a rank" if self.unit == "activations" else f"{human(self.amount)} a rank"
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is one, of Python or numpy; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def memory_of(value: Any) -> Memory | None:
     """What `fastpipe.plan` takes for memory.
 
@@ -52,12 +58,13 @@ def memory_of(value: Any) -> Memory | None:
         return value
     if isinstance(value, str):
         return _read(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    amount = float(value) if is_number(value) else 0.0
+    if not 0 < amount < math.inf:
         raise ValueError(f"memory = {value!r}: {_HELP}")
-    if value <= _MOST_FRACTION:
-        return Memory("fraction", float(value))
-    if value >= _LEAST_BYTES:
-        return Memory("bytes", float(value))
+    if amount <= _MOST_FRACTION:
+        return Memory("fraction", amount)
+    if amount >= _LEAST_BYTES:
+        return Memory("bytes", amount)
     raise ValueError(f"memory = {value!r} is too much for a fraction and too little for bytes: {_HELP}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from fastpipe.cost import CostModel
 from fastpipe.placement import Placement, is_whole
 from fastpipe.planner import bound, engine, partitions, pool, starts
-from fastpipe.planner.budget import Memory, memory_of
+from fastpipe.planner.budget import Memory, is_number, memory_of
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.exact import solve
 from fastpipe.planner.judge import judge
@@ -133,6 +133,7 @@ def _problem(
     problem = Problem(read_costs(costs), *numbers)
     if recompute != "none" and not isinstance(problem.costs, LayerCosts) and problem.costs.per_stage("recompute", 1)[0]:
         raise ValueError("recompute: the costs say already what is recomputed; leave it out of one of them")
+    _check_links(problem.costs, problem.num_ranks)
     if problem.memory is not None and problem.memory.unit == "bytes" and not problem.knows_bytes:
         raise ValueError(
             f"memory = {problem.memory}: the costs do not say how many bytes a stage holds; give held_bytes of layers, "
@@ -141,10 +142,19 @@ def _problem(
     return problem
 
 
+def _check_links(costs: CostModel | LayerCosts, num_ranks: int) -> None:
+    for name in ("comm", "bandwidth"):
+        links = getattr(costs, name)
+        for link in links if isinstance(links, dict) else ():
+            if max(link) >= num_ranks:
+                named = f"{name} names the link {link[0]}->{link[1]}"
+                raise ValueError(f"{named}, and num_ranks = {num_ranks}: there are 0 to {num_ranks - 1}")
+
+
 def _check_search(effort: Any, time_limit: Any, seed: Any) -> None:
-    if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < math.inf:
+    if not is_number(effort) or not 0 <= effort < math.inf:
         raise ValueError(f"effort = {effort!r}: give a finite number of at least 0")
-    if time_limit is not None and (not isinstance(time_limit, int | float) or not 0 < time_limit < math.inf):
+    if time_limit is not None and (not is_number(time_limit) or not 0 < time_limit < math.inf):
         raise ValueError(f"time_limit = {time_limit!r}: give seconds, or None")
     if not is_whole(seed):
         raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
@@ -157,6 +167,11 @@ def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
     if num_microbatches is not None:
         if not is_whole(num_microbatches, least=1):
             raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number of at least 1")
+        if batch is not None and num_microbatches > batch:
+            raise ValueError(
+                f"num_microbatches = {num_microbatches}: a batch_size of {batch} has too few rows; give at most "
+                f"{batch}, or the batch_size of a step"
+            )
         return [int(num_microbatches)]
     if batch is None:
         raise ValueError("num_microbatches: give it, or costs of layers with batch_size, from which it can be chosen")
@@ -190,6 +205,8 @@ class _Planner:
             if self.effort > 0 and not self.clock.is_over():
                 self._search(self._promising(counts), depths)
         if self.best is None:
+            self._smallest(counts, depths)
+        if self.best is None:
             raise ValueError(self._nothing_fits())
         return self._plan(exact and self._exact(depths))
 
@@ -216,6 +233,12 @@ class _Planner:
                 self.members.append(found)
             if self.clock.is_over() and self.best is not None:
                 return
+
+    def _smallest(self, counts: list[int], depths: list[int]) -> None:
+        """Simulate what needs the least memory: it may fit, and if it does not, it says how much would do."""
+        for count in counts:
+            for name, schedule in starts.smallest(self.problem, count, depths):
+                self._consider(name, self.problem.setting(schedule.placement, count), schedule)
 
     def _starts(self, num_microbatches: int, depths: list[int]) -> Iterator[tuple[str, Schedule | str]]:
         """What the user gave, and the registry."""
@@ -278,6 +301,7 @@ class _Planner:
         assert self.best is not None
         count = self.best[2].num_microbatches
         settled = self.problem.placement is None or self.problem.placement.num_routes == 1
+        least = math.inf
         for _, placement in _placements(self.problem, [count], depths):
             self._say(f"solving {pool.describe(placement)} exactly")
             setting = self.problem.setting(placement, count)
@@ -285,8 +309,10 @@ class _Planner:
             if outcome.schedule is not None:
                 self._consider(f"exact on {pool.describe(placement)}", setting, outcome.schedule)
             whole = setting.cost.backward is None and setting.cost.overlapped is None
-            settled = settled and outcome.proved and whole
-        return settled
+            settled = settled and whole
+            least = min(least, outcome.least)
+        # The solver's transfers never wait for their receive to be posted; the plan's may.
+        return settled and self.best[0] <= least * (1 + 1e-9)
 
     def _plan(self, optimal: bool) -> Plan:
         assert self.best is not None
@@ -308,7 +334,8 @@ class _Planner:
         possible = [row for row in self.rows if row.refused is None]
         if not possible:
             return f"num_ranks = {self.problem.num_ranks}: no schedule takes these numbers: {self.rows[0].refused}"
-        least = min(possible, key=lambda row: row.peak_memory)
+        by_bytes = self.problem.memory is not None and self.problem.memory.unit == "bytes"
+        least = min(possible, key=lambda row: row.peak_bytes if by_bytes else row.peak_memory)
         needs = f"{least.peak_memory / self.problem.num_ranks:.4g} of 1F1B's"
         if least.peak_bytes:
             needs += f", {least.peak_bytes:.6g} bytes"

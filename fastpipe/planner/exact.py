@@ -33,11 +33,12 @@ class Outcome:
 
     Attributes:
         schedule: a shorter one than what was known; None if it found none.
-        proved: whether nothing shorter than that exists (or than what was known).
+        least: seconds; what is proved that no order is shorter than: its own objective, or what was known. 0 where
+            that is not settled.
     """
 
     schedule: Schedule | None
-    proved: bool
+    least: float
 
 
 def solve(problem: Problem, setting: Setting, known: float, clock: Clock) -> Outcome:
@@ -61,8 +62,8 @@ def solve(problem: Problem, setting: Setting, known: float, clock: Clock) -> Out
     unit = common_unit([*tasks.seconds.tolist(), *tasks.transfer.ravel().tolist()])
     builder = _Builder(model_of, tasks, unit, problem.span)
     seconds = SECONDS if clock.limit is None else max(0.1, clock.limit - clock.elapsed())
-    order, proved = builder.solve(known, min(seconds, SECONDS))
-    return Outcome(None if order is None else tasks.ordered(order, "plan"), proved)
+    order, least = builder.solve(known, min(seconds, SECONDS))
+    return Outcome(None if order is None else tasks.ordered(order, "plan"), least)
 
 
 def _imported() -> Any:
@@ -154,8 +155,8 @@ class _Builder:
                 self.model.add(self.objective >= self._end(task) - begin)
         self.model.minimize(self.objective)
 
-    def solve(self, known: float, seconds: float) -> tuple[Ints | None, bool]:
-        """An order shorter than what is known, and whether that is settled."""
+    def solve(self, known: float, seconds: float) -> tuple[Ints | None, float]:
+        """An order shorter than what is known, and the seconds that none is below; 0 where that is not settled."""
         most = round(known / float(self.unit)) - 1
         self.model.add(self.objective <= most)
         solver = self.cp.CpSolver()
@@ -164,8 +165,9 @@ class _Builder:
         status = solver.solve(self.model)
         if status in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             starts = np.array([solver.value(start) for start in self.starts])
-            return self._read(starts), bool(status == self.cp.OPTIMAL)
-        return None, bool(status == self.cp.INFEASIBLE)
+            least = solver.value(self.objective) if status == self.cp.OPTIMAL else 0
+            return self._read(starts), float(least * self.unit)
+        return None, known if status == self.cp.INFEASIBLE else 0.0
 
     def _read(self, starts: Any) -> Ints:
         """Each rank's tasks by start; of those without length, what comes first in its line first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,13 +10,14 @@ from fastpipe.planner import engine
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.keys import Keys, unordered
 from fastpipe.planner.model import Problem, Setting
+from fastpipe.planner.result import family_of
 from fastpipe.planner.starts import split
 from fastpipe.planner.tasks import Ints, Tasks, tasks_of
 from fastpipe.schedule import Schedule
 
 WORK = 2.5e8
 """Attempts times tasks of a whole search: half a second to a second natively."""
-_ROUNDS = ((5, 0.15), (2, 0.15), (1, 0.7))
+_ROUNDS = ((8, 0.18), (2, 0.15), (1, 0.67))
 """How many orders are annealed, and with what part of the attempts."""
 _HOT, _COLD = 0.3, 0.03
 """Heat at the start and the end of an annealing, in mean durations of a task."""
@@ -129,13 +129,17 @@ def _annealed(problem: Problem, one: Member, attempts: int, seed: int, clock: Cl
     return one
 
 
-def spread(pool: list[Member], count: int, each: int = 3) -> list[Member]:
-    """The best, but not more than a few of one placement: another may get further."""
-    ranked, taken = sorted(pool, key=lambda one: one.value), Counter[tuple[object, int]]()
+def spread(pool: list[Member], count: int) -> list[Member]:
+    """The best, but one of each origin and placement before there is a second.
+
+    How short an order is says little of how short annealing makes it, which depends on its pattern. What list
+    scheduling makes is often shorter than a wave of the registry, and then gets less far.
+    """
+    ranked, taken = sorted(pool, key=lambda one: one.value), set[tuple[object, ...]]()
     chosen: list[Member] = []
     rest: list[Member] = []
     for one in ranked:
-        key = (one.setting.placement, one.setting.num_microbatches)
-        taken[key] += 1
-        (chosen if taken[key] <= each else rest).append(one)
+        key = (one.setting.placement, one.setting.num_microbatches, family_of(one.name))
+        (rest if key in taken else chosen).append(one)
+        taken.add(key)
     return (chosen + rest)[:count]

@@ -187,12 +187,17 @@ class Plan:
         return lines
 
 
+def family_of(name: str) -> str:
+    """A candidate's name without its options."""
+    return re.split(r"[(, ]", name)[0]
+
+
 def best_of_families(candidates: Sequence[Candidate]) -> dict[str, Candidate]:
     """What is drawn of them with a name: of each family the plan, else the one with the least bubble that fits."""
     best: dict[str, Candidate] = {}
     for one in sorted(candidates, key=lambda one: (not one.chosen, not one.fits, one.bubble_fraction)):
         if one.refused is None:
-            family = re.split(r"[(, ]", one.name)[0]
+            family = family_of(one.name)
             best.setdefault("the plan" if one.chosen or family == "plan" else family, one)
     return best
 

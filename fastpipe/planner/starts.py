@@ -20,6 +20,7 @@ from fastpipe.schedules.family import Family
 
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
 _LIMITS = ("memory_limit", "memory")
+_SMALLEST = ("loop_zb", "wave_zb")
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
@@ -46,6 +47,19 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
                 label, schedule = _made(family, problem.num_ranks, num_microbatches, shape, shape)
                 if isinstance(schedule, Schedule) and _may_fit(problem, schedule):
                     yield label, schedule
+
+
+def smallest(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule]]:
+    """One microbatch after the other, nearly: what a rank holds at once of one is the least that any schedule needs."""
+    families = {family.name: family for family in list_schedules()}
+    for name in _SMALLEST:
+        for depth in allowed:
+            shape = {"stages_per_rank": depth}
+            label, schedule = _made(
+                families[name], problem.num_ranks, num_microbatches, {**shape, "memory": depth}, shape
+            )
+            if isinstance(schedule, Schedule) and problem.allows(schedule.placement):
+                yield label, schedule
 
 
 def _may_fit(problem: Problem, schedule: Schedule) -> bool:

@@ -145,6 +145,13 @@ def test_the_optimum_is_reached_where_it_is_known(num_ranks: int, num_microbatch
     assert spanning.span == pytest.approx(24)
 
 
+@pytest.mark.skipif(native_plan.library() is None, reason="the planning library is not built")
+def test_what_begins_long_may_end_short() -> None:
+    """Loops and a wave of four are shorter than the V to begin with; what becomes of it is shorter than of them."""
+    costs = CostModel(1.0, 2.0, 1.0, comm=0.1)
+    assert fastpipe.plan(costs, num_ranks=8, num_microbatches=12, memory=0.5).makespan < 78
+
+
 def test_costs_by_stage_fix_the_number_of_stages() -> None:
     plan = small(CostModel([1, 1, 1, 1, 1, 1, 1, 2], 1.0, 1.0))
     assert plan.schedule.num_stages == 8
@@ -311,12 +318,35 @@ def test_bytes_for_people() -> None:
         ({"placement": fastpipe.Placement.loop(4, 2), "costs": UNEVEN}, "placement has 8 stages and the costs name 4"),
         ({"placement": fastpipe.Placement.loop(4, 4), "costs": LAYERS}, "there are only 14 layers"),
         ({"memory": "1GiB"}, "the costs do not say how many bytes a stage holds"),
-        ({"memory": 0.01}, "nothing fits; the smallest, .*, needs 0"),
+        ({"memory": 0.01}, r"nothing fits; the smallest, .*, needs 0\.25 of 1F1B's"),
+        ({"time_limit": True}, "time_limit = True"),
+        ({"costs": CostModel(comm={(0, 4): 1.0})}, "comm names the link 0->4, and num_ranks = 4: there are 0 to 3"),
+        ({"costs": LayerCosts(8, batch_size=6)}, "num_microbatches = 8: a batch_size of 6 has too few rows"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small(**options)
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_what_is_said_to_be_the_smallest_is_the_smallest(recompute: str) -> None:
+    """A plan with as many bytes as the message asks for, and none with fewer."""
+    with pytest.raises(ValueError, match=r"needs .*, (\S+) bytes") as refusal:
+        small(LAYERS, memory="1MB", effort=0, recompute=recompute)
+    found = re.search(r"(\S+) bytes", str(refusal.value))
+    assert found is not None
+    least = float(found[1])
+    plan = small(LAYERS, memory=least * 1.001, effort=0.01, recompute=recompute)
+    assert plan.chosen.peak_bytes == pytest.approx(least, rel=1e-3)
+    with pytest.raises(ValueError, match="nothing fits"):
+        small(LAYERS, memory=least * 0.99, effort=0.01, recompute=recompute)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numbers = {"memory": np.float32(0.5), "effort": np.float32(0), "num_microbatches": np.int64(8)}
+    assert small(**numbers).schedule == small(memory=0.5, effort=0).schedule
+    assert memory_of(np.int64(1)) == Memory("fraction", 1.0)
 
 
 def test_a_placement_is_a_placement() -> None:

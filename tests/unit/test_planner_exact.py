@@ -11,6 +11,7 @@ import pytest
 import fastpipe
 from fastpipe import CostModel
 from fastpipe.planner.exact import common_unit
+from fastpipe.simulate import simulate_program
 
 UNCHECKED = "OR-Tools is not installed: what the exact solver proves, and that the search agrees, is not checked"
 
@@ -34,6 +35,15 @@ def test_the_solver_finds_what_no_search_has_found() -> None:
     plan = solved(costs, effort=0, memory=1.0, max_stages_per_rank=2)
     searched = fastpipe.plan(costs, num_ranks=2, num_microbatches=3, memory=1.0, max_stages_per_rank=2)
     assert plan.optimal and plan.bound <= plan.makespan <= searched.makespan <= plan.makespan + 1e-9
+
+
+def test_nothing_is_proved_where_transfers_wait_for_their_receives() -> None:
+    """The solver's transfers do not: it proves 5.2, which the same order takes with all receives posted at once."""
+    costs = CostModel(0.2, 0.2, 0.2, comm=0.5)
+    plan = solved(costs, memory=1.5, num_microbatches=6)
+    at_once = simulate_program(fastpipe.lower(plan.schedule, recv_lookahead="all"), costs)
+    assert at_once.makespan == pytest.approx(5.2) and plan.makespan > 6
+    assert not plan.optimal and "proved" not in str(plan)
 
 
 def test_a_case_that_is_too_large_is_refused() -> None:
