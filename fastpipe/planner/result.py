@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastpipe.planner.budget import Memory, human
+from fastpipe.planner.budget import UNITS, Memory, human
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
 from fastpipe.visualize.pareto import pareto
@@ -122,18 +122,36 @@ class Plan:
     def plot(self, path: str | Path, **options: Any) -> Path:
         """Draw bubble against memory of all candidates; see `fastpipe.visualize.pareto`.
 
-        The plan is ringed, the best of every family has its name, and a limit that is not in bytes is a line.
+        The plan is ringed, the best of every family has its name, and the limit is a line. Memory is in bytes where the
+        limit is, or where candidates have different numbers of microbatches, whose activations differ. What needs more
+        than twice the limit is left out, so that there is room for what needs less.
         """
-        num_ranks, objective = self.schedule.num_ranks, self.objective
-        title = f"{num_ranks} ranks, {self.schedule.num_microbatches} microbatches: bubble by {objective}"
-        limit = None
-        if self.memory is not None and self.memory.unit != "bytes":
-            limit = self.memory.of_activations(num_ranks, num_ranks)
+        counts = {one.num_microbatches for one in self.candidates if one.refused is None}
+        title = f"{self.schedule.num_ranks} ranks, {self.schedule.num_microbatches} microbatches"
+        title += f" (of {min(counts)} to {max(counts)})" if len(counts) > 1 else ""
+        by_bytes = self.counts_bytes and (len(counts) > 1 or (self.memory is not None and self.memory.unit == "bytes"))
         best = best_of_families(self.candidates)
         rest = [one for one in self.candidates if one not in best.values()]
         rows = [one._replace(name=name) for name, one in best.items()]
         chosen = next(row.name for row in rows if row.chosen)
-        return pareto(rows, path, **{"title": title, "chosen": chosen, "others": rest, "limit": limit, **options})
+        shown = self._in_bytes(rows, rest) if by_bytes else {"rows": rows, "others": rest, "limit": self._line()}
+        shown |= {"title": f"{title}: bubble by {self.objective}", "chosen": chosen}
+        return pareto(path=path, **{**_near(shown), **options})
+
+    def _line(self) -> float | None:
+        """The limit in activations of a rank's share."""
+        if self.memory is None or self.memory.unit == "bytes":
+            return None
+        return self.memory.of_activations(self.schedule.num_ranks, self.schedule.num_ranks)
+
+    def _in_bytes(self, rows: list[Candidate], rest: list[Candidate]) -> dict[str, Any]:
+        """What is drawn with bytes for activations, in the largest unit that leaves the plan's at least 1."""
+        unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if self.chosen.peak_bytes >= UNITS[unit]), "B")
+        size = UNITS[unit]
+        scaled = [[one._replace(peak_memory=one.peak_bytes / size) for one in group] for group in (rows, rest)]
+        limit = self.memory.amount / size if self.memory is not None and self.memory.unit == "bytes" else None
+        label = f"peak memory of a rank ({unit}, with parameters and receive buffers)"
+        return {"rows": scaled[0], "others": scaled[1], "limit": limit, "memory_label": label}
 
     def __str__(self) -> str:
         schedule, chosen = self.schedule, self.chosen
@@ -185,6 +203,17 @@ class Plan:
         if possible > len(shown):
             lines.append(f"and {possible - len(shown)} more in .candidates")
         return lines
+
+
+def _near(shown: dict[str, Any]) -> dict[str, Any]:
+    """What is drawn, but for what needs more than twice the limit."""
+    limit = shown["limit"]
+    if limit is None:
+        return shown
+    return {
+        **shown,
+        **{name: [row for row in shown[name] if row.peak_memory <= 2 * limit] for name in ("rows", "others")},
+    }
 
 
 def family_of(name: str) -> str:

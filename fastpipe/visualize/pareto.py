@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ def pareto(
     chosen: str | None = None,
     others: Iterable[Compared] = (),
     limit: float | None = None,
+    memory_label: str = "peak memory of a rank (microbatch activations of 1/ranks of the model)",
 ) -> Path:
     """Draw bubble against peak memory: the lower left is best.
 
@@ -55,6 +56,7 @@ def pareto(
         chosen: the name of the one that is ringed.
         others: drawn as small points, without names.
         limit: of the memory, in the unit of ``peak_memory``; drawn as a line.
+        memory_label: what the axis of ``peak_memory`` is called.
 
     Returns:
         The path.
@@ -70,9 +72,12 @@ def pareto(
     figure = canvas.figure(_WIDTH, _HEIGHT)
     size = (_WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM)
     axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / _HEIGHT, size[0] / _WIDTH, size[1] / _HEIGHT))
-    points, rest = _merged(shown), _merged(_with_numbers(others))
-    _frame(axes, points + rest)
+    unnamed = _with_numbers(others)
+    places = {_place(row) for row in (*shown, *unnamed)}
+    points, rest = _merged(shown, places), _merged(unnamed, places)
+    _frame(axes, points + rest, memory_label)
     _draw_rest(axes, rest, limit)
+    _draw_front(axes, {point[:2] for point in points + rest if point[3]})
     _draw_points(axes, points)
     _draw_ring(axes, [row for row in shown if row.name == chosen])
     _draw_names(axes, points, size)
@@ -91,15 +96,19 @@ Point = tuple[float, float, str, bool]
 """Memory, bubble in percent, names, whether it is best."""
 
 
-def _merged(shown: list[Compared]) -> list[Point]:
-    """One point for schedules that fall on the same place: their names stand together."""
+def _place(row: Compared) -> tuple[float, float]:
+    return round(row.peak_memory, 6), round(100 * row.bubble_fraction, 3)
+
+
+def _merged(shown: list[Compared], places: Collection[tuple[float, float]]) -> list[Point]:
+    """One point for schedules that fall on the same place: their names stand together. Best is what none of all
+    `places` beats."""
     names: dict[tuple[float, float], list[str]] = {}
     for row in shown:
-        names.setdefault((round(row.peak_memory, 6), round(100 * row.bubble_fraction, 3)), []).append(row.name)
-    places = list(names)
+        names.setdefault(_place(row), []).append(row.name)
     return [
-        (memory, bubble, _folded(names[memory, bubble]), not any(_beats(other, (memory, bubble)) for other in places))
-        for memory, bubble in places
+        (memory, bubble, _folded(found), not any(_beats(other, (memory, bubble)) for other in places))
+        for (memory, bubble), found in names.items()
     ]
 
 
@@ -112,12 +121,12 @@ def _beats(other: tuple[float, float], this: tuple[float, float]) -> bool:
     return other != this and other[0] <= this[0] and other[1] <= this[1]
 
 
-def _frame(axes: Any, points: list[Point]) -> None:
+def _frame(axes: Any, points: list[Point], memory_label: str) -> None:
     memory, bubble = (np.array([point[axis] for point in points]) for axis in (0, 1))
     margin = max(0.08 * float(np.ptp(memory)), 0.05 * float(memory.max()), 0.1)
     axes.set_xlim(max(0.0, memory.min() - margin), memory.max() + margin)
     axes.set_ylim(0, max(1.0, bubble.max() * 1.1))
-    axes.set_xlabel("peak memory of a rank (microbatch activations of 1/ranks of the model)", color=canvas.INK)
+    axes.set_xlabel(memory_label, color=canvas.INK)
     axes.set_ylabel("bubble (% of the ranks' time)", color=canvas.INK)
     axes.grid(color=canvas.FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -138,10 +147,14 @@ def _draw_rest(axes: Any, rest: list[Point], limit: float | None) -> None:
         )
 
 
+def _draw_front(axes: Any, best: Collection[tuple[float, float]]) -> None:
+    memory, bubble = zip(*sorted(best), strict=True)
+    axes.plot(memory, bubble, "-", color=COLOURS["F"], linewidth=1.4, zorder=2, gid="front")
+
+
 def _draw_points(axes: Any, points: list[Point]) -> None:
     best = sorted(point for point in points if point[3])
     rest = [point for point in points if not point[3]]
-    axes.plot([p[0] for p in best], [p[1] for p in best], "-", color=COLOURS["F"], linewidth=1.4, zorder=2, gid="front")
     for group, face, marker in ((best, COLOURS["F"], "o"), (rest, "white", "o")):
         axes.scatter(
             [p[0] for p in group],

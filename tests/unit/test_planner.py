@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import fastpipe
 from fastpipe import CostModel, LayerCosts, native_plan
 from fastpipe.bounds import any_placement_bounds
+from fastpipe.planner import result
 from fastpipe.planner.budget import Memory, human, memory_of
 
 COSTS = CostModel(1.0, 1.2, 0.8, comm=0.05)
@@ -259,8 +260,22 @@ def test_a_plan_prints_what_matters(tmp_path: Path) -> None:
     assert picture.count('id="chosen"') == picture.count('id="limit"') == picture.count('id="name the plan"') == 1
     names = re.findall(r'id="name ([^"]*)"', picture)
     assert any("1f1b" in name for name in names) and not any("(" in name for name in names), "families, not options"
-    by_bytes = small(replace(COSTS, stage_bytes=1e6), memory="1GB").plot(tmp_path / "bytes.svg")
-    assert 'id="limit"' not in by_bytes.read_text()
+
+
+def test_a_picture_is_in_bytes_where_the_limit_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microbatches of different sizes, too, are compared in bytes; the front passes what has no name."""
+    pytest.importorskip("matplotlib")
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(result, "pareto", lambda **options: drawn.update(options))
+    plan = small(LAYERS, num_microbatches=None, memory="200MiB", effort=0.01)
+    plan.plot(tmp_path / "bytes.svg")
+    assert drawn["limit"] == 200 and "MiB" in drawn["memory_label"] and "(of 1 to 16)" in drawn["title"]
+    ringed = next(row for row in drawn["rows"] if row.name == drawn["chosen"])
+    assert ringed.peak_memory == plan.chosen.peak_bytes / 2**20
+    assert max(row.peak_memory for row in (*drawn["rows"], *drawn["others"])) <= 400
+    assert max(one.peak_bytes for one in plan.candidates) > 400 * 2**20, "there was something to leave out"
+    small(LAYERS, memory=0.75, effort=0).plot(tmp_path / "fraction.svg")
+    assert drawn["limit"] == 3
 
 
 def test_a_plan_says_what_its_memory_leaves_out() -> None:

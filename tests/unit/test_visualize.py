@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import fastpipe
 from fastpipe.visualize import grid, pareto, plot, to_chrome_trace, to_html
 from fastpipe.visualize.bars import bars, live_activations, transfers
+from fastpipe.visualize.colours import COLOURS
 from fastpipe.visualize.dense import pixels
 from fastpipe.visualize.page import page_data
 from fastpipe.visualize.places import Box, place_labels
@@ -264,6 +265,17 @@ def test_a_comparison_is_drawn_with_every_name(tmp_path: Path) -> None:
         assert re.search(rf'id="name [^"]*\b{row.name}\b', path.read_text()), row.name
     with pytest.raises(ValueError, match="nothing to draw"):
         pareto([], tmp_path / "y.png")
+
+
+def test_the_front_passes_points_without_names(tmp_path: Path) -> None:
+    """GPipe alone has a name and is beaten by the others, which are small points: it is not on the line."""
+    pytest.importorskip("matplotlib")
+    rows = fastpipe.compare(["gpipe", "1f1b", "zbv"], num_ranks=4, num_microbatches=8)
+    named = [row for row in rows if row.name == "gpipe"]
+    for others, is_best in (([row for row in rows if row.name != "gpipe"], False), ([], True)):
+        text = pareto(named, tmp_path / "x.svg", others=others, memory_label="peak, GiB").read_text()
+        assert 'id="name gpipe"' in text and 'id="front"' in text
+        assert (f"fill: {COLOURS['F']}" in text) == is_best
 
 
 @settings(max_examples=60, deadline=None)
