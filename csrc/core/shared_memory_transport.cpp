@@ -112,15 +112,28 @@ bool SharedMemoryTransport::wait_receive(std::int32_t slot) {
 void SharedMemoryTransport::receive_next(std::int32_t channel) {
   SharedMemoryInbox& inbox = *inboxes_[channel];
   Receive& receive = receives_[queues_[channel].front()];
-  wait(inbox.peer(), for_channel(channel), receive.transfer.position, [&] { return inbox.arrived(); });
+  const std::size_t position = receive.transfer.position;
+  wait(inbox.peer(), for_channel(channel), position, [&] { return arrived(inbox, position); });
   queues_[channel].pop_front();
   receive.state = Receive::State::kIdle;  // should it fail, it is not tried again
   try {
     deliver(receive, inbox.take());
   } catch (const std::exception& error) {
-    give_up(inbox.peer().rank(), receive.transfer.position, error.what());
+    give_up(inbox.peer().rank(), position, error.what());
   }
   receive.state = Receive::State::kArrived;
+}
+
+// Who cannot open a ring cannot take what comes in it either, and the next step would find it there. The peer is broken
+// when this step has ended: until then it waits for what it is sent.
+bool SharedMemoryTransport::arrived(SharedMemoryInbox& inbox, std::size_t position) {
+  try {
+    return inbox.arrived();
+  } catch (const std::exception& error) {
+    const std::int32_t peer = inbox.peer().rank();
+    lost_.emplace_back(peer, error.what());
+    throw_no_transfer(peer, position, error.what());
+  }
 }
 
 void SharedMemoryTransport::deliver(Receive& receive, SharedMemoryMail mail) {
@@ -253,12 +266,20 @@ bool SharedMemoryTransport::spin(FunctionRef<bool()> ready) {
 }
 
 void SharedMemoryTransport::give_up(std::int32_t peer, std::size_t position, const std::string& why) {
+  lose(peer, why);
+  throw_no_transfer(peer, position, why);
+}
+
+void SharedMemoryTransport::lose(std::int32_t peer, const std::string& why) {
   broken_[peer] = true;
   why_broken_ = "no transfer with rank " + std::to_string(peer) + ": " + why;
   for (std::size_t channel = 0; channel < outboxes_.size(); ++channel) {
     const Channel& it = program_.channels()[channel];
     if (outboxes_[channel] && it.destination == peer) outboxes_[channel]->drop();
   }
+}
+
+void SharedMemoryTransport::throw_no_transfer(std::int32_t peer, std::size_t position, const std::string& why) const {
   throw TransportError(peer, program_.place(position) + ": no transfer with rank " + std::to_string(peer) +
                                  " any more (" + why + "); see what that rank was doing, or set a longer timeout");
 }
@@ -271,6 +292,8 @@ void SharedMemoryTransport::end_step(bool complete) {
   for (const auto& outbox : outboxes_) {
     if (outbox) outbox->sweep();
   }
+  for (const auto& [peer, why] : lost_) lose(peer, why);
+  lost_.clear();
   if (!left || !why_broken_.empty()) return;
   throw Error("rank " + std::to_string(program_.rank()) +
               ": a channel is not empty at the end of the step; lower the schedule again and validate it");

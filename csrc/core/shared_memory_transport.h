@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "clock.h"
@@ -75,12 +76,15 @@ class SharedMemoryTransport final : public Transport {
   bool prepare(const Transfer& transfer, std::int32_t send, const Payload* from);
   void post(std::int32_t send);
   void receive_next(std::int32_t channel);
+  bool arrived(SharedMemoryInbox& inbox, std::size_t position);
   void deliver(Receive& receive, SharedMemoryMail mail);
   // Sleeps until `ready` or the peer is given up.
   void wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position, FunctionRef<bool()> ready);
   bool look(FunctionRef<bool()> ready);
   bool spin(FunctionRef<bool()> ready);
   [[noreturn]] void give_up(std::int32_t peer, std::size_t position, const std::string& why);
+  void lose(std::int32_t peer, const std::string& why);
+  [[noreturn]] void throw_no_transfer(std::int32_t peer, std::size_t position, const std::string& why) const;
   std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
 
   std::shared_ptr<SharedMemoryLink> link_;
@@ -97,6 +101,7 @@ class SharedMemoryTransport final : public Transport {
   std::vector<std::size_t> send_positions_;  // for messages
   std::vector<bool> broken_;                 // by peer
   std::string why_broken_;
+  std::vector<std::pair<std::int32_t, std::string>> lost_;  // peers that are broken at the end of the step, and why
 };
 
 }  // namespace fastpipe

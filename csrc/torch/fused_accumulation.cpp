@@ -62,7 +62,10 @@ bool accumulate_in_place(const torch::autograd::Edge& weight, const WeightUses& 
   }
   if (!std::all_of(uses.begin(), uses.end(), [&](const WeightUse& use) { return fits(sum, use); })) return false;
   const c10::AutoGradMode without_graph(false);
-  for (const WeightUse& use : uses) add_product(sum, use);
+  for (const WeightUse& use : uses) {
+    use.require_unchanged();
+    add_product(sum, use);
+  }
   const auto& hook = leaf->tensor_post_acc_grad_hooks();
   if (hook != nullptr) (*hook)(leaf->variable);
   return true;

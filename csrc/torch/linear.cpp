@@ -52,7 +52,7 @@ bool alike(const at::Tensor& tensor, const at::Tensor& weight) {
 
 // What is wrong or rare is left to the composite, with its messages.
 bool fits(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!weight.requires_grad() || weight.dim() != 2 || input.dim() < 2 || input.size(-1) != weight.size(1)) return false;
+  if (!weight.requires_grad() || weight.dim() != 2 || input.dim() < 1 || input.size(-1) != weight.size(1)) return false;
   if (!plain(weight) || !at::isFloatingType(weight.scalar_type()) || !alike(input, weight)) return false;
   return !bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0) && alike(bias, weight));
 }
@@ -62,7 +62,7 @@ bool fits(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& b
 bool may_wait_in_backward(const WeightGradients& weights, const at::Tensor& weight) {
   const auto node = torch::autograd::get_current_node();
   return node && node->name() == "CheckpointFunctionBackward" &&
-         weights.separate(torch::autograd::impl::gradient_edge(weight));
+         weights.may_wait_recomputed(torch::autograd::impl::gradient_edge(weight));
 }
 
 at::Tensor multiply(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const Arming& arming) {
@@ -81,7 +81,7 @@ at::Tensor multiply(const at::Tensor& input, const at::Tensor& weight, const at:
   return output;
 }
 
-// More dimensions are flattened, by the very operators that the composite uses, since bits depend on them.
+// More dimensions, or one, become two, by operators that have the bits of those that the composite uses.
 at::Tensor flattened(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const Arming& arming) {
   auto sizes = input.sizes().vec();
   const std::int64_t rows = c10::multiply_integers(sizes.begin(), sizes.end() - 1);

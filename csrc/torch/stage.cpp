@@ -241,6 +241,8 @@ void TorchStage::backward_weight(std::int32_t microbatch) {
   if (microbatch == calls_.last_backward) meet(Op::kW, false);
   Record& record = records_[microbatch];
   backwards(Op::kW, microbatch, [&] {
+    // a weight may come from a checkpoint, whose recompute must be what its forward was
+    const Arming arming(record.weights, Arming::Phase::kBackward);
     const RandomRegion region(calls_.random, RandomRegion::Kind::kWeight, microbatch);
     record.weights->compute();
   });

@@ -2,7 +2,11 @@
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <iterator>
 #include <typeinfo>
 #include <utility>
 
@@ -20,6 +24,27 @@ bool leads_on(const torch::autograd::Node& node, std::size_t edge) {
   return edge != LinearNode::kWeight || typeid(node) != typeid(LinearNode);
 }
 
+std::vector<AccumulateGrad*> leaves_of(std::vector<torch::autograd::Node*> stack) {
+  ska::flat_hash_set<torch::autograd::Node*> seen;
+  std::vector<AccumulateGrad*> found;
+  while (!stack.empty()) {
+    torch::autograd::Node* const node = stack.back();
+    stack.pop_back();
+    if (node == nullptr || !seen.insert(node).second) continue;
+    if (auto* const leaf = dynamic_cast<AccumulateGrad*>(node)) found.push_back(leaf);
+    for (const auto& edge : node->next_edges()) stack.push_back(edge.function.get());
+  }
+  return found;
+}
+
+bool is_parameter(const AccumulateGrad* leaf) {
+  const py::gil_scoped_acquire gil;
+  const auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(leaf->variable));
+  const int is = PyObject_IsInstance(tensor.ptr(), ParameterClass);
+  if (is < 0) throw py::error_already_set();
+  return is == 1;
+}
+
 }  // namespace
 
 void WeightGradients::split(const Edges& outputs, c10::ArrayRef<Node*> inputs) {
@@ -27,7 +52,7 @@ void WeightGradients::split(const Edges& outputs, c10::ArrayRef<Node*> inputs) {
   for (const Edge& output : outputs) keep(output.function.get());
   keep_shared();
   for (const LinearPtr& linear : linears_) {
-    if (kept_.count(linear->weight_edge().function.get()) == 0) linear->defer();
+    if (kept_.count(linear.get()) != 0 && kept_.count(linear->weight_edge().function.get()) == 0) linear->defer();
   }
   linears_.clear();
 }
@@ -77,15 +102,25 @@ bool WeightGradients::separate(const Edge& weight) const {
   return true;
 }
 
+// The checkpoint's inputs are leaves of the graph made anew, and their gradients are wanted at once.
+bool WeightGradients::may_wait_recomputed(const Edge& weight) const {
+  if (!separate(weight)) return false;
+  const auto leaves = leaves_of({weight.function.get()});
+  return std::all_of(leaves.begin(), leaves.end(), is_parameter);
+}
+
 void WeightGradients::add(const Edge& weight, std::uint64_t sequence, WeightUse use) {
   const int task = torch::autograd::get_current_graph_task_id();
-  for (Pending& pending : pending_) {
-    if (pending.weight != weight || pending.task != task) continue;
-    pending.sequence = sequence;
-    pending.uses.push_back(std::move(use));
+  auto place = pending_.end();
+  for (auto it = pending_.begin(); it != pending_.end(); ++it) {
+    if (it->task != task) continue;
+    place = std::next(it);
+    if (it->weight != weight) continue;
+    it->sequence = sequence;
+    it->uses.push_back(std::move(use));
     return;
   }
-  pending_.push_back({weight, task, sequence, {std::move(use)}});
+  pending_.insert(place, {weight, task, sequence, {std::move(use)}});
 }
 
 void WeightGradients::compute() {
@@ -143,18 +178,11 @@ std::size_t WeightGradients::held_bytes() {
 }
 
 std::vector<std::uintptr_t> WeightGradients::leaves() const {
-  std::vector<Node*> stack;
-  for (const Pending& pending : pending_) stack.push_back(pending.weight.function.get());
-  ska::flat_hash_set<Node*> seen;
+  std::vector<Node*> weights;
+  for (const Pending& pending : pending_) weights.push_back(pending.weight.function.get());
   std::vector<std::uintptr_t> found;
-  while (!stack.empty()) {
-    Node* const node = stack.back();
-    stack.pop_back();
-    if (node == nullptr || !seen.insert(node).second) continue;
-    if (const auto* leaf = dynamic_cast<AccumulateGrad*>(node)) {
-      found.push_back(reinterpret_cast<std::uintptr_t>(leaf->variable.unsafeGetTensorImpl()));
-    }
-    for (const Edge& edge : node->next_edges()) stack.push_back(edge.function.get());
+  for (const AccumulateGrad* leaf : leaves_of(std::move(weights))) {
+    found.push_back(reinterpret_cast<std::uintptr_t>(leaf->variable.unsafeGetTensorImpl()));
   }
   return found;
 }

@@ -17,7 +17,8 @@ namespace fastpipe {
 
 // F: every linear becomes a LinearNode, whole. When F has ended, the graph tells which weights reach it by linears
 // alone; these linears are deferred. I queues their inputs and output gradients; W computes, and enters the graph at
-// the weights. Nothing is remembered from one microbatch to the next, so a model may change as it likes.
+// the weights. (A linear that makes another's weight is whole: W comes to it through that weight.) Nothing is
+// remembered from one microbatch to the next, so a model may change as it likes.
 class WeightGradients {
  public:
   // fused: W adds to `.grad` by the matrix products themselves, where that can be; see fused_accumulation.h.
@@ -31,8 +32,8 @@ class WeightGradients {
   void created(LinearPtr linear) { linears_.push_back(std::move(linear)); }
   // At the end of F. `inputs`: where the stage's inputs enter; what depends on them can not wait.
   void split(const Edges& outputs, c10::ArrayRef<torch::autograd::Node*> inputs);
-  // In I, for a linear that is recomputed: whether its weight may wait.
-  bool separate(const Edge& weight) const;
+  // In I, for a linear that a reentrant checkpoint recomputes: whether its weight may wait.
+  bool may_wait_recomputed(const Edge& weight) const;
   // In I.
   void add(const Edge& weight, std::uint64_t sequence, WeightUse use);
   // W.
@@ -58,13 +59,14 @@ class WeightGradients {
 
   void keep(Node* node);
   void keep_shared();
+  bool separate(const Edge& weight) const;
   void run(std::size_t first, std::size_t last);
 
   bool fused_;
   std::vector<LinearPtr> linears_;
   ska::flat_hash_set<Node*> kept_;  // the nodes that I goes through
   std::vector<Node*> stack_;
-  std::vector<Pending> pending_;
+  std::vector<Pending> pending_;  // those of one run of the engine side by side
   // Kept for their memory.
   Edges roots_;
   std::vector<at::Tensor> starts_;

@@ -4,15 +4,24 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <cstdint>
+
 #include "node.h"
 
 namespace fastpipe {
 
 // What one linear leaves for W.
 struct WeightUse {
+  WeightUse(at::Tensor input, at::Tensor gradient, bool weight_by_rows);
+
+  // Throws if one of them has been changed in place since: a whole backward would have read it before.
+  void require_unchanged() const;
+
   at::Tensor input;
   at::Tensor gradient;  // of the output
   bool weight_by_rows;
+  std::int64_t input_version;
+  std::int64_t gradient_version;
 };
 // A weight has one use in most models.
 using WeightUses = c10::SmallVector<WeightUse, 1>;

@@ -1,4 +1,4 @@
-"""Weight gradients that are added to ``.grad`` by the matrix product that makes them.
+"""What linears leave for W, and weight gradients that are added to ``.grad`` by the matrix product that makes them.
 
 csrc/torch/fused_accumulation.cpp is the same for the native kernel.
 """
@@ -6,12 +6,42 @@ csrc/torch/fused_accumulation.cpp is the same for the native kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
-def accumulate_in_place(node: Any, uses: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+@dataclass
+class Use:
+    """What one linear leaves for W."""
+
+    inputs: torch.Tensor
+    grad: torch.Tensor
+    versions: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.versions = _version(self.inputs), _version(self.grad)
+
+    def require_unchanged(self) -> None:
+        """Refuse what has been changed in place since I: a whole backward would have read it before."""
+        for what, tensor, version in zip(
+            ("input", "output's gradient"), (self.inputs, self.grad), self.versions, strict=True
+        ):
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"the {what} of a linear, {tensor.type()} {list(tensor.shape)}, was changed in place between I, "
+                    f"which left it for the weight's gradient, and W: it is at version {_version(tensor)} instead of "
+                    f"{version}; do not write to it again, clone it before the linear, or use a schedule that does "
+                    "not split backwards"
+                )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def accumulate_in_place(node: Any, uses: Sequence[Use]) -> bool:
     """Add what a weight's uses make to its parameter's gradient.
 
     Args:
@@ -25,14 +55,15 @@ def accumulate_in_place(node: Any, uses: Sequence[tuple[torch.Tensor, torch.Tens
     """
     leaf = _leaf_of(node)
     total = None if leaf is None else leaf.grad
-    if leaf is None or total is None or not all(_fits(total, *use) for use in uses):
+    if leaf is None or total is None or not all(_fits(total, use.inputs, use.grad) for use in uses):
         return False
     with torch.no_grad():
-        for inputs, grad in uses:
-            if _widens(total, grad):
-                torch.addmm(total, grad.t(), inputs, out_dtype=total.dtype, out=total)
+        for use in uses:
+            use.require_unchanged()
+            if _widens(total, use.grad):
+                torch.addmm(total, use.grad.t(), use.inputs, out_dtype=total.dtype, out=total)
             else:
-                total.addmm_(grad.t(), inputs)
+                total.addmm_(use.grad.t(), use.inputs)
     for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
         hook(leaf)
     return True

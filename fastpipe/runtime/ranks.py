@@ -250,7 +250,9 @@ class LocalRanks:
 
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:
-            if self._outcome.failure is None:
+            # while a failed step is drained a peer may be lost, which says more: there is no next step
+            known = self._outcome.failure
+            if known is None or (failure.dead and not known.dead):
                 self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
 
 

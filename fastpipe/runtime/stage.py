@@ -345,7 +345,9 @@ class Stage:
         """Backward for the weights that were left."""
         weights, _ = self._waiting.pop(microbatch)
         region = contextlib.nullcontext() if self.random is None else self.random.backward(microbatch, whole=False)
-        with self.moments.noted(Op.W, microbatch), self.moments.around_backward(), region:
+        # a weight may come from a checkpoint, whose recompute must be what its forward was
+        armed = weights.armed(backward=True)
+        with self.moments.noted(Op.W, microbatch), self.moments.around_backward(), region, armed:
             weights.compute()
         if self.parallel is not None and self.parallel.folds:
             self.parallel.fold()

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import local
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastpipe.runtime import native
-from fastpipe.runtime.fused_accumulation import accumulate_in_place
+from fastpipe.runtime.fused_accumulation import Use, accumulate_in_place
 
 
 class WeightGradients(Protocol):
@@ -58,11 +59,14 @@ class Survey:
 
     Attributes:
         done: whether there has been one.
-        whole: the leaves with another use than as a linear's weight: their gradients do not wait.
+        whole: the leaves that I reaches by another way than as a linear's weight: their gradients do not wait.
+        waits: the leaves of weights that wait; what F did not use is not among them, nor is what it made itself. The
+            tensors are kept, as others could take the place in memory by which they are known.
     """
 
     done: bool = False
     whole: set[int] = field(default_factory=set)
+    waits: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def make_weight_gradients(survey: Survey, fused: bool = False) -> WeightGradients:
@@ -87,7 +91,7 @@ class _Pending:
     weight: torch.Tensor
     edge: GradientEdge
     task: int
-    uses: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
 
 
 class PythonWeightGradients:
@@ -96,7 +100,7 @@ class PythonWeightGradients:
     def __init__(self, survey: Survey, fused: bool = False) -> None:
         self.survey, self.fuses = survey, fused
         self.backward = self.fused = False
-        self._weights: list[torch.Tensor] = []
+        self._surveys = not survey.done
         self._asked: list[torch.Tensor] = []
         self._pending: list[_Pending] = []
 
@@ -112,39 +116,39 @@ class PythonWeightGradients:
             _thread.armed = before
 
     def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """After the first F: find the weights that are whole. Later ones are split already."""
-        if self.survey.done:
+        """After the first F: find the weights that wait. Later ones are split already."""
+        if not self._surveys:
             return
-        self.survey.done = True
-        kept = {get_gradient_edge(tensor).node for tensor in inputs}
+        kept: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs}
         _reach([get_gradient_edge(tensor).node for tensor in (*outputs, *self._asked)], kept)
-        found = True
-        while found:
-            found = False
-            for weight in self._weights:
-                node = get_gradient_edge(weight).node
-                if node not in kept and not _separate(node, kept):
-                    _reach([node], kept)
-                    found = True
+        weights = _weights_of(kept) - kept
+        while whole := [node for node in weights if not _separate(node, kept, weights)]:
+            _reach(whole, kept)
+            weights = _weights_of(kept) - kept
+        # a linear that makes another's weight is whole: W comes to it through that weight
+        makers = set(_leaves(_weights_of(_all_reached(weights))))
+        self.survey.done = True
         self.survey.whole = {_cdata(node) for node in kept if _is_leaf(node)}
-        self._weights.clear()
+        self.survey.waits = {leaf: t for leaf, t in _leaves(weights).items() if leaf not in makers}
         self._asked.clear()
 
     def waits(self, weight: torch.Tensor) -> bool:
         """Whether a linear that is computed now leaves this weight for W."""
-        if not self.survey.done:
-            self._weights.append(weight)
+        if self._surveys or (self.backward and not _in_reentrant_checkpoint()):
             return False
-        if self.backward and not _in_reentrant_checkpoint():
-            return False
-        return not any(leaf in self.survey.whole for leaf in _leaves([get_gradient_edge(weight).node]))
+        leaves = _leaves({get_gradient_edge(weight).node}, past_linears=False)
+        if self.backward:
+            # the checkpoint's inputs are leaves of the graph made anew, and their gradients are wanted at once
+            parameters = all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves.values())
+            return bool(leaves) and parameters and self.survey.whole.isdisjoint(leaves)
+        return bool(leaves) and leaves.keys() <= self.survey.waits.keys()
 
     def differentiated(self, weight: torch.Tensor) -> None:
         """In F: the model differentiates a linear itself, and may ask for its weight's gradient."""
         if weight.requires_grad:
             self._asked.append(weight)
 
-    def add(self, weight: torch.Tensor, edge: GradientEdge, use: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def add(self, weight: torch.Tensor, edge: GradientEdge, use: Use) -> None:
         """In I: queue what one linear leaves."""
         # the edge was looked up in F: that makes a node of autograd, by which a recompute is told
         task = torch._C._current_graph_task_id()
@@ -167,18 +171,22 @@ class PythonWeightGradients:
 
     def held_bytes(self) -> int:
         """The memory that waits for W."""
-        held = [t.untyped_storage() for pending in self._pending for use in pending.uses for t in use]
+        uses = [use for pending in self._pending for use in pending.uses]
+        held = [tensor.untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def leaves(self) -> list[int]:
         """``_cdata`` of the tensors whose gradients wait for W."""
-        return list(_leaves([get_gradient_edge(pending.weight).node for pending in self._pending]))
+        return list(_leaves({get_gradient_edge(pending.weight).node for pending in self._pending}))
 
     def clear(self) -> None:
         """Let go of all."""
-        self._weights.clear()
         self._asked.clear()
         self._pending.clear()
+
+
+_WEIGHT = 1
+"""The place of the weight among the inputs of a linear's node."""
 
 
 class _Thread(local):
@@ -196,30 +204,42 @@ def _cdata(node: Any) -> int:
     return int(node.variable._cdata)
 
 
-def _leaves(nodes: Sequence[Any]) -> Iterator[int]:
-    seen: set[Any] = set()
-    _reach(nodes, seen)
-    return (_cdata(node) for node in seen if _is_leaf(node))
+def _leaves(nodes: Iterable[Any], *, past_linears: bool = True) -> dict[int, torch.Tensor]:
+    reached = _all_reached(nodes, past_linears=past_linears)
+    return {_cdata(node): node.variable for node in reached if _is_leaf(node)}
 
 
-def _reach(nodes: Sequence[Any], reached: set[Any]) -> None:
-    """Add what a backward from these nodes comes to, but for the weights of linears."""
+def _all_reached(nodes: Iterable[Any], *, past_linears: bool = True) -> set[Any]:
+    reached: set[Any] = set()
+    _reach(nodes, reached, past_linears=past_linears)
+    return reached
+
+
+def _reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool = False) -> None:
+    """Add what a backward from these nodes comes to; from linears to their weights only if that is wanted."""
     stack = list(nodes)
     while stack:
         node = stack.pop()
         if node is None or node in reached:
             continue
         reached.add(node)
-        weight = 1 if isinstance(node, _Linear._backward_cls) else None
+        weight = _WEIGHT if not past_linears and isinstance(node, _Linear._backward_cls) else None
         stack.extend(next_node for i, (next_node, _) in enumerate(node.next_functions) if i != weight)
 
 
-def _separate(node: Any, kept: set[Any]) -> bool:
-    """Whether a weight is reached by linears alone."""
-    reached: set[Any] = set()
-    _reach([node], reached)
+def _weights_of(nodes: Iterable[Any]) -> set[Any]:
+    """Where the weights of linears enter, of those that are among these nodes."""
+    kind: Any = _Linear._backward_cls
+    linears = (node for node in nodes if isinstance(node, kind))
+    return {linear.next_functions[_WEIGHT][0] for linear in linears} - {None}
+
+
+def _separate(node: Any, kept: set[Any], weights: set[Any]) -> bool:
+    """Whether a weight is reached by linears alone, and not made by a linear of a weight that others use in I."""
+    reached = _all_reached([node])
     ends = (end for end in reached if not end.next_functions)
-    return reached.isdisjoint(kept) and all(map(_is_leaf, ends))
+    made_by = _all_reached(_weights_of(reached))
+    return reached.isdisjoint(kept) and made_by.isdisjoint(weights) and all(map(_is_leaf, ends))
 
 
 def _in_reentrant_checkpoint() -> bool:
@@ -274,7 +294,7 @@ class _Linear(torch.autograd.Function):
         if not ctx.weights.backward:
             ctx.weights.differentiated(weight)
         elif ctx.later is not None:
-            ctx.weights.add(*ctx.later, (inputs, grad))
+            ctx.weights.add(*ctx.later, Use(inputs, grad))
         return for_inputs, for_weight, for_bias, None, None, None
 
 
@@ -282,15 +302,16 @@ class _Source(torch.autograd.Function):
     """Where a weight's deferred gradient enters the graph: computed only when the engine comes to it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, uses: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
         ctx.weight, ctx.uses = weight.detach(), uses
         return weight.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         total: torch.Tensor | None = None
-        for inputs, grad in ctx.uses:
-            part = _weight_gradient(inputs, grad, ctx.weight)
+        for use in ctx.uses:
+            use.require_unchanged()
+            part = _weight_gradient(use.inputs, use.grad, ctx.weight)
             total = part if total is None else total.add_(part)
         ctx.uses.clear()
         return total, None
@@ -308,6 +329,7 @@ def _tracing() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -319,7 +341,7 @@ def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:
 
 def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """What is wrong or rare is left to torch, with its messages."""
-    if not weight.requires_grad or weight.dim() != 2 or inputs.dim() < 2 or inputs.size(-1) != weight.size(1):
+    if not weight.requires_grad or weight.dim() != 2 or inputs.dim() < 1 or inputs.size(-1) != weight.size(1):
         return False
     if bias is not None and (bias.shape != weight.shape[:1] or not _plain(bias, weight)):
         return False

@@ -1,5 +1,6 @@
 """Models for the split backward: what linears are used through, around and beside."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -190,7 +191,7 @@ class Own(torch.autograd.Function):
         return torch.autograd.grad(output, inputs, grads)
 
 
-class Around(nn.Module):
+class OwnFunction(nn.Module):
     """Linears around a function of the user's own."""
 
     def __init__(self) -> None:
@@ -229,6 +230,63 @@ class Slopes(nn.Module):
         return self.last(self.first(x) + slope) * part.mean()
 
 
+class OneDimension(nn.Module):
+    """Linears of single rows, and of one activation by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = nn.Linear(WIDTH, WIDTH)
+        self.also = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, self.also) + self.alone(x[0, 0]) + F.linear(x[0, 1], self.also)
+        return x + F.linear(torch.tanh(x), torch.tanh(x).flatten(0, -2)[:WIDTH])
+
+
+class Maker(nn.Module):
+    """A weight that linears make of another weight, and that they are used with, too."""
+
+    def __init__(self, recompute: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.maker = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.recompute = recompute
+        self.register_buffer("code", torch.randn(WIDTH, WIDTH))
+
+    def _make(self, code: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(torch.tanh(self.maker(code))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        code = self.code.clone().requires_grad_()
+        weight = self._make(code) if self.recompute is None else self.recompute(self._make, code)
+        return x + self.maker(x) + F.linear(torch.tanh(x), weight) + F.linear(x, self.maker(self.code))
+
+
+class Around(nn.Module):
+    """A parametrised linear before and after a block."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(self.inner(torch.tanh(self.linear(x)))))
+
+
+class Adapted(nn.Module):
+    """Takes a step of its own with a copy of its weight, at every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.linear.weight.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(F.linear(x.detach(), weight).square().mean(), weight)
+        return F.linear(x, self.linear.weight - 0.1 * grad, self.linear.bias)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "transformer": Transformer,
@@ -245,5 +303,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "strided": Strided,
     "cut": Cut,
     "slopes": Slopes,
-    "own_function": Around,
+    "own_function": OwnFunction,
+    "one_dimension": OneDimension,
+    "maker": Maker,
+    "maker_checkpointed": lambda: Maker(functools.partial(checkpoint, use_reentrant=False)),
+    "maker_reentrant": lambda: Maker(functools.partial(checkpoint, use_reentrant=True)),
+    "made_reentrant": lambda: Checkpointed(Made(), reentrant=True),
+    "around_reentrant": lambda: Around(Checkpointed(Mlp(), reentrant=True)),
+    "adapted": Adapted,
 }

@@ -1,10 +1,13 @@
 """A failing stage, ranks as threads: its own exception comes through, everything is drained, the next step works."""
 
+import threading
 import traceback
 
 import pytest
 
 from fastpipe import StepError
+from fastpipe.runtime.failure import Failure
+from fastpipe.runtime.ranks import LocalRanks, Outcome
 from fastpipe.runtime.transport import TransportError
 from fastpipe.testing import Loopback
 from tests.promptly import promptly
@@ -55,3 +58,13 @@ def test_a_peer_that_is_found_gone_when_the_device_ends_fails_the_step(
         error, _ = training.bad_step()
         assert isinstance(error, StepError) and error.rank == 1
         assert "no transfer with rank 1" in str(error)
+
+
+def test_a_peer_that_is_lost_while_a_step_is_drained_counts_more() -> None:
+    """All others have to know that there is no next step."""
+    local = object.__new__(LocalRanks)
+    local._lock, local._outcome = threading.Lock(), Outcome()
+    refused, lost, later = Failure(0, "no memory"), Failure(1, "gone", dead=True), Failure(0, "later")
+    for failure in (refused, lost, later):
+        local._note(failure, RuntimeError(failure.cause), refused)
+    assert local._outcome.failure is lost and str(local._outcome.error) == "gone"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fastpipe import Pipeline, list_schedules, make_schedule
 from fastpipe.action import ActionKind
@@ -130,6 +131,10 @@ WAITING = {
     "frozen": {"third.weight"},
     "made": {"maker.weight"},
     "strided": {"linear.weight", "other", "mixing.weight", "plain.weight"},
+    "one_dimension": {"alone.weight", "also"},
+    "maker": {"maker.weight", "second.weight"},
+    "around_reentrant": {f"linear.parametrizations.weight.original{i}" for i in (0, 1)}
+    | {"inner.inner.up.weight", "inner.inner.down.weight"},
     "checkpointed_reentrant": {f"inner.{n}" for n in ("attention.qkv", "attention.out.weight")}
     | {f"inner.mlp.{n}.weight" for n in ("up", "down")},
 }
@@ -253,6 +258,34 @@ def test_w_frees_what_waited(kernel: str) -> None:
     one = stage.peak_held_bytes
     # up: its input (the norm's output) and its output's gradient; down: the same, twice as wide and back
     assert one == 4 * 4 * 5 * (WIDTH + 2 * WIDTH + 2 * WIDTH + WIDTH)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_waits_must_not_be_changed(fused: bool, kernel: str) -> None:
+    """A whole backward has read it before; here the weight's gradient would be a wrong one."""
+    buffer = torch.zeros(4, 5, WIDTH)
+
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(buffer.copy_(x))
+            return out
+
+    module = Copies()
+    with stage_of(module, 3) as stage:
+        stage.fused_weight_grad = fused
+        for microbatch in range(2):
+            stage.forward(microbatch, (), splits=True)
+            stage.backward_input(microbatch, ())
+            stage.backward_weight(microbatch)
+        stage.forward(2, (), splits=True)
+        stage.backward_input(2, ())
+        buffer.zero_()
+        with pytest.raises(RuntimeError, match=r"input of a linear.* changed in place between I.* and W"):
+            stage.backward_weight(2)
 
 
 def test_a_failed_forward_leaves_nothing(kernel: str) -> None:
@@ -389,6 +422,14 @@ def test_a_transform_is_left_alone(kernel: str) -> None:
     with weights.armed(backward=False):
         found = torch.func.grad(loss)(parameters)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_forward_derivatives_are_left_alone(kernel: str) -> None:
+    linear, x = layers_of(lambda: nn.Linear(WIDTH, WIDTH), 1)[0], batch_of(2)[0]
+    weights = weight_grad.make_weight_gradients(weight_grad.Survey())
+    with weights.armed(backward=False), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    assert torch.equal(found, nn.functional.linear(torch.ones_like(x), linear.weight))  # type: ignore[arg-type]
 
 
 def test_the_kernel_is_torchs_linear(kernel: str) -> None:
