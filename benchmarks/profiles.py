@@ -112,4 +112,4 @@ def more(parts: Parts, base: Parts) -> Parts:
 def explained(over: Parts, scale: float, unit: str, digits: int = 1) -> str:
     """In words: the parts, and which is the most of it."""
     listed = ", ".join(f"{name} {scale * value:+.{digits}f}" for name, value in over.items())
-    return f"{scale * sum(over.values()):+.{digits}f} {unit}: {listed}; mostly {next(iter(over))}"
+    return f"{scale * sum(over.values()):+.{digits}f} {unit}: {listed}; mostly {max(over, key=lambda name: over[name])}"

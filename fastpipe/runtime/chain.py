@@ -154,7 +154,10 @@ def accepted_names(module: nn.Module) -> frozenset[str] | None:
 
 
 def _named_in(module: nn.Module) -> frozenset[str] | None:
-    parameters = inspect.signature(module.forward).parameters.values()
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except ValueError:  # compiled: a traced module of torch.jit says nothing
+        return None
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

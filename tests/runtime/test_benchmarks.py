@@ -126,6 +126,7 @@ def test_a_shortfall_is_named_with_its_largest_part(profiles: ModuleType) -> Non
     assert least.missed([5.0]) == "b is 5.000 and should be at least 6"
     over = profiles.more({"x": 3.0, "y": 4.0}, {"x": 1.0, "z": 0.5})
     assert profiles.explained(over, 10, "us") == "+55.0 us: y +40.0, x +20.0, z -5.0; mostly y"
+    assert profiles.explained({"x": 1.0, "y": 2.0}, 1, "us") == "+3.0 us: x +1.0, y +2.0; mostly y"
     assert profiles.medians([{"x": 1.0}, {"x": 3.0}, {"x": 2.0}]) == {"x": 2.0}
 
 

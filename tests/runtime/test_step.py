@@ -116,6 +116,17 @@ def test_gradients_of_the_outputs_instead_of_a_loss(executor: str) -> None:
     assert result.loss is None and result.losses is None and not unequal(pipe, unsplit)
 
 
+def test_modules_that_torch_has_traced(executor: str) -> None:
+    """They have no signature to look at."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    traced = [torch.jit.trace(layer, torch.randn(2, WIDTH)) for layer in layers]
+    pipe = Pipeline(traced, "zb_h1", 2, squared, num_ranks=2, executor=executor)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    result = pipe.step(x, target=y)
+    reference = reference_step(nn.Sequential(*layers), (x, y), pipe.schedule, loss_fn=squared)
+    assert result.loss is not None and torch.equal(result.loss, reference.loss)
+
+
 class LossInside(nn.Module):
     """A last stage that returns its loss, alone or in a dict."""
 
