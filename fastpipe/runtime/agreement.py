@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.control import Control, Reply
-from fastpipe.runtime.failure import LostError, cause_text
+from fastpipe.runtime.control import Control, Reply, dead_among
+from fastpipe.runtime.failure import Failure, LostError, cause_text
 from fastpipe.runtime.random_numbers import check_seeds
 
 Value = TypeVar("Value")
@@ -60,6 +60,30 @@ def agreeing(
             raise error
         _check_replies(replies)
         adopt(replies)
+
+
+def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
+    """Make what a new program needs, on all processes or on none: memory or descriptors may not be there on one.
+
+    Programs have numbers, the same on every rank. So where one has none the pipeline is over.
+
+    Raises:
+        LostError: naming the process that could not; of a single process, what was raised comes through.
+    """
+    error: Exception | None = None
+    try:
+        prepare()
+    except Exception as found:
+        error = found
+    replies = control.exchange("program", {} if error is None else {"refused": cause_text(error)})
+    if error is not None and len(replies) == 1:
+        raise error
+    dead = dead_among(replies)
+    if dead is not None:
+        raise LostError(dead)
+    for rank, reply in enumerate(replies):
+        if "refused" in reply:
+            raise LostError(Failure(rank, reply["refused"], dead=True)) from error
 
 
 @contextlib.contextmanager

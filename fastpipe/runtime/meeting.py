@@ -112,11 +112,11 @@ class StoreMeeting(Meeting):
             failure: its death.
             step: the step in which it is missing.
         """
-        for phase in ("start", "end"):
+        for phase in ("start", "program", "end"):
             store.compare_set(_key(step, phase, failure.rank), "", json.dumps({DEAD: failure.cause}))
 
     def forget(self, step: int) -> None:
-        """Drop what this process has said in a step that all have passed."""
+        """Drop what this process has said in a step that all have passed; what it said of new programs is little."""
         for phase in ("start", "end"):
             self.store.delete_key(_key(step, phase, self.rank))
 

@@ -88,10 +88,12 @@ class LocalRanks:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
 
+    def has(self, program: Program) -> bool:
+        """Whether a program is prepared."""
+        return id(program) in self._executors
+
     def prepare(self, program: Program) -> None:
-        """Make the executors of a program, once."""
-        if id(program) in self._executors:
-            return
+        """Make a program's executors."""
         # kept, so that the id stays its own
         self._programs.append(program)
         self._executors[id(program)] = [self._make_executor(program, rank) for rank in self.stages]

@@ -10,6 +10,7 @@ import torch
 
 from fastpipe.errors import StepError
 from fastpipe.program import Program
+from fastpipe.runtime.agreement import prepare_together
 from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure, LostError, cause_text
@@ -118,6 +119,8 @@ class Steps:
         try:
             inputs, replies = self._agree_on_inputs(request)
             program = self.plans.program(request.num_microbatches, not request.training)
+            if not self.ranks.has(program):
+                prepare_together(self.control, lambda: self.ranks.prepare(program))
             signature = (request.training, *(reply["signature"] for reply in replies))
             weights = self._weights(replies, request)
             with torch.set_grad_enabled(request.training):
@@ -304,7 +307,6 @@ class Steps:
         number = self._number(signature)
         for stage in stages:
             stage.shaped(number, announce)
-        self.ranks.prepare(program)
         self.replicas.follow()
         if request.training:
             self.replicas.before_step()

@@ -8,6 +8,7 @@ import pytest
 from fastpipe import StepError
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import Ranks
+from tests.distributed.test_step import GroupOf, batch, caught, pipeline
 from tests.promptly import promptly
 from tests.runtime.faults import Boom, FaultyTraining, Scenario
 
@@ -86,3 +87,29 @@ def test_over_shared_memory_too(
     skip_without_native()
     scenario = Scenario(schedule, stage, 1, step, backward, executor)
     check(group_of(4).run(fail_and_recover, scenario, "shared_memory"), scenario)
+
+
+def lack_memory(transport: str, executor: str) -> list[Any]:
+    """Two steps with a new number of microbatches, for which rank 1 gets no memory."""
+    pipe = pipeline(executor, transport=transport)
+    x, y = batch()
+    pipe.step(x, target=y)
+
+    def prepare(program: Any) -> None:
+        raise MemoryError("there is no more")
+
+    if pipe.rank == 1:
+        pipe._steps.ranks.prepare = prepare
+    return [caught(lambda: pipe.step(x, target=y, num_microbatches=3)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_rank_that_cannot_prepare_a_program_leaves_nobody_waiting(
+    transport: str, executor: str, group_of: GroupOf
+) -> None:
+    if transport == "shared_memory":
+        skip_without_native()
+    for answers in group_of(2).run(lack_memory, transport, executor):
+        for kind, text, rank, seconds in answers:
+            assert (kind, rank) == ("StepError", 1) and promptly(seconds)
+            assert "rank 1: MemoryError: there is no more; the pipeline cannot go on: build it again" in text
