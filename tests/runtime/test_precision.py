@@ -24,7 +24,7 @@ AMP = Case(lambda n: [Balanced(recomputes=i % 3 == 2) if i % 2 else Block() for 
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "1f1b_overlap"])
-@pytest.mark.parametrize(("dtype", "recompute"), zip(HALVES, ["none", "full"], strict=True))
+@pytest.mark.parametrize(("dtype", "recompute"), list(zip(HALVES, ["none", "full"], strict=True)))
 def test_autocast_reaches_every_thread(dtype: torch.dtype, schedule: str, recompute: str, executor: str) -> None:
     unsplit = whole(AMP, 8)
     options = {"num_ranks": 2, "executor": executor, "overlap": "always", "recompute": recompute}

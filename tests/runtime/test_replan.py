@@ -38,7 +38,7 @@ def plan_for(pipe: Pipeline, costs: Any, **options: Any) -> fastpipe.Plan:
 
 
 @pytest.mark.parametrize(
-    ("name", "executor"), zip(sorted(CASES), cycle(["native", "python"]), strict=False), indirect=["executor"]
+    ("name", "executor"), list(zip(sorted(CASES), cycle(["native", "python"]), strict=False)), indirect=["executor"]
 )
 def test_every_model_is_profiled_planned_and_goes_on(name: str, executor: str) -> None:
     """Gradients accumulate over the steps before and after, and stay those of the unsplit model."""
