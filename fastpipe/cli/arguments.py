@@ -173,7 +173,7 @@ def _plan(adder: Any) -> None:
     command.add_argument("--effort", metavar="X", type=_typed(_number), help=text)
     command.add_argument("--time-limit", metavar="S", type=_typed(_number), help="seconds after which the search ends")
     command.add_argument("--seed", metavar="N", type=_count(0), default=0, help="of the search's random numbers (0)")
-    command.add_argument("--exact", action="store_true", help="look for a proved optimum of a small case (OR-Tools)")
+    command.add_argument("--exact", action="store_true", help="prove a small case, improve a larger one (OR-Tools)")
     _cost_numbers(
         command,
         "of a rank's whole share of the model, or by stage (1,1,2); the file may have those of layers (LayerCosts)",

@@ -12,15 +12,16 @@ from typing import Any
 
 from fastpipe.cost import CostModel
 from fastpipe.placement import Placement, is_whole
-from fastpipe.planner import bound, engine, partitions, pool, starts
+from fastpipe.planner import bound, engine, partitions, pool, starts, windows
 from fastpipe.planner.budget import Memory, is_number, memory_of
 from fastpipe.planner.clock import Clock
-from fastpipe.planner.exact import solve
+from fastpipe.planner.exact import is_small, solve
 from fastpipe.planner.judge import judge
 from fastpipe.planner.layer_costs import LayerCosts
 from fastpipe.planner.model import OBJECTIVES, RECOMPUTE, SHARES, Problem, Setting, read_costs
 from fastpipe.planner.pool import Member
 from fastpipe.planner.result import Candidate, Plan
+from fastpipe.planner.solver import refuse_recompute
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
 
@@ -81,9 +82,10 @@ def plan(
         time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
             it: the same seed gives the same plan, natively and in Python.
         seed: of the search's random numbers.
-        exact: of a small case, go on until nothing shorter exists over any loop or wave of these depths with split
-            backwards, and say so in ``optimal``; needs OR-Tools (``pip install 'fastpipe[exact]'``). Costs have to be
-            multiples of a common unit.
+        exact: of a small case (700 actions: three times stages times microbatches), go on until nothing shorter exists
+            over any loop or wave of these depths with split backwards, and say so in ``optimal``. Of a larger one,
+            order the plan anew window by window, for two minutes unless there is a time limit, which proves nothing.
+            Needs OR-Tools (``pip install 'fastpipe[exact]'``). Costs have to be multiples of a common unit.
         progress: called as the search goes on.
 
     Raises:
@@ -297,9 +299,16 @@ class _Planner:
         return self.bounds[setting] < self.best[0] * (1 - 1e-9)
 
     def _exact(self, depths: list[int]) -> bool:
-        """Ask the solver about every placement for something shorter; whether all that is settled."""
+        """Ask the solver about every placement for something shorter; whether all that is settled.
+
+        Where one of them is too large to prove, nothing can be settled: the time goes to the best plan's windows.
+        """
         assert self.best is not None
         count = self.best[2].num_microbatches
+        possible = [self.best[2].placement, *(one for _, one in _placements(self.problem, [count], depths))]
+        if not all(is_small(placement, count) for placement in possible):
+            self._by_windows()
+            return False
         settled = self.problem.placement is None or self.problem.placement.num_routes == 1
         least = math.inf
         for _, placement in _placements(self.problem, [count], depths):
@@ -313,6 +322,19 @@ class _Planner:
             least = min(least, outcome.least)
         # The solver's transfers never wait for their receive to be posted; the plan's may.
         return settled and self.best[0] <= least * (1 + 1e-9)
+
+    def _by_windows(self) -> None:
+        """Have the solver order pieces of the best plan anew."""
+        assert self.best is not None
+        _, name, setting, _, schedule = self.best
+        refuse_recompute(setting)
+        found = pool.member(self.problem, name, setting, schedule)
+        if found is not None:
+            clock = Clock(windows.SECONDS) if self.clock.limit is None else self.clock
+            better = windows.improve(self.problem, found, clock, self._say)
+            if better is not found:
+                name = f"plan by windows from {name.removeprefix('plan from ')}"
+                self._consider(name, better.setting, better.schedule())
 
     def _plan(self, optimal: bool) -> Plan:
         assert self.best is not None

@@ -1,16 +1,26 @@
-"""Proved optima of small cases: the solver agrees with what is known, and the search with the solver."""
+"""Proved optima of small cases agree with what is known, and the search with them; windows of larger cases."""
 
 from __future__ import annotations
 
 import sys
 from fractions import Fraction
+from operator import add
+from time import perf_counter
 from typing import Any
 
 import pytest
 
 import fastpipe
 from fastpipe import CostModel
-from fastpipe.planner.exact import common_unit
+from fastpipe.placement import Placement
+from fastpipe.planner import windows
+from fastpipe.planner.budget import memory_of
+from fastpipe.planner.clock import Clock
+from fastpipe.planner.exact import solve
+from fastpipe.planner.judge import judge
+from fastpipe.planner.model import Problem
+from fastpipe.planner.pool import Member, constructed, member
+from fastpipe.planner.solver import common_unit
 from fastpipe.simulate import simulate_program
 
 UNCHECKED = "OR-Tools is not installed: what the exact solver proves, and that the search agrees, is not checked"
@@ -46,10 +56,101 @@ def test_nothing_is_proved_where_transfers_wait_for_their_receives() -> None:
     assert not plan.optimal and "proved" not in str(plan)
 
 
-def test_a_case_that_is_too_large_is_refused() -> None:
+def listed(costs: CostModel, placement: Placement, num_microbatches: int, **options: Any) -> tuple[Problem, Member]:
+    """The worst of the orders that list scheduling makes, for windows to improve."""
     pytest.importorskip("ortools", reason=UNCHECKED)
-    with pytest.raises(ValueError, match="exact = True: 768 actions on 8 stages are too many"):
-        fastpipe.plan(CostModel(), num_ranks=8, num_microbatches=32, effort=0, exact=True)
+    settings = {"memory": None, "objective": "makespan", "max_stages_per_rank": 4, **options}
+    settings["memory"] = memory_of(settings["memory"])
+    problem = Problem(costs, placement.num_ranks, **settings)
+    setting = problem.setting(placement, num_microbatches)
+    return problem, constructed(problem, setting, seed=1, tries=20, keep=20, clock=Clock(None))[-1]
+
+
+def checked(problem: Problem, better: Member) -> float:
+    """What the simulation says of an order that is valid and fits."""
+    row, _ = judge(problem, "plan", better.setting, better.schedule())
+    assert row.fits
+    return row.span if problem.span else row.makespan
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize(("memory", "depth"), [(None, 1), (0.75, 2)])
+def test_windows_make_a_bad_order_shorter(objective: str, memory: float | None, depth: int) -> None:
+    """Windows of a seventh of the tasks, so that there is something before and behind most of them."""
+    placement = Placement.loop(3, depth)
+    options = {"memory": memory, "objective": objective}
+    problem, bad = listed(CostModel(1.0, 1.5, 0.5, comm=0.25), placement, 12, **options)
+    said: list[str] = []
+    better = windows.improve(problem, bad, Clock(None), said.append, size=len(bad.tasks) // 7)
+    assert checked(problem, better) == pytest.approx(better.value) and better.value < bad.value
+    assert said[0] == f"ordering actions 0 to {len(bad.tasks) // 7} of {len(bad.tasks)} anew"
+    again = windows.improve(problem, bad, Clock(None), said.append, size=len(bad.tasks) // 7)
+    assert (again.order == better.order).all()
+
+
+@pytest.mark.parametrize(("memory", "comm"), [(None, 0.25), (0.75, 0.0), (1.0, 0.25)])
+def test_one_window_over_everything_is_the_whole_problem(memory: float | None, comm: float) -> None:
+    problem, bad = listed(CostModel(1.0, 1.5, 0.5, comm=comm), Placement.wave(2, 2), 4, memory=memory)
+    better = windows.improve(problem, bad, Clock(None), lambda text: None)
+    proved = solve(problem, bad.setting, bad.value, Clock(None))
+    assert bad.value > better.value == pytest.approx(proved.least)
+
+
+def test_releases_and_tails_say_the_makespan() -> None:
+    """Wherever the window is, its ends and tails, or what avoids it, are the makespan that the order has."""
+    problem, bad = listed(CostModel(1.0, 1.5, 0.5, comm=0.25), Placement.loop(3, 2), 6, memory=1.0)
+    line = windows.Line(windows.Case(bad.tasks, problem.span), bad.order)
+    size, sizes = len(bad.tasks) // 4, []
+    for first in range(0, len(bad.tasks) - size):
+        window = windows.Window(line, first, size)
+        inside = [task for mine in window.tasks for task in mine]
+        length = line.case.length
+        longest = max(line.starts[task] + length[task] + window.tail[task] for task in inside)
+        assert all(window.release[task] <= line.starts[task] for task in inside)
+        assert max(longest, window.least) == window.most == max(map(add, line.starts, length))
+        sizes.append(len(inside))
+    assert size / 2 < min(sizes) and max(sizes) < len(bad.tasks)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "1f1b"])
+def test_windows_keep_fused_pairs_and_whole_backwards(name: str) -> None:
+    pytest.importorskip("ortools", reason=UNCHECKED)
+    costs = CostModel(1.0, 1.5, 0.5, backward=1.75, comm=0.25)
+    schedule = fastpipe.make_schedule(name, num_ranks=4, num_microbatches=16)
+    problem = Problem(costs, 4, memory_of(None), "makespan", 2, schedule.placement)
+    begin = member(problem, name, problem.setting(schedule.placement, 16), schedule)
+    assert begin is not None
+    better = windows.improve(problem, begin, Clock(None), lambda text: None, size=40)
+    assert checked(problem, better) <= begin.value
+
+
+def test_a_case_that_is_too_large_is_ordered_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "WORK", 0.5)
+    costs = CostModel(1.0, 1.5, 0.5, comm=0.25)
+    options = {"num_ranks": 8, "num_microbatches": 32, "memory": 0.75, "effort": 0.01, "max_stages_per_rank": 1}
+    said: list[str] = []
+    plan = solved(costs, **options, progress=lambda text, best: said.append(text))
+    assert plan.value < fastpipe.plan(costs, **options).value
+    assert plan.chosen.name.startswith("plan by windows from") and "plan from" not in plan.chosen.name
+    assert not plan.optimal and plan.chosen.fits and not plan.cut
+    assert "ordering actions 0 to 150 of 768 anew" in said
+
+
+def test_windows_end_with_the_time_limit() -> None:
+    costs = CostModel(1.0, 1.5, 0.5, comm=0.25)
+    options = {"num_ranks": 8, "num_microbatches": 32, "memory": 0.75, "effort": 0, "max_stages_per_rank": 1}
+    began = perf_counter()
+    plan = solved(costs, **options, time_limit=1.0)
+    assert plan.cut and not plan.optimal and perf_counter() - began < 20
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 32])
+def test_the_solver_says_what_it_cannot_do(num_microbatches: int) -> None:
+    options = {"num_ranks": 8, "effort": 0, "memory": 0.5, "num_microbatches": num_microbatches}
+    with pytest.raises(ValueError, match="leave exact or recompute out"):
+        solved(CostModel(), **options, recompute="full")
+    with pytest.raises(ValueError, match="round the costs"):
+        solved(CostModel(2**0.5), **options)
 
 
 def test_without_the_solver_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
