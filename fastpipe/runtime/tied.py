@@ -41,7 +41,7 @@ from fastpipe.runtime.wrappers import unwrapped
 
 
 def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | None) -> list[list[str]]:
-    """The names of every tied weight, as declared and as found.
+    """The names of every tied weight, as declared and as found, in the model's order where that is known.
 
     Args:
         layers: the whole model, where this process has it; what shares a Parameter in it is tied.
@@ -51,15 +51,18 @@ def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | Non
         ValueError: for a group that is none.
     """
     found: dict[int, list[str]] = {}
+    place: dict[str, int] = {}
     for name, parameter in layers.named_parameters(remove_duplicate=False) if layers is not None else ():
         found.setdefault(id(parameter), []).append(name)
+        place[name] = len(place)
     groups: list[list[str]] = []
     for group in [*(declared or ()), *(names for names in found.values() if len(names) > 1)]:
         if isinstance(group, str) or len(set(group)) < 2 or not all(isinstance(name, str) for name in group):
             raise ValueError(f"tied has {group!r}: give groups of two or more names, as in [('0.weight', '5.weight')]")
         joined = [other for other in groups if set(other) & set(group)]
         groups = [other for other in groups if other not in joined]
-        groups.append(sorted({name for names in (*joined, group) for name in names}))
+        names = {name for names in (*joined, group) for name in names}
+        groups.append(sorted(names, key=lambda name: (place.get(name, len(place)), name)))
     return sorted(groups)
 
 
@@ -72,8 +75,9 @@ def make_ties(groups: Sequence[Sequence[str]], locate: Callable[[str], tuple[int
     """
     ties = []
     for group in groups:
-        placed = sorted((*locate(name), name) for name in group)
-        ties.append(Tie(tuple(name for *_, name in placed), tuple((stage, local) for stage, local, _ in placed)))
+        # within a stage in the order of the names: the first is the weight's own, wherever the model is cut
+        placed = sorted(((locate(name), name) for name in group), key=lambda found: found[0][0])
+        ties.append(Tie(tuple(name for _, name in placed), tuple(member for member, _ in placed)))
     return ties
 
 

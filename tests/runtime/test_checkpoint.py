@@ -138,6 +138,27 @@ def test_the_plain_model_loads_and_saves(tmp_path: Path) -> None:
     assert all(same_bits(value, model.state_dict()[key]) for key, value in pipe.state_dict().items())
 
 
+def tied_late() -> list[nn.Module]:
+    """Twelve layers; the eleventh, whose name comes first in an alphabet, has a weight of the third."""
+    layers = CASE.layers(12)
+    third, eleventh = (next(m for m in layers[i].modules() if isinstance(m, nn.Linear)) for i in (2, 10))
+    eleventh.weight = third.weight
+    return layers
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_a_tied_weight_has_the_name_that_torch_gives_it_in_every_cut(before: int, after: int, tmp_path: Path) -> None:
+    plain = [name for name, _ in nn.Sequential(*tied_late()).named_parameters()]
+    one, other = (pipeline("1f1b", count, tied_late()) for count in (before, after))
+    assert [name for name, _ in one.named_parameters()] == [name for name, _ in other.named_parameters()] == plain
+    train(one, optimizer := adamw(one), range(2))
+    save_checkpoint(tmp_path / "a", one, optimizer)
+    load_checkpoint(tmp_path / "a", other, loaded := adamw(other))
+    expected = train(one, optimizer, range(2, 4))
+    for found, loss in zip(train(other, loaded, range(2, 4)), expected, strict=True):
+        torch.testing.assert_close(found, loss)
+
+
 def test_saving_in_the_background_takes_what_there_was(tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 2)
     optimizer = momentum(pipe)
