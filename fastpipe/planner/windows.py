@@ -30,10 +30,10 @@ SIZE = 150
 WORK = 6.0
 """How long the solver works on all windows, in its deterministic seconds, which count steps: about ten of the
 clock's each. So what comes out does not depend on the machine, unless time ends it."""
-SECONDS = 120.0
-"""Of the clock, where no time limit says otherwise: in a model of thousands of tasks a step takes longer."""
 _EACH = 0.4
 """The same for one window."""
+SECONDS = 120.0
+"""Of the clock, where no time limit says otherwise: in a model of thousands of tasks a step takes longer."""
 
 Edge = tuple[int, int]
 """A task, and how long its message or another's to it takes."""
@@ -179,10 +179,8 @@ class Window:
         self._follow_ranks()
 
     def _tails(self) -> list[int]:
-        line, tails = (
-            self.line,
-            [-begin for mine, begin in zip(self.line.ranks, self.line.begins, strict=True) for _ in mine],
-        )
+        line = self.line
+        tails = [-begin for mine, begin in zip(line.ranks, line.begins, strict=True) for _ in mine]
         for task in reversed(line.sequence):
             for later, seconds in line.behind[task]:
                 if self.behind[later]:

@@ -85,12 +85,14 @@ class RecordedRanks(LocalRanks):
             return super().run(program, signature, announce, trace)
         works = [stage.work for stage in self._held]
         try:
-            tensors = self._inputs_of(works)
+            given = self._inputs_of(works)
+            where = self._places()
         except Unfit as unfit:
             self._reason = str(unfit)
             return super().run(program, signature, announce, trace)
+        tensors = list({id(tensor): tensor for tensor in given}.values())
         mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        key = (signature, id(program), *mode, *self._look(works, tensors))
+        key = (signature, id(program), *mode, *_look(works, given, tensors), where)
         if key not in self._recorded and not self._due(key):
             return super().run(program, signature, announce, trace)
         if key not in self._recorded:
@@ -132,7 +134,7 @@ class RecordedRanks(LocalRanks):
         self._recorded[key] = step
 
     def _inputs_of(self, works: Sequence[StageWork]) -> list[torch.Tensor]:
-        """The tensors that a step is given.
+        """The tensors that a step is given, as `tensors_of`.
 
         Raises:
             Unfit: when it cannot be recorded.
@@ -149,23 +151,21 @@ class RecordedRanks(LocalRanks):
                 raise Unfit(f"an input is on {tensor.device}; give it on {self.device}")
             if tensor.requires_grad:
                 raise Unfit("an input requires a gradient")
+        return tensors
+
+    def _places(self) -> tuple[int, ...]:
+        """Where the parameters and buffers lie.
+
+        Raises:
+            Unfit: for one that may lie anywhere.
+        """
+        found = []
         for stage in self._held:
             for tensor in (*stage.module.parameters(), *stage.module.buffers()):
                 if type(tensor) not in _PLAIN:
                     raise Unfit(f"stage {stage.index} has a {type(tensor).__name__}, which may lie anywhere")
-        return tensors
-
-    def _look(self, works: Sequence[StageWork], tensors: Sequence[torch.Tensor]) -> _Key:
-        """What a recording depends on beside the step's signature: what the host has put into it."""
-        places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        alike: list[int] = []
-        for work in works:
-            with_tensors(work, lambda tensor: alike.append(places[id(tensor)]))
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        told = tuple((tuple(work.divisors or ()), work.keep_outputs, work.reduces) for work in works)
-        modules = [stage.module for stage in self._held]
-        where = tuple(tensor.data_ptr() for module in modules for tensor in (*module.parameters(), *module.buffers()))
-        return tuple(alike), shapes, told, where
+                found.append(tensor.data_ptr())
+        return tuple(found)
 
     def _record(
         self, program: Program, signature: int, works: Sequence[StageWork], tensors: Sequence[torch.Tensor]
@@ -222,3 +222,12 @@ class RecordedRanks(LocalRanks):
         """See `LocalRanks._failed`; of a recording nobody is told, as the step runs once more."""
         if not self._quiet:
             super()._failed(program, rank, position, error)
+
+
+def _look(works: Sequence[StageWork], given: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> _Key:
+    """What a recording depends on beside the step's signature and places: what the host has put into it."""
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    alike = tuple(numbers[id(tensor)] for tensor in given)
+    shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+    told = tuple((tuple(work.divisors or ()), work.keep_outputs, work.reduces) for work in works)
+    return alike, shapes, told

@@ -29,7 +29,7 @@ class RecordedStep:
 
     Attributes:
         recording: what the device was given.
-        tensors: its inputs, as `tensors_of` has them.
+        tensors: its inputs, each once, in the order of `tensors_of`.
         works: of the stages: where its results lie.
         grads: where they lie.
     """
@@ -71,15 +71,16 @@ class RecordedStep:
 
 
 def tensors_of(works: Sequence[StageWork]) -> list[torch.Tensor]:
-    """Those that stages are given, each once, in one order.
+    """Those that stages are given, in one order; one that is given twice is there twice.
 
     Raises:
         Unfit: for an object that may hold others.
     """
     found: list[torch.Tensor] = []
     for work in works:
-        with_tensors(work, found.append)
-    return list({id(tensor): tensor for tensor in found}.values())
+        for name in _GIVEN:
+            _mapped(getattr(work, name), found.append)
+    return found
 
 
 def with_tensors(work: StageWork, change: Callable[[torch.Tensor], Any]) -> StageWork:

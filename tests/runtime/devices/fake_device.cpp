@@ -232,11 +232,10 @@ void on_host(const c10::OperatorHandle& op, c10::Stack* stack) {
   if (name == "aten::_local_scalar_dense" || name == "aten::equal" || name == "aten::nonzero") {
     account().host_waits(current_stream, name);
   }
-  const std::size_t first = begin;
   const c10::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(begin), stack->end());
   op.callBoxed(stack);
   for (std::size_t i = 0; i < schema.returns().size(); ++i) {
-    c10::IValue& value = (*stack)[first + i];
+    c10::IValue& value = (*stack)[begin + i];  // what is returned stands where the arguments did
     if (schema.returns()[i].alias_info() != nullptr) {
       value = std::next(ours.begin(), static_cast<std::ptrdiff_t>(i))->second;  // an in-place or out= operator
     } else if (value.isTensor()) {

@@ -20,7 +20,6 @@ class Tape {
   void replay() const {
     for (const Work& work : works_) work();
   }
-  std::size_t size() const { return works_.size(); }
 
  private:
   std::mutex mutex_;
