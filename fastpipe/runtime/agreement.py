@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.control import Control, Reply, dead_among
-from fastpipe.runtime.failure import Failure, LostError, cause_text
+from fastpipe.runtime.control import Control, Reply, tell
+from fastpipe.runtime.failure import Failure, LostError
 from fastpipe.runtime.random_numbers import check_seeds
 
 Value = TypeVar("Value")
@@ -40,8 +41,6 @@ def agreeing(
 ) -> Iterator[None]:
     """Within this context a pipeline is built; at its end all have built the same, or all raise.
 
-    Nobody waits for one that gave up.
-
     Args:
         control: the way to the other processes; closed when the pipeline is not built.
         message: what the others need to know of this process: ``plan``, the same on all, ``seed`` and more.
@@ -50,15 +49,20 @@ def agreeing(
     """
     error: Exception | None = None
     with closing_on_error(control, lambda: error):
+        own: Reply = {}
         try:
             yield
+            own = message()
         except Exception as found:
             error = found
-        own = {"refused": cause_text(error)} if error is not None else message()
-        replies = control.setup(own) if part is None else control.exchange(part, own)
+        exchange = control.setup if part is None else functools.partial(control.exchange, part)
+        replies, refused = tell(exchange, own, error)
         if error is not None:
             raise error
-        _check_replies(replies)
+        if refused is not None:
+            rank, cause = refused
+            raise StepError(f"rank {rank} could not build the pipeline: {cause}", rank=rank, cause=cause)
+        _check_alike(replies)
         adopt(replies)
 
 
@@ -75,15 +79,12 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
         prepare()
     except Exception as found:
         error = found
-    replies = control.exchange("program", {} if error is None else {"refused": cause_text(error)})
+    replies, refused = tell(functools.partial(control.exchange, "program"), {}, error)
     if error is not None and len(replies) == 1:
         raise error
-    dead = dead_among(replies)
-    if dead is not None:
-        raise LostError(dead)
-    for rank, reply in enumerate(replies):
-        if "refused" in reply:
-            raise LostError(Failure(rank, reply["refused"], dead=True)) from error
+    if refused is not None:
+        rank, cause = refused
+        raise LostError(Failure(rank, cause, dead=True)) from error
 
 
 @contextlib.contextmanager
@@ -104,10 +105,7 @@ def closing_on_error(control: Control, own: Callable[[], Exception | None] = lam
         raise
 
 
-def _check_replies(replies: Sequence[Reply]) -> None:
-    for rank, reply in enumerate(replies):
-        if "refused" in reply:
-            raise StepError(f"rank {rank} could not build the pipeline: {reply['refused']}", rank=rank)
+def _check_alike(replies: Sequence[Reply]) -> None:
     plans = [reply["plan"] for reply in replies]
     if len(set(plans)) > 1:
         listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))

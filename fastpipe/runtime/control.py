@@ -11,11 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastpipe.runtime.failure import Failure
+from fastpipe.runtime.failure import Failure, LostError, cause_text
 from fastpipe.runtime.mail import Mail
 
 DEAD = "dead"
 """The key of a reply made on behalf of a dead process."""
+REFUSED = "refused"
+"""The key of why a process cannot do what all are about to do."""
 
 Reply = dict[str, Any]
 
@@ -89,6 +91,30 @@ class Alone(Control):
 
     def end(self) -> None:
         """Nothing to stop."""
+
+
+def tell(
+    exchange: Callable[[Reply], list[Reply]], message: Reply, error: BaseException | None
+) -> tuple[list[Reply], tuple[int, str] | None]:
+    """Give a message, or why this process cannot go on, before something that all have to do or none.
+
+    Args:
+        exchange: gives the message to all, and gets theirs.
+        message: what the others need to know.
+        error: what keeps this process from it, if anything does. Nobody waits for one that gave up.
+
+    Returns:
+        The messages of all, and the first process that refused, with its reason.
+
+    Raises:
+        LostError: when a process is dead or does not come, or the store is gone.
+    """
+    replies = exchange(message if error is None else message | {REFUSED: cause_text(error)})
+    dead = dead_among(replies)
+    if dead is not None:
+        raise LostError(dead)
+    refused = next(((rank, reply[REFUSED]) for rank, reply in enumerate(replies) if REFUSED in reply), None)
+    return replies, refused
 
 
 def dead_among(replies: Sequence[Reply]) -> Failure | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -11,9 +12,9 @@ import torch
 from fastpipe.errors import StepError
 from fastpipe.program import Program
 from fastpipe.runtime.agreement import prepare_together
-from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among
+from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among, tell
 from fastpipe.runtime.devices import CPU
-from fastpipe.runtime.failure import Failure, LostError, cause_text
+from fastpipe.runtime.failure import Failure, LostError
 from fastpipe.runtime.forked import Home
 from fastpipe.runtime.found import Found, Telling
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_digests, check_given, stage_works, take_inputs
@@ -237,21 +238,16 @@ class Steps:
 
     def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
         """Tell the others what this rank begins with, or why it cannot; whoever cannot is an error for all."""
-        if error is not None:
-            message["refused"] = cause_text(error)
-        replies = self.control.exchange("start", message)
-        dead = dead_among(replies)
-        if dead is not None:
-            self.give_up(dead)
+        replies, refused = tell(functools.partial(self.control.exchange, "start"), message, error)
         if error is not None:
             raise error
         calls = [reply["call"] for reply in replies]
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise ValueError(f"the ranks do not make the same call: {listed}")
-        for rank, reply in enumerate(replies):
-            if "refused" in reply:
-                raise StepError(f"rank {rank} {refusal}: {reply['refused']}", rank=rank, cause=reply["refused"])
+        if refused is not None:
+            rank, cause = refused
+            raise StepError(f"rank {rank} {refusal}: {cause}", rank=rank, cause=cause)
         return replies
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
