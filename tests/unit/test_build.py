@@ -14,6 +14,8 @@ import pytest
 
 from tests.native_tree import REPOSITORY, NativeTree
 
+pytestmark = pytest.mark.without_torch
+
 setuptools = pytest.importorskip("setuptools", minversion="77", reason="builds need setuptools>=77")
 NO_TORCH = {"built": False, "reason": "torch is not installed"}
 

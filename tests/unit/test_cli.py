@@ -19,6 +19,8 @@ from fastpipe.cli.arguments import parser
 from fastpipe.cli.checks import FORMATS, diagnosis
 from tests.promptly import PATIENCE
 
+pytestmark = pytest.mark.without_torch
+
 SMALL = ["--ranks", "4", "--microbatches", "8"]
 COMMANDS = (
     "schedules",

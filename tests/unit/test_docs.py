@@ -16,6 +16,8 @@ import fastpipe
 from fastpipe.schedules import FAMILIES
 from tests.promptly import PATIENCE
 
+pytestmark = pytest.mark.without_torch
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "fastpipe"
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])

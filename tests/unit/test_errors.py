@@ -3,7 +3,11 @@
 import copy
 import pickle
 
+import pytest
+
 from fastpipe import ScheduleError, StepError
+
+pytestmark = pytest.mark.without_torch
 
 
 def test_a_step_error_keeps_its_fields_when_it_is_pickled_or_copied() -> None:

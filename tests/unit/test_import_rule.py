@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.promptly import PATIENCE
+
+pytestmark = pytest.mark.without_torch
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fastpipe"
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.without_torch
+
 NATIVE = Path(__file__).resolve().parents[2] / "fastpipe" / "runtime" / "native.py"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 ASK = """

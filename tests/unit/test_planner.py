@@ -20,6 +20,8 @@ from fastpipe.bounds import any_placement_bounds
 from fastpipe.planner import result
 from fastpipe.planner.budget import Memory, human, memory_of
 
+pytestmark = pytest.mark.without_torch
+
 COSTS = CostModel(1.0, 1.2, 0.8, comm=0.05)
 UNEVEN = CostModel([1.0, 1.3, 0.9, 1.1], [1.2, 1.0, 1.4, 0.9], [0.7, 0.9, 0.8, 1.0], comm=0.15)
 LAYERS = LayerCosts(

@@ -23,6 +23,8 @@ from fastpipe.planner.pool import Member, constructed, member
 from fastpipe.planner.solver import common_unit
 from fastpipe.simulate import simulate_program
 
+pytestmark = pytest.mark.without_torch
+
 UNCHECKED = "OR-Tools is not installed: what the exact solver proves, and that the search agrees, is not checked"
 
 

@@ -12,7 +12,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import fastpipe
+
+pytestmark = pytest.mark.without_torch
 
 FILE = Path(__file__).with_name("public_names.txt")
 

@@ -25,6 +25,8 @@ from fastpipe.visualize.page import page_data
 from fastpipe.visualize.places import Box, place_labels
 from fastpipe.visualize.waits import critical_bars, limited_by, runs, waited_for
 
+pytestmark = pytest.mark.without_torch
+
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipe", "dualpipev")
 
 
