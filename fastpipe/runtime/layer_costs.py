@@ -61,7 +61,7 @@ def layer_costs(
         counted = _flops_of_fakes(listed, args, kwargs)
         if counted is not None:
             return counted
-    with torch.random.fork_rng(devices=_cuda_devices(listed)):
+    with torch.random.fork_rng(devices=cuda_devices(listed)):
         return _by_layer(listed, args, kwargs, measures[by])
 
 
@@ -139,7 +139,7 @@ def _seconds(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
 
 
 def _now(layer: nn.Module) -> float:
-    if _cuda_devices([layer]):
+    if cuda_devices([layer]):
         torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -186,7 +186,8 @@ def _leaves_of_a_graph(value: Any) -> Any:
     return pytree.tree_map(cut, value)
 
 
-def _cuda_devices(layers: Sequence[nn.Module]) -> list[torch.device]:
+def cuda_devices(layers: Sequence[nn.Module]) -> list[torch.device]:
+    """The GPUs that hold parameters: those whose random numbers layers draw."""
     return list({p.device for layer in layers for p in layer.parameters() if p.device.type == "cuda"})
 
 

@@ -221,6 +221,17 @@ def test_what_is_no_row_in_training_is_refused(training: bool) -> None:
     assert model.training == training and not model.head.training
 
 
+@pytest.mark.parametrize("where", ["inner.blocks.2", "head"])
+def test_what_returns_no_tensor_is_refused(where: str) -> None:
+    def forward(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+        return model.head(model.inner["norm"](through(model, x, lambda x: x[0] if isinstance(x, tuple) else x)))
+
+    model = Wrong(forward)
+    model.get_submodule(where).register_forward_hook(lambda module, args, output: (output,))
+    with pytest.raises(ValueError, match=f"model: {where} returns a tuple, not a tensor; hand over"):
+        fastpipe.split(model, batch()[0])
+
+
 def test_a_block_with_more_arguments_is_refused() -> None:
     class Masked(Block):
         def forward(self, x: torch.Tensor, mask: Any = None) -> torch.Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fastpipe.runtime.chain import Layers, as_layers
-from fastpipe.runtime.layer_costs import left_alone
+from fastpipe.runtime.layer_costs import cuda_devices, left_alone
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers
 from fastpipe.runtime.split.trial import row_of_modules
+
+Result = TypeVar("Result")
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
@@ -61,46 +64,40 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to find out "
             "what its forward does"
         )
-    with torch.random.fork_rng(), torch.no_grad():
-        state = torch.get_rng_state()
-        with left_alone(model):
-            row, expected = row_of_modules(model, example, kwargs)
-        layers = RowLayers(model, row)
-        _check_complete(model, layers)
-        torch.set_rng_state(state)
-        with left_alone(model):
-            found = _in_a_row(layers, example, kwargs)
-        if not torch.equal(found, expected):
-            raise ValueError(
-                f"model: its layers in a row do not give what the whole gives ({type(model).__name__}); hand over the "
-                "model's layers as a list"
-            )
-        if not model.training:
-            _check_in_training(model, layers, example, kwargs)
-    return layers
-
-
-def _check_in_training(model: nn.Module, layers: RowLayers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The same in training, for a model that is not: a function between its blocks may do something only then."""
-    modes = [(module, module.training) for module in model.modules()]
-    state = torch.get_rng_state()
-    try:
-        model.train()
-        with left_alone(model):
-            expected = model(*example, **kwargs)
-        torch.set_rng_state(state)
-        with left_alone(model):
-            found = _in_a_row(layers, example, kwargs)
-    except Exception:  # it cannot be trained on the example, so nothing can be said
-        return
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    if not torch.equal(found, expected):
+    row, expected = _tried(model, lambda: row_of_modules(model, example, kwargs))
+    layers = RowLayers(model, row)
+    _check_complete(model, layers)
+    whole, in_a_row = partial(model, *example, **kwargs), partial(_in_a_row, layers, example, kwargs)
+    if not torch.equal(_tried(model, in_a_row), expected):
+        raise ValueError(
+            f"model: its layers in a row do not give what the whole gives ({type(model).__name__}); hand over the "
+            "model's layers as a list"
+        )
+    if not model.training and not _equal_in_training(model, whole, in_a_row):
         raise ValueError(
             f"model: in training, its layers in a row do not give what the whole gives ({type(model).__name__}); does "
             "its forward use dropout between them? Make that a module, or hand over the model's layers as a list"
         )
+    return layers
+
+
+def _tried(model: nn.Module, run: Callable[[], Result]) -> Result:
+    """What a run returns; then the model is as it was, and so are the random numbers: the next draws the same."""
+    with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), left_alone(model):
+        return run()
+
+
+def _equal_in_training(model: nn.Module, whole: Callable[[], Any], in_a_row: Callable[[], Any]) -> bool:
+    """For a model that is not in training: a function between its blocks may do something only then."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        return torch.equal(_tried(model, whole), _tried(model, in_a_row))
+    except Exception:  # it cannot be trained on the example, so nothing can be said
+        return True
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _in_a_row(layers: RowLayers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -51,6 +51,9 @@ def row_of_modules(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         found = ", ".join(call.path for call in calls[: len(blocks)]) or "none"
         listed = f"{blocks[0]} to {blocks[-1]}"
         raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {_INSTEAD}")
+    for call in calls:
+        if not isinstance(call.output, torch.Tensor):
+            raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {_INSTEAD}")
     for before, after in zip(calls, calls[1:], strict=False):
         _check_link(before, after)
     if calls[-1].output is not output or calls[-1].output._version != calls[-1].version:
@@ -108,8 +111,6 @@ def _recording(model: nn.Module, blocks: Sequence[str], calls: list[Call]) -> It
 
 
 def _check_link(before: Call, after: Call) -> None:
-    if not isinstance(before.output, torch.Tensor):
-        raise ValueError(f"model: {before.path} returns a {type(before.output).__name__}, not a tensor; {_INSTEAD}")
     others = [*after.args[1:], *after.kwargs.values()]
     if others:
         raise ValueError(
