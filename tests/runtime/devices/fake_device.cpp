@@ -1,5 +1,5 @@
 // A device whose memory is the host's and whose work is done at once, but which keeps account (account.h) of what a GPU
-// would not have done yet.
+// would not have done yet. One translation unit, as torch's headers cost ten seconds each time.
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -9,14 +9,11 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -25,36 +22,13 @@
 #include <string>
 #include <vector>
 
-#include "account.h"
-#include "tape.h"
+#include "fake_engine.h"
+#include "fake_group.h"
+#include "fake_state.h"
+
+namespace fake_device {
 
 namespace {
-
-constexpr auto kFake = c10::DeviceType::PrivateUse1;
-using fake_device::Account;
-using fake_device::Event;
-using fake_device::kMaxStreams;
-using fake_device::Time;
-
-Account& account() {
-  static Account* const only = new Account;  // never destroyed: tensors may outlive it
-  return *only;
-}
-
-thread_local std::size_t current_stream = 0;
-
-// Where what is done is noted while it is recorded; null otherwise.
-std::atomic<fake_device::Tape*> tape{nullptr};
-
-const c10::Device kDevice(kFake, 0);
-
-c10::Stream to_stream(std::size_t number) {
-  return c10::Stream(c10::Stream::UNSAFE, kDevice, static_cast<c10::StreamId>(number));
-}
-
-std::size_t number_of(const c10::Stream& stream) {
-  return static_cast<std::size_t>(stream.id());
-}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFake; }
@@ -141,14 +115,6 @@ bool on_device(const at::Tensor& tensor) {
 void touch(const at::Tensor& tensor, bool writes, const std::string& by) {
   account().used(current_stream);
   if (tensor.numel() != 0) account().touched(tensor.const_data_ptr(), writes, current_stream, by);
-}
-
-// The same memory as a tensor of the host's.
-at::Tensor host_view(const at::Tensor& tensor) {
-  return at::for_blob(tensor.data_ptr(), tensor.sizes())
-      .strides(tensor.strides())
-      .options(at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU))
-      .make_tensor();
 }
 
 at::Tensor to_device(const at::Tensor& tensor, const std::string& by) {
@@ -283,149 +249,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>());
 }
 
-// A message under way: to wait for it is to make the current stream wait, as NCCL does it.
-class Message final : public c10d::Work {
- public:
-  Message(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors, const Event& done)
-      : inner_(std::move(inner)), tensors_(std::move(tensors)), done_(done) {}
-  // Recorded: not under way now, but whenever the tape has begun it.
-  Message(std::shared_ptr<c10::intrusive_ptr<c10d::Work>> again, std::vector<at::Tensor> tensors, const Event& done)
-      : again_(std::move(again)), tensors_(std::move(tensors)), done_(done) {}
-
-  bool isCompleted() override { return inner_ && inner_->isCompleted(); }
-  bool wait(std::chrono::milliseconds timeout) override {
-    if (timeout != kNoTimeout) account().host_waits(current_stream, "wait with a time limit");
-    if (inner_) {
-      inner_->wait();  // here for the bytes to be there, which the account knows nothing of
-    } else {
-      tape.load()->note([again = again_] { (*again)->wait(); });
-    }
-    account().blocked(current_stream, done_);
-    tensors_.clear();
-    return true;
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Work> inner_;
-  std::shared_ptr<c10::intrusive_ptr<c10d::Work>> again_;
-  std::vector<at::Tensor> tensors_;
-  Event done_;
-};
-
-// Done as far as the host is concerned, as NCCL's collectives are once they are queued. Who waits for the future, or
-// for this, waits on its own stream.
-class Collective final : public c10d::Work {
- public:
-  Collective(std::vector<at::Tensor> tensors, std::size_t stream)
-      : future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                         std::vector<c10::Device>{kDevice})),
-        done_(account().recorded(stream)) {
-    const c10::StreamGuard guard(to_stream(stream));
-    future_->markCompleted(tensors);
-  }
-
-  bool isCompleted() override { return true; }
-  bool wait(std::chrono::milliseconds) override {
-    account().blocked(current_stream, done_);
-    return true;
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-
- private:
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  Event done_;
-};
-
-// As NCCL: a stream for every peer, where an operation comes after all that is on the stream it is posted from; and one
-// for collectives.
-class Messages final : public c10d::Backend {
- public:
-  static constexpr int kEverybody = -1;
-
-  Messages(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size)
-      : Backend(rank, size), inner_(std::move(inner)) {}
-
-  const std::string getBackendName() const override { return "messages"; }
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions& options) override {
-    queue(tensors.front(), kEverybody, true);
-    std::vector<at::Tensor> host{host_view(tensors.front())};
-    inner_->allreduce(host, options)->wait();
-    return c10::make_intrusive<Collective>(tensors, streams_.at(kEverybody));
-  }
-  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
-                                           const c10d::BroadcastOptions& options) override {
-    queue(tensors.front(), kEverybody, true);
-    std::vector<at::Tensor> host{host_view(tensors.front())};
-    inner_->broadcast(host, options)->wait();
-    return c10::make_intrusive<Collective>(tensors, streams_.at(kEverybody));
-  }
-  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                           std::vector<at::Tensor>& inputs,
-                                           const c10d::AllgatherOptions& options) override {
-    queue(inputs.front(), kEverybody, false);
-    std::vector<std::vector<at::Tensor>> all(1);
-    for (const at::Tensor& output : outputs.front()) {
-      queue(output, kEverybody, true);
-      all.front().push_back(host_view(output));
-    }
-    std::vector<at::Tensor> host{host_view(inputs.front())};
-    inner_->allgather(all, host, options)->wait();
-    return c10::make_intrusive<Collective>(outputs.front(), streams_.at(kEverybody));
-  }
-  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override {
-    return move(tensors, peer, false,
-                [inner = inner_, peer, tag](std::vector<at::Tensor>& host) { return inner->send(host, peer, tag); });
-  }
-  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override {
-    return move(tensors, peer, true,
-                [inner = inner_, peer, tag](std::vector<at::Tensor>& host) { return inner->recv(host, peer, tag); });
-  }
-
- private:
-  using Move = std::function<c10::intrusive_ptr<c10d::Work>(std::vector<at::Tensor>&)>;
-
-  c10::intrusive_ptr<c10d::Work> move(const std::vector<at::Tensor>& tensors, int peer, bool receives, const Move& go) {
-    const Event done = queue(tensors.front(), peer, receives);
-    const auto begin = [go, tensor = tensors.front()] {
-      std::vector<at::Tensor> host{host_view(tensor)};
-      return go(host);
-    };
-    if (tape == nullptr) return c10::make_intrusive<Message>(begin(), tensors, done);
-    auto again = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
-    tape.load()->note([again, begin] { *again = begin(); });
-    return c10::make_intrusive<Message>(std::move(again), tensors, done);
-  }
-
-  Event queue(const at::Tensor& tensor, int peer, bool writes) {
-    const auto [found, is_new] = streams_.try_emplace(peer, 0);
-    if (is_new) found->second = account().new_stream();
-    const std::size_t stream = found->second;
-    account().blocked(stream, account().recorded(current_stream));
-    account().touched(tensor.const_data_ptr(), writes, stream,
-                      peer == kEverybody ? "a collective"
-                      : writes           ? "a receive"
-                                         : "a send");
-    return account().recorded(stream);
-  }
-
-  c10::intrusive_ptr<c10d::Backend> inner_;
-  std::map<int, std::size_t> streams_;
-};
-
-// Gives a group a way for the device's tensors, over that for the host's.
-void add_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  const auto inner = group->getBackend(c10::kCPU);
-  const auto messages = c10::make_intrusive<Messages>(inner, group->getRank(), group->getSize());
-  group->setBackend(kFake, c10d::ProcessGroup::BackendType::CUSTOM, messages);
-}
-
-}  // namespace
-
-#include "fake_engine.h"
-
 // As a CUDA graph, on the current stream.
-struct Recording : fake_device::Tape {
+struct Recording : Tape {
   void begin() {
     account().begin_recording(current_stream);
     tape = this;
@@ -436,7 +261,12 @@ struct Recording : fake_device::Tape {
   }
 };
 
+}  // namespace
+
+}  // namespace fake_device
+
 PYBIND11_MODULE(fake_device, module) {
+  using namespace fake_device;
   pybind11::class_<Recording>(module, "Recording")
       .def(pybind11::init<>())
       .def("begin", &Recording::begin)

@@ -1,11 +1,14 @@
 // A copy engine for the fake device: threads for queues, as in tests/native, with an account of what they touch. Only
-// fake_device.cpp includes it, behind its account.
+// fake_device.cpp includes it: unnamed, as pybind11's own types are hidden.
 #pragma once
 
 #include <memory>
 #include <utility>
 
+#include "fake_state.h"
 #include "host_copy_engine.h"
+
+namespace fake_device {
 
 namespace {
 
@@ -68,3 +71,5 @@ class FakeEngine final : public fastpipe::CopyEngine {
 };
 
 }  // namespace
+
+}  // namespace fake_device
