@@ -1,15 +1,14 @@
 // While one exists, linears of this thread, and of the engine's threads that work for it, may defer their weights.
 #pragma once
 
-#include <c10/util/ThreadLocalDebugInfo.h>
-
 #include <memory>
 
+#include "thread_note.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
 
-class Arming {
+class Arming final : public c10::DebugInfoBase {
  public:
   // kFused: a forward in which another microbatch's backward runs. What that recomputes was not armed in its forward,
   // and must not be now: a checkpoint takes what is saved by its order.
@@ -24,15 +23,9 @@ class Arming {
   const std::shared_ptr<WeightGradients>& weights() const { return weights_; }
 
  private:
-  // The one kind of thread-local state that the engine hands to its threads and that is free for others.
-  struct Carrier final : c10::DebugInfoBase {
-    explicit Carrier(const Arming* arming) : arming(arming) {}
-    const Arming* arming;
-  };
-
   std::shared_ptr<WeightGradients> weights_;
   Phase phase_;
-  c10::DebugInfoGuard guard_;
+  ThreadNote note_;
 };
 
 }  // namespace fastpipe

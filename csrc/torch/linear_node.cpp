@@ -15,6 +15,16 @@ bool by_columns(std::int64_t rows, std::int64_t first_stride, std::int64_t secon
   return first_stride == 1 && second_stride == rows;
 }
 
+// As torch's collect_next_edges(), whose list grows edge by edge.
+torch::autograd::edge_list next_edges_of(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  torch::autograd::edge_list edges;
+  edges.reserve(3);
+  for (const at::Tensor* const tensor : {&input, &weight, &bias}) {
+    edges.push_back(tensor->defined() ? torch::autograd::impl::gradient_edge(*tensor) : torch::autograd::Edge());
+  }
+  return edges;
+}
+
 }  // namespace
 
 at::Tensor weight_gradient(const at::Tensor& input, const at::Tensor& gradient, bool by_rows) {
@@ -23,7 +33,7 @@ at::Tensor weight_gradient(const at::Tensor& input, const at::Tensor& gradient, 
 
 LinearNode::LinearNode(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                        std::shared_ptr<WeightGradients> later)
-    : Node(torch::autograd::collect_next_edges(input, weight, bias)),
+    : Node(next_edges_of(input, weight, bias)),
       rows_(input.size(0)),
       columns_(input.size(1)),
       input_by_columns_(by_columns(rows_, input.stride(0), input.stride(1))),

@@ -2,8 +2,6 @@
 
 #include <c10/core/GradMode.h>
 
-#include <memory>
-
 namespace fastpipe {
 
 Moment::Moment(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch)
@@ -12,11 +10,10 @@ Moment::Moment(const Step& step, Op op, std::int32_t stage, std::int32_t microba
       stage_(stage),
       microbatch_(microbatch),
       training_(op != Op::kF || c10::GradMode::is_enabled()),
-      guard_(c10::DebugInfoKind::TEST_INFO, std::make_shared<Carrier>(this)) {}
+      note_(c10::DebugInfoKind::TEST_INFO, *this) {}
 
 const Moment* Moment::current() {
-  const auto* carrier = static_cast<const Carrier*>(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO));
-  return carrier == nullptr ? nullptr : carrier->moment;
+  return static_cast<const Moment*>(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO));
 }
 
 bool Moment::is_last_microbatch() const {

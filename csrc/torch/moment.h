@@ -1,16 +1,15 @@
 // Which action this thread computes, and the engine's threads that work for it: what fastpipe.current() tells.
 #pragma once
 
-#include <c10/util/ThreadLocalDebugInfo.h>
-
 #include <array>
 #include <cstdint>
 
 #include "core/program.h"
+#include "thread_note.h"
 
 namespace fastpipe {
 
-class Moment {
+class Moment final : public c10::DebugInfoBase {
  public:
   // Of one stage in one step.
   struct Step {
@@ -32,18 +31,12 @@ class Moment {
   bool training() const { return training_; }
 
  private:
-  // Like that of Arming.
-  struct Carrier final : c10::DebugInfoBase {
-    explicit Carrier(const Moment* moment) : moment(moment) {}
-    const Moment* moment;
-  };
-
   const Step& step_;
   Op op_;
   std::int32_t stage_;
   std::int32_t microbatch_;
   bool training_;
-  c10::DebugInfoGuard guard_;
+  ThreadNote note_;
 };
 
 }  // namespace fastpipe

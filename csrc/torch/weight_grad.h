@@ -22,7 +22,7 @@ namespace fastpipe {
 class WeightGradients {
  public:
   // fused: W adds to `.grad` by the matrix products themselves, where that can be; see fused_accumulation.h.
-  explicit WeightGradients(bool fused = false) : fused_(fused) {}
+  explicit WeightGradients(bool fused) : fused_(fused) {}
 
   using Edge = torch::autograd::Edge;
   using Edges = torch::autograd::edge_list;
