@@ -86,11 +86,17 @@ def _wait_for(started: list[Any]) -> None:
         process.join()
 
 
-def _run(script: str, arguments: list[str], folder: str, environment: dict[str, str], logs: str) -> None:
-    for number, name in ((1, "out"), (2, "err")):
-        descriptor = os.open(Path(logs, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def print_into(out: str | Path, err: str | Path) -> None:
+    """Have this process, its C++ too, print into files, behind what is in them."""
+    for number, name in ((1, out), (2, err)):
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+        os.close(descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+
+
+def _run(script: str, arguments: list[str], folder: str, environment: dict[str, str], logs: str) -> None:
+    print_into(Path(logs, "out"), Path(logs, "err"))
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.promptly import PATIENCE
-from tests.scripts import SERVER
+from tests.scripts import SERVER, print_into
 
 # A pipeline over Gloo has twelve, a mesh of replicas x pipeline six.
 _MANY_THREADS = 60
@@ -172,11 +172,7 @@ def _joined() -> None:
 
 
 def _serve(rank: int, size: int, port: int, host: str, log: str, pipe: Connection, environment: dict[str, str]) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = os.fdopen(os.dup(descriptor), "w", buffering=1)
-    sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1)
+    print_into(log, log)
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     torch.set_num_threads(1)
