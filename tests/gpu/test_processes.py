@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def start(num_ranks: int, *arguments: str, **variables: str) -> list[subprocess.
     return ranks
 
 
+def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """What the ranks print, all of which have to end well; none is left behind."""
+    printed = []
+    try:
+        for process in ranks:
+            out, errors = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, errors[-3000:]
+            printed.append(out)
+    finally:
+        for process in ranks:
+            process.kill()
+    return printed
+
+
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("transport", ["process_group", "cuda_ipc"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -58,30 +73,16 @@ def start(num_ranks: int, *arguments: str, **variables: str) -> list[subprocess.
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe"])
 def test_bits(schedule: str, num_ranks: int, dtype: str, transport: str, executor: str) -> None:
     """Processes, over NCCL and by copy engines, have the bits of the same kernels run unsplit, for three steps."""
-    ranks = start(num_ranks, schedule, dtype, executor, FASTPIPE_TRANSPORT=transport)
-    try:
-        for process in ranks:
-            out, errors = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, errors[-3000:]
-            assert out.startswith(f"ok {transport}")
-    finally:
-        for process in ranks:
-            process.kill()
+    for out in outputs(start(num_ranks, schedule, dtype, executor, FASTPIPE_TRANSPORT=transport)):
+        assert out.startswith(f"ok {transport}")
 
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
 def test_recorded_steps(schedule: str, executor: str) -> None:
     """CUDA graphs with NCCL's messages in them have the bits of the same kernels run unsplit."""
-    ranks = start(2, schedule, "float32", executor, FASTPIPE_TRANSPORT="process_group", RECORDED="1")
-    try:
-        for process in ranks:
-            out, errors = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, errors[-3000:]
-            assert "1 recorded and 5 replayed" in out
-    finally:
-        for process in ranks:
-            process.kill()
+    for out in outputs(start(2, schedule, "float32", executor, FASTPIPE_TRANSPORT="process_group", RECORDED="1")):
+        assert "1 recorded and 5 replayed" in out
 
 
 @pytest.mark.timeout(SECONDS + 60)
