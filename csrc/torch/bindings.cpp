@@ -157,7 +157,6 @@ void bind_exchange(py::module_& m) {
 }
 
 void bind_shared_memory(py::module_& m) {
-  using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<SharedMemoryLink, std::shared_ptr<SharedMemoryLink>>(m, "SharedMemoryLink")
       .def(py::init([](std::int32_t rank, std::int32_t num_ranks, std::int32_t num_here) {
              return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_here));
@@ -178,6 +177,10 @@ void bind_shared_memory(py::module_& m) {
   py::class_<MixedSource, TransportSource, std::shared_ptr<MixedSource>>(m, "MixedSource")
       .def(py::init<std::shared_ptr<SharedMemorySource>, std::shared_ptr<TransportSource>>(), py::arg("near"),
            py::arg("far"));
+}
+
+void bind_endpoint(py::module_& m) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Endpoint>(m, "Endpoint")
       .def(py::init(&make_endpoint), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("transport"),
            py::arg("timeout"))
@@ -317,15 +320,7 @@ void translate(std::exception_ptr error) {
   }
 }
 
-}  // namespace
-
-}  // namespace fastpipe
-
-PYBIND11_MODULE(_runtime, m) {
-  using namespace fastpipe;
-  m.doc() = "fastpipe's native runtime";
-  py::register_local_exception_translator(translate);
-
+void bind_transports(py::module_& m) {
   // What a transport of Python's gives to an Executor, which makes its own end of it.
   py::class_<TransportSource, std::shared_ptr<TransportSource>>(m, "TransportSource");
   py::class_<LoopbackHub, TransportSource, std::shared_ptr<LoopbackHub>>(m, "LoopbackHub")
@@ -340,13 +335,9 @@ PYBIND11_MODULE(_runtime, m) {
           py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t,
                       const at::Device& device) { return std::make_shared<ProcessGroups>(std::move(groups), device); }),
           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
-  bind_shared_memory(m);
-  bind_copy_engine(m);
-  bind_exchange(m);
-  bind_weight_gradients(m);
-  bind_random_numbers(m);
-  bind_moments(m);
-  bind_cuda(m);
+}
+
+void bind_executor(py::module_& m) {
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   // for the test that compares it with Python's
   py::class_<PairClock>(m, "PairClock")
@@ -369,4 +360,25 @@ PYBIND11_MODULE(_runtime, m) {
       .def("check", &Runner::check)
       .def("deferred", &deferred)
       .def_property_readonly("broken", &Runner::broken);
+}
+
+}  // namespace
+
+}  // namespace fastpipe
+
+PYBIND11_MODULE(_runtime, m) {
+  using namespace fastpipe;
+  m.doc() = "fastpipe's native runtime";
+  py::register_local_exception_translator(translate);
+
+  bind_transports(m);
+  bind_shared_memory(m);
+  bind_copy_engine(m);
+  bind_endpoint(m);
+  bind_exchange(m);
+  bind_weight_gradients(m);
+  bind_random_numbers(m);
+  bind_moments(m);
+  bind_cuda(m);
+  bind_executor(m);
 }

@@ -87,9 +87,7 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
   for (std::size_t i = 0; i < calls.size(); ++i) {
     if (calls[i].size() != 10) {
       throw ArgumentError(
-          "calls: give (run, output_grads, random, meet, fold, fuse, partners, last_backward, around, moment) for "
-          "every "
-          "stage");
+          "calls: give (run, output_grads, random, meet, fold, fuse, partners, last_backward, around, moment) a stage");
     }
     const auto call = [&](py::ssize_t index) {
       const py::handle found = PyTuple_GET_ITEM(calls[i].ptr(), index);

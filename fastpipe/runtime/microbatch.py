@@ -126,7 +126,7 @@ def rows_of_cut(rows: int, num_microbatches: int) -> Iterator[int]:
 
 def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
     """How many rows each microbatch has: the length of its first tensor along the split dimension; None if unknown."""
-    dim = rule if isinstance(rule, int) and not isinstance(rule, bool) else 0
+    dim = rule if _is_whole(rule) else 0
     rows = []
     for microbatch in microbatches:
         first = _first_tensor(microbatch)
