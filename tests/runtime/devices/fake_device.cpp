@@ -158,68 +158,94 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef strides, 
                                            dtype.value_or(at::kFloat));
 }
 
-// Everything else: the host's kernel on the same memory, and an account of it.
-void on_host(const c10::OperatorHandle& op, c10::Stack* stack) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  account().worked(current_stream);
-  const auto& schema = op.schema();
-  const std::string& name = schema.name();
-  const std::size_t begin = stack->size() - schema.arguments().size();
-  std::map<std::size_t, at::Tensor> ours;
-  std::map<std::size_t, at::Tensor> made;
-  std::vector<at::Tensor> kept;  // the memory behind the views
-  const auto convert = [&](const at::Tensor& tensor, bool writes) {
-    if (!on_device(tensor)) return tensor;
-    touch(tensor, writes, name);
-    kept.push_back(tensor);
-    return host_view(tensor);
-  };
-  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
-    c10::IValue& value = (*stack)[begin + i];
-    const auto* alias = schema.arguments()[i].alias_info();
-    const bool writes = alias != nullptr && alias->isWrite();
+// A call of an operator by the host's kernel, on the memory of the device's tensors, with an account of it.
+class HostCall {
+ public:
+  HostCall(const c10::OperatorHandle& op, c10::Stack& stack)
+      : op_(op), stack_(stack), begin_(stack.size() - op.schema().arguments().size()) {}
+
+  void run() {
+    const auto& arguments = op_.schema().arguments();
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      const auto* alias = arguments[i].alias_info();
+      take(stack_[begin_ + i], alias != nullptr && alias->isWrite());
+    }
+    if (gives_host_a_value()) account().host_waits(current_stream, name());
+    const c10::Stack given(stack_.begin() + static_cast<std::ptrdiff_t>(begin_), stack_.end());
+    op_.callBoxed(&stack_);
+    // what is returned stands where the arguments did
+    for (std::size_t i = 0; i < op_.schema().returns().size(); ++i) give_back(stack_[begin_ + i], i);
+    if (tape != nullptr) note(given);
+  }
+
+ private:
+  const std::string& name() const { return op_.schema().name(); }
+
+  bool gives_host_a_value() const {
+    return name() == "aten::_local_scalar_dense" || name() == "aten::equal" || name() == "aten::nonzero";
+  }
+
+  void take(c10::IValue& value, bool writes) {
     if (value.isTensor()) {
-      if (writes) ours[i] = value.toTensor();
-      value = convert(value.toTensor(), writes);
+      if (writes) written_.push_back(value.toTensor());
+      value = on_host(value.toTensor(), writes);
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(convert(tensor, writes));
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(on_host(tensor, writes));
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-        list.push_back(tensor ? std::optional(convert(*tensor, writes)) : std::nullopt);
+        list.push_back(tensor ? std::optional(on_host(*tensor, writes)) : std::nullopt);
       }
       value = list;
     } else if (value.isDevice()) {
       value = c10::Device(at::kCPU);
     }
   }
-  if (name == "aten::_local_scalar_dense" || name == "aten::equal" || name == "aten::nonzero") {
-    account().host_waits(current_stream, name);
+
+  at::Tensor on_host(const at::Tensor& tensor, bool writes) {
+    if (!on_device(tensor)) return tensor;
+    touch(tensor, writes, name());
+    kept_.push_back(tensor);
+    return host_view(tensor);
   }
-  const c10::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(begin), stack->end());
-  op.callBoxed(stack);
-  for (std::size_t i = 0; i < schema.returns().size(); ++i) {
-    c10::IValue& value = (*stack)[begin + i];  // what is returned stands where the arguments did
-    if (schema.returns()[i].alias_info() != nullptr) {
-      value = std::next(ours.begin(), static_cast<std::ptrdiff_t>(i))->second;  // an in-place or out= operator
+
+  void give_back(c10::IValue& value, std::size_t i) {
+    if (op_.schema().returns()[i].alias_info() != nullptr) {
+      value = written_[i];  // an in-place or out= operator
     } else if (value.isTensor()) {
-      value = to_device(value.toTensor(), name);
-      if (value.toTensor().defined()) made[i] = value.toTensor();
+      value = to_device(value.toTensor(), name());
+      if (value.toTensor().defined()) made_[i] = value.toTensor();
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor, name));
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor, name()));
       value = list;
     }
   }
-  if (tape == nullptr) return;
-  tape.load()->note([op, given, made, kept] {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    c10::Stack again = given;
-    op.callBoxed(&again);
-    for (const auto& [i, tensor] : made) host_view(tensor).copy_(again[i].toTensor());
-  });
+
+  void note(const c10::Stack& given) const {
+    tape.load()->note([op = op_, given, made = made_, kept = kept_] {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      c10::Stack again = given;
+      op.callBoxed(&again);
+      for (const auto& [i, tensor] : made) host_view(tensor).copy_(again[i].toTensor());
+    });
+  }
+
+  const c10::OperatorHandle& op_;
+  c10::Stack& stack_;
+  std::size_t begin_;
+  std::vector<at::Tensor> written_;
+  std::map<std::size_t, at::Tensor> made_;
+  std::vector<at::Tensor> kept_;  // the memory behind the views
+};
+
+// Everything else.
+void on_host(const c10::OperatorHandle& op, c10::Stack* stack) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  account().worked(current_stream);
+  HostCall(op, *stack).run();
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
