@@ -19,7 +19,7 @@ SAY := @printf '\033[1m== %s\033[0m\n'
 RECORD := fastpipe/_build_info.json
 TORCH_VERSION := $(VENV)/lib/python3*/site-packages/torch/version.py
 BUILD_INPUTS := setup.py $(wildcard building/*.py csrc csrc/* csrc/*/* $(RECORD) $(TORCH_VERSION))
-CPP = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/*/*.h tests/*/*.cpp)
+CPP = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/*/*.h tests/*/*.cpp tests/*/*/*.h tests/*/*/*.cpp benchmarks/*.cpp)
 STAMPS := $(VENV)/stamps
 
 export FASTPIPE_BUILD_EXT
