@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from fastpipe.machine import Lanes
+from fastpipe.placement import is_whole
 from fastpipe.runtime.grad_dtype import check_grad_dtype
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import check_reduction
@@ -16,6 +17,9 @@ from fastpipe.runtime.recompute import check_policy
 from fastpipe.runtime.reports import check_rules
 from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
+
+_LONGEST = 1e9
+"""Seconds. Much more overflows what locks, process groups and sockets count time in."""
 
 
 def check_arguments(
@@ -73,8 +77,8 @@ def checked_timeout(timeout: Any) -> float:
     Raises:
         ValueError: when it is none, with what to give.
     """
-    if not isinstance(timeout, int | float) or not timeout > 0:
-        raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
+        raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0 and at most {_LONGEST:g} (31 years)")
     return timeout
 
 
@@ -89,14 +93,14 @@ def find_num_ranks(num_ranks: int | None, schedule: str | Schedule, num_processe
         return num_processes
     if num_ranks not in (None, wanted):
         raise ValueError(f"num_ranks = {num_ranks}: the schedule given has {wanted} ranks; leave it out")
-    if not isinstance(wanted, int) or wanted < 1:
+    if not is_whole(wanted, 1):
         raise ValueError(f"num_ranks = {wanted!r}: give a whole number of at least 1")
     if num_processes > 1 and wanted != num_processes:
         raise ValueError(
             f"num_ranks = {wanted}: the group has {num_processes} processes, each one rank; start {wanted} processes, "
             "or one alone, whose ranks are then threads"
         )
-    return wanted
+    return int(wanted)
 
 
 def find_num_microbatches(num_microbatches: int | None, schedule: str | Schedule) -> int:

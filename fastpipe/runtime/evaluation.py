@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fastpipe.placement import is_whole
 from fastpipe.runtime.gathering import gather
 from fastpipe.runtime.group import Membership
 from fastpipe.runtime.inputs import Request
@@ -95,7 +96,7 @@ class Evaluates:
                 step works.
         """
         size = self.num_microbatches if window is None else window
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_whole(size, 1):
             raise ValueError(f"window = {window!r}: give a number of microbatches of at least 1")
         takes_input = any(stage.is_first for stage in self._steps.stages)
         if takes_input and not isinstance(microbatches, Iterable):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastpipe.placement import is_whole
 from fastpipe.runtime.clip import clip_grad_norm
 from fastpipe.runtime.evaluation import Evaluates
 from fastpipe.runtime.held_model import HeldModel
@@ -36,9 +37,9 @@ class Trains(Evaluates, HeldModel):
 
     @step_count.setter
     def step_count(self, count: int) -> None:
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 2**63:
+        if not is_whole(count) or count >= 2**63:
             raise ValueError(f"step_count = {count!r}: give a whole number of steps, 0 or more, the same on every rank")
-        self._steps.random.step_count = count
+        self._steps.random.step_count = int(count)
 
     def step(
         self,
