@@ -60,8 +60,7 @@ def agreeing(
         if error is not None:
             raise error
         if refused is not None:
-            rank, cause = refused
-            raise StepError(f"rank {rank} could not build the pipeline: {cause}", rank=rank, cause=cause)
+            raise _not_built(*refused)
         _check_alike(replies)
         adopt(replies)
 
@@ -93,16 +92,24 @@ def closing_on_error(control: Control, own: Callable[[], Exception | None] = lam
 
     Args:
         control: the way to the other processes.
-        own: this process's error, if it has one; otherwise that a process is lost is raised as `StepError`.
+        own: this process's error, if it has one, which says more than that another is lost.
+
+    Raises:
+        StepError: for a process that is dead or silent.
     """
     try:
         yield
     except LostError as lost:
         control.close()
-        raise (own() or lost.failure.error()) from lost
+        raise (own() or _not_built(lost.failure.rank, lost.failure.cause)) from lost
     except BaseException:
         control.close()
         raise
+
+
+def _not_built(rank: int | None, cause: str) -> StepError:
+    who = Failure(rank, cause).place()
+    return StepError(f"{who} could not build the pipeline: {cause}", rank=rank, cause=cause)
 
 
 def _check_alike(replies: Sequence[Reply]) -> None:

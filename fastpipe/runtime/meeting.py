@@ -40,14 +40,11 @@ class Meeting(ABC):
     def late(self, missing: Sequence[int], step: int, phase: str) -> LostError:
         """The error for processes that live and do not come."""
         ranks = ", ".join(map(str, missing))
-        return LostError(
-            Failure(
-                missing[0],
-                f"rank {ranks} did not come to the {phase} of step {step} within {self.timeout:g} s; "
-                "call step and eval_step on every rank, or set a longer timeout",
-                dead=True,
-            )
-        )
+        place, advice = f"the {phase} of step {step}", "call step and eval_step on every rank"
+        if step == 0:
+            place, advice = "the building of the pipeline", "build it on every rank, all with the same group"
+        cause = f"rank {ranks} did not come to {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
+        return LostError(Failure(missing[0], cause, dead=True))
 
 
 def patiently(wait: Callable[[], Sequence[int]]) -> Sequence[int]:

@@ -187,6 +187,20 @@ def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:
     assert "num_ranks = 3: the group has 2 processes" in zero["too many ranks"][1]
 
 
+def build_in_another_group() -> tuple[str, str, int | None, float]:
+    return caught(lambda: pipeline(group="world" if dist.get_rank() == 1 else None, timeout=1))
+
+
+def test_who_is_missing_when_a_pipeline_is_built_is_named() -> None:
+    """A rank whose group is none cannot tell the others which of its groups they wait in."""
+    with ranks(2) as group:
+        zero, one = group.run(build_in_another_group)
+    assert one[0] == "TypeError" and "group is a str" in one[1]
+    assert zero[0] == "StepError" and zero[2] == 1
+    cause = "rank 1 did not come to the building of the pipeline within 1 s; build it on every rank, all with the same"
+    assert zero[1] == f"rank 1 could not build the pipeline: {cause} group, or set a longer timeout"
+
+
 class Picky(nn.Module):
     """Cannot stand zeros, which is what stands in for an activation that was never computed."""
 
