@@ -28,7 +28,7 @@ at::Tensor tensor_in(const CopyLoan& loan, std::size_t offset, const TensorSpec&
 
 std::size_t DeviceCodec::size(const Spec& spec) const {
   std::size_t bytes = 0;
-  for (const TensorSpec& tensor : static_cast<const TensorListSpec&>(spec).tensors()) {
+  for (const TensorSpec& tensor : specs_in(spec)) {
     bytes += whole_blocks(bytes_of(tensor));
   }
   return bytes;
@@ -58,7 +58,7 @@ void DeviceCodec::adopt(Payload& into, const Spec& spec, CopyLoan loan) const {
   // In a step under inference mode they would become inference tensors, which a training step cannot use.
   const c10::InferenceMode normal(false);
   std::size_t at = 0;
-  for (const TensorSpec& tensor : static_cast<const TensorListSpec&>(spec).tensors()) {
+  for (const TensorSpec& tensor : specs_in(spec)) {
     payload.add(tensor_in(loan, at, tensor, device_));
     at += whole_blocks(bytes_of(tensor));
   }

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "core/errors.h"
+#include "spec_words.h"
 
 namespace fastpipe {
 
@@ -11,7 +12,6 @@ namespace {
 
 constexpr std::int64_t kStandIn = 0;
 constexpr std::int64_t kGood = 1;
-constexpr std::int64_t kFields = 3;
 
 constexpr std::array<at::ScalarType, 12> kDtypes = {
     at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,         at::kInt,
@@ -25,34 +25,16 @@ std::int64_t number_of(at::ScalarType dtype) {
                       ", which cannot be sent; convert it");
 }
 
-class Reader {
- public:
-  explicit Reader(const Header& words) : words_(words) {}
-
-  c10::IntArrayRef next(std::int64_t count) {
-    if (count < 0 || static_cast<std::size_t>(count) > kHeaderWords - at_) {
-      throw Error("a message's header cannot be read; run the same version of fastpipe on every rank");
-    }
-    const c10::IntArrayRef part(words_.data() + at_, static_cast<std::size_t>(count));
-    at_ += part.size();
-    return part;
-  }
-
- private:
-  const Header& words_;
-  std::size_t at_ = 0;
-};
+at::ScalarType dtype_of(std::int64_t number) {
+  if (number < 0 || static_cast<std::size_t>(number) >= kDtypes.size()) refuse_unreadable();
+  return kDtypes[static_cast<std::size_t>(number)];
+}
 
 }  // namespace
 
 Header encode_header(const std::vector<TensorSpec>& specs) {
   std::vector<std::int64_t> words{kGood, static_cast<std::int64_t>(specs.size())};
-  for (const TensorSpec& spec : specs) {
-    const auto dimensions = static_cast<std::int64_t>(spec.sizes.size());
-    words.insert(words.end(), {number_of(spec.dtype), spec.requires_grad, dimensions});
-    words.insert(words.end(), spec.sizes.begin(), spec.sizes.end());
-    words.insert(words.end(), spec.strides.begin(), spec.strides.end());
-  }
+  for (const TensorSpec& spec : specs) append_words(words, spec, number_of(spec.dtype));
   if (words.size() > kHeaderWords) {
     throw ArgumentError("a stage hands on " + std::to_string(specs.size()) +
                         " tensors, more than a header describes; join some of them");
@@ -73,16 +55,10 @@ bool is_stand_in(const Header& header) {
 }
 
 std::vector<TensorSpec> decode_header(const Header& header) {
-  Reader reader(header);
-  const std::int64_t count = reader.next(2)[1];
-  std::vector<TensorSpec> specs;
-  for (std::int64_t tensor = 0; tensor < count; ++tensor) {
-    const c10::IntArrayRef fields = reader.next(kFields);
-    const c10::IntArrayRef sizes = reader.next(fields[2]);
-    const c10::IntArrayRef strides = reader.next(fields[2]);
-    specs.emplace_back(kDtypes.at(static_cast<std::size_t>(fields[0])), fields[1] != 0, sizes, strides);
-  }
-  return specs;
+  WordReader reader(header);
+  reader.next();
+  const std::int64_t count = reader.next();
+  return reader.specs(count, dtype_of);
 }
 
 }  // namespace fastpipe

@@ -31,10 +31,6 @@ bool same_strides(c10::IntArrayRef sizes, c10::IntArrayRef one, c10::IntArrayRef
   return true;
 }
 
-const TensorListSpec& tensors_of(const Spec& spec) {
-  return static_cast<const TensorListSpec&>(spec);
-}
-
 void require_plain(const at::Tensor& tensor) {
   const char* what = nullptr;
   if (!tensor.defined()) {
@@ -172,7 +168,7 @@ std::unique_ptr<Spec> TensorPayload::spec() const {
 }
 
 bool TensorPayload::matches(const Spec& spec) const {
-  const std::vector<TensorSpec>& specs = tensors_of(spec).tensors();
+  const std::vector<TensorSpec>& specs = specs_in(spec);
   if (specs.size() != tensors_.size()) return false;
   for (std::size_t i = 0; i < specs.size(); ++i) {
     if (!specs[i].matches(tensors_[i])) return false;

@@ -40,6 +40,10 @@ class TensorListSpec final : public Spec {
   std::vector<TensorSpec> tensors_;
 };
 
+inline const std::vector<TensorSpec>& specs_in(const Spec& spec) {
+  return static_cast<const TensorListSpec&>(spec).tensors();
+}
+
 // A list of detached tensors; whether the receiver's copy is to require a gradient is each one's own flag.
 class TensorPayload final : public Payload {
  public:

@@ -241,7 +241,7 @@ void ProcessGroupTransport::end_step(bool complete) {
 }
 
 const std::vector<TensorSpec>& ProcessGroupTransport::specs_at(std::size_t position) const {
-  return static_cast<const TensorListSpec&>(specs_.at(position)).tensors();
+  return specs_in(specs_.at(position));
 }
 
 }  // namespace fastpipe

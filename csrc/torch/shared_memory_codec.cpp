@@ -12,23 +12,19 @@
 #include <utility>
 
 #include "bytes.h"
-#include "core/errors.h"
+#include "spec_words.h"
 
 namespace fastpipe {
 
 namespace {
 
 using Words = std::vector<std::int64_t>;
-constexpr std::int64_t kFields = 3;  // dtype, requires_grad, number of dimensions; then sizes and strides
 
 // The number of words, itself included, comes first. dtypes are torch's own numbers: both ends run the same torch.
 Words encode(const std::vector<at::Tensor>& tensors) {
   Words words{0, static_cast<std::int64_t>(tensors.size())};
   for (const at::Tensor& tensor : tensors) {
-    words.insert(words.end(),
-                 {static_cast<std::int64_t>(tensor.scalar_type()), std::int64_t{tensor.requires_grad()}, tensor.dim()});
-    words.insert(words.end(), tensor.sizes().begin(), tensor.sizes().end());
-    words.insert(words.end(), tensor.strides().begin(), tensor.strides().end());
+    append_words(words, TensorSpec(tensor), static_cast<std::int64_t>(tensor.scalar_type()));
   }
   words.front() = static_cast<std::int64_t>(words.size());
   return words;
@@ -36,31 +32,18 @@ Words encode(const std::vector<at::Tensor>& tensors) {
 
 std::size_t header_size(const std::vector<at::Tensor>& tensors) {
   std::size_t words = 2;
-  for (const at::Tensor& tensor : tensors) words += kFields + 2 * static_cast<std::size_t>(tensor.dim());
+  for (const at::Tensor& tensor : tensors) words += num_words(tensor);
   return whole_lines(words * sizeof(std::int64_t));
 }
 
-[[noreturn]] void refuse() {
-  throw Error("a message in shared memory cannot be read; run the same version of fastpipe on every rank");
+at::ScalarType dtype_at(std::int64_t number) {
+  if (number < 0 || number >= static_cast<std::int64_t>(at::ScalarType::NumOptions)) refuse_unreadable();
+  return static_cast<at::ScalarType>(number);
 }
 
-class Reader {
- public:
-  explicit Reader(const CellBytes& from)
-      : words_(reinterpret_cast<const std::int64_t*>(from.data)), size_(from.size / sizeof(std::int64_t)) {}
-
-  c10::IntArrayRef next(std::int64_t count) {
-    if (count < 0 || static_cast<std::size_t>(count) > size_ - at_) refuse();
-    const c10::IntArrayRef part(words_ + at_, static_cast<std::size_t>(count));
-    at_ += part.size();
-    return part;
-  }
-
- private:
-  const std::int64_t* words_;
-  std::size_t size_;
-  std::size_t at_ = 0;
-};
+WordReader reader_of(const CellBytes& from) {
+  return WordReader({reinterpret_cast<const std::int64_t*>(from.data), from.size / sizeof(std::int64_t)});
+}
 
 // A message's lease, which its tensors share.
 struct SharedLease final : c10::intrusive_ptr_target {
@@ -127,26 +110,20 @@ void TensorCodec::write_one(const at::Tensor& tensor, std::byte* to) const {
 }
 
 std::unique_ptr<Spec> TensorCodec::read_spec(const CellBytes& from) const {
-  Reader reader(from);
-  const std::int64_t count = reader.next(2)[1];
-  std::vector<TensorSpec> specs;
-  for (std::int64_t tensor = 0; tensor < count; ++tensor) {
-    const c10::IntArrayRef fields = reader.next(kFields);
-    if (fields[0] < 0 || fields[0] >= static_cast<std::int64_t>(at::ScalarType::NumOptions)) refuse();
-    const c10::IntArrayRef sizes = reader.next(fields[2]);
-    const c10::IntArrayRef strides = reader.next(fields[2]);
-    specs.emplace_back(static_cast<at::ScalarType>(fields[0]), fields[1] != 0, sizes, strides);
-  }
-  return std::make_unique<TensorListSpec>(std::move(specs));
+  WordReader reader = reader_of(from);
+  reader.next();
+  const std::int64_t count = reader.next();
+  return std::make_unique<TensorListSpec>(reader.specs(count, dtype_at));
 }
 
 void TensorCodec::adopt(Payload& into, const Spec& spec, const CellBytes& from, SharedMemoryLease lease) const {
   auto& payload = static_cast<TensorPayload&>(into);
-  const std::vector<TensorSpec>& specs = static_cast<const TensorListSpec&>(spec).tensors();
-  std::size_t at = from.announced ? whole_lines(static_cast<std::size_t>(Reader(from).next(1)[0]) * 8) : 0;
+  const std::vector<TensorSpec>& specs = specs_in(spec);
+  std::size_t at =
+      from.announced ? whole_lines(static_cast<std::size_t>(reader_of(from).next()) * sizeof(std::int64_t)) : 0;
   std::size_t end = at;
   for (const TensorSpec& tensor : specs) end += whole_lines(bytes_of(tensor));
-  if (end != from.size) refuse();
+  if (end != from.size) refuse_unreadable();
   payload.clear();
   const auto shared = c10::make_intrusive<SharedLease>(std::move(lease));
   // In a step under inference mode they would become inference tensors, which a training step cannot use.
