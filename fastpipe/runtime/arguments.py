@@ -67,15 +67,19 @@ def alike_text(transport: Any, loss_reduction: Any, grad_dtype: Any) -> str:
     return "".join(f", {text}" for text in said)
 
 
+_LONGEST = 1e9
+"""Seconds, some 30 years: what waits counts milliseconds or nanoseconds, and can count so many."""
+
+
 def checked_timeout(timeout: Any) -> float:
-    """What is a time to wait.
+    """What is a time to wait; infinity is one.
 
     Raises:
         ValueError: when it is none, with what to give.
     """
-    if not isinstance(timeout, int | float) or not timeout > 0:
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
         raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
-    return timeout
+    return min(timeout, _LONGEST)
 
 
 def find_num_ranks(num_ranks: int | None, schedule: str | Schedule, num_processes: int) -> int:
