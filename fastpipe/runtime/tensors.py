@@ -88,9 +88,9 @@ def dense_all(tensors: Sequence[torch.Tensor]) -> Tensors:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor as one dimension."""
+    """The memory of a dense tensor as one dimension, in bytes: backends do not know every dtype."""
     detached = tensor.detach()
-    return detached.as_strided((detached.numel(),), (1,), detached.storage_offset())
+    return detached.as_strided((detached.numel(),), (1,), detached.storage_offset()).view(torch.uint8)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
