@@ -71,8 +71,10 @@ def specs_text(specs: Specs) -> str:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its strides if its elements fill one block of memory; a contiguous copy otherwise.
 
-    Strides are kept because kernels choose their order of summation by them.
+    Strides are kept because kernels choose their order of summation by them. What is conjugated or negated by a mark
+    alone is so in the memory then.
     """
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor
     return tensor.contiguous()

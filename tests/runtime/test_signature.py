@@ -79,6 +79,13 @@ def test_what_has_no_strides_looks_like_something() -> None:
     ).signature()
 
 
+def test_what_a_mark_negates_is_read_as_it_is() -> None:
+    value = torch.complex(torch.ones(2), torch.arange(2.0))
+    for marked in (value.conj(), value.conj().imag):
+        found, expected = (inputs(kwargs={"x": [one]}).digests(()) for one in (marked, marked.clone()))
+        assert found == expected != inputs(kwargs={"x": [value]}).digests(())
+
+
 def test_what_is_no_tensor_looks_like_its_type() -> None:
     looks = [inputs(targets=[Tracker(), Tracker()]).signature() for _ in range(2)]
     assert looks[0] == looks[1]
