@@ -13,9 +13,27 @@ namespace {
 constexpr std::int64_t kStandIn = 0;
 constexpr std::int64_t kGood = 1;
 
-constexpr std::array<at::ScalarType, 12> kDtypes = {
-    at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,         at::kInt,
-    at::kShort, at::kChar,   at::kByte, at::kBool,     at::kComplexFloat, at::kComplexDouble,
+constexpr std::array<at::ScalarType, 20> kDtypes = {
+    at::kFloat,
+    at::kDouble,
+    at::kHalf,
+    at::kBFloat16,
+    at::kLong,
+    at::kInt,
+    at::kShort,
+    at::kChar,
+    at::kByte,
+    at::kBool,
+    at::kComplexFloat,
+    at::kComplexDouble,
+    at::kUInt16,
+    at::kUInt32,
+    at::kUInt64,
+    at::kComplexHalf,
+    at::kFloat8_e4m3fn,
+    at::kFloat8_e5m2,
+    at::kFloat8_e4m3fnuz,
+    at::kFloat8_e5m2fnuz,
 };
 
 std::int64_t number_of(at::ScalarType dtype) {

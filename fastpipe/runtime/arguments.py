@@ -72,14 +72,14 @@ def alike_text(transport: Any, loss_reduction: Any, grad_dtype: Any) -> str:
 
 
 def checked_timeout(timeout: Any) -> float:
-    """What is a time to wait.
+    """What is a time to wait; infinity is one.
 
     Raises:
         ValueError: when it is none, with what to give.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
-        raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0 and at most {_LONGEST:g} (31 years)")
-    return timeout
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
+    return min(timeout, _LONGEST)
 
 
 def find_num_ranks(num_ranks: int | None, schedule: str | Schedule, num_processes: int) -> int:

@@ -76,7 +76,7 @@ class Inputs:
 
     def signature(self) -> tuple[Any, ...]:
         """What the shapes between stages may depend on."""
-        return tuple(map(_looks, (self.args, self.kwargs, self.targets)))
+        return tuple(map(_looks, (self.args, self.kwargs, self.targets, self.output_grads)))
 
     def given(self) -> dict[str, list[bool]]:
         """By keyword argument that a local stage takes: for which microbatches it is not None."""
@@ -107,7 +107,7 @@ def _digest(value: Any, found: int = 0) -> int:
 def _looks(value: Any) -> Any:
     # torch's pytree takes several times as long as all else that a step does with its inputs
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        return value.shape, value.dtype, value.requires_grad, _layout(value)
     if type(value) in (list, tuple):
         return tuple(map(_looks, value))
     if value is None or isinstance(value, int | float | str):
@@ -116,6 +116,13 @@ def _looks(value: Any) -> Any:
         return type(value).__name__
     leaves, structure = pytree.tree_flatten(value)
     return str(structure), *map(_looks, leaves)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
+    """None where it is contiguous. Operators lay out what they make like what they are given."""
+    if tensor.layout is not torch.strided:
+        return tensor.layout
+    return None if tensor.is_nested or tensor.is_contiguous() else tensor.stride()
 
 
 def take_inputs(

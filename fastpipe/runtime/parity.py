@@ -137,7 +137,7 @@ def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements' bytes in row-major order, on the CPU."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def measured(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:

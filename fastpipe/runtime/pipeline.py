@@ -110,7 +110,7 @@ class Pipeline(Trains, Replannable):
             forward starts from a state derived from ``torch.initial_seed()`` (of now, the same on all ranks),
             `step_count`, the stage and the microbatch, so that they do not depend on schedule, executor or number of
             ranks; the generators are afterwards as they were.
-        timeout: seconds to wait for another rank, at most 1e9.
+        timeout: seconds to wait for another rank.
         device: what to compute on; that of the stages unless given.
         group: a process group, or a DeviceMesh of one dimension; all processes unless given.
         data_parallel: the replicas of this rank, one in each of several pipelines: a process group, or a DeviceMesh of

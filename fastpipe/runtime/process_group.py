@@ -39,6 +39,14 @@ _DTYPES = (
     torch.bool,
     torch.complex64,
     torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
 )
 _POISON, _GOOD = 0, 1
 _CLOSING = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,21 @@ class TensorSpec(NamedTuple):
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name}{list(self.size)}{'' if self.requires_grad else ' without gradient'}"
+        strides = "" if self._laid_out() == self._contiguous() else f" with strides {self.stride}"
+        return f"{name}{list(self.size)}{strides}{'' if self.requires_grad else ' without gradient'}"
+
+    def like(self, other: TensorSpec) -> bool:
+        """Whether one may take the other's place: a dimension of size 1 has a stride that nothing uses."""
+        return self._replace(stride=()) == other._replace(stride=()) and self._laid_out() == other._laid_out()
+
+    def _laid_out(self) -> tuple[int, ...]:
+        if 0 in self.size:
+            return ()
+        return tuple(stride for size, stride in zip(self.size, self.stride, strict=True) if size != 1)
+
+    def _contiguous(self) -> tuple[int, ...]:
+        sizes = [size for size in self.size if size != 1] if 0 not in self.size else []
+        return tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
         """A new tensor of this kind, on the CPU unless given, without the gradient flag; aligned to 64 bytes."""
@@ -43,6 +58,11 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> Specs:
     return tuple(TensorSpec(t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for t in tensors)
 
 
+def alike(specs: Specs, others: Specs) -> bool:
+    """Whether tensors of one may come where the other was announced."""
+    return len(specs) == len(others) and all(spec.like(other) for spec, other in zip(specs, others, strict=True))
+
+
 def specs_text(specs: Specs) -> str:
     """Specs as a user reads them."""
     return ", ".join(map(str, specs)) or "no tensor"
@@ -51,8 +71,10 @@ def specs_text(specs: Specs) -> str:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its strides if its elements fill one block of memory; a contiguous copy otherwise.
 
-    Strides are kept because kernels choose their order of summation by them.
+    Strides are kept because kernels choose their order of summation by them. What is conjugated or negated by a mark
+    alone is so in the memory then.
     """
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor
     return tensor.contiguous()
@@ -68,9 +90,9 @@ def dense_all(tensors: Sequence[torch.Tensor]) -> Tensors:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor as one dimension."""
+    """The memory of a dense tensor as one dimension, in bytes: backends do not know every dtype."""
     detached = tensor.detach()
-    return detached.as_strided((detached.numel(),), (1,), detached.storage_offset())
+    return detached.as_strided((detached.numel(),), (1,), detached.storage_offset()).view(torch.uint8)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

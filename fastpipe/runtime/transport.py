@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fastpipe.machine import Lanes
 from fastpipe.program import Channel, ChannelKind, Program
-from fastpipe.runtime.tensors import Specs, Tensors, dense_all, specs_of, specs_text
+from fastpipe.runtime.tensors import Specs, Tensors, alike, dense_all, specs_of, specs_text
 
 
 class Message(NamedTuple):
@@ -84,7 +84,7 @@ class SpecBook:
         found = specs_of(ready)
         if self.announcing:
             self.write(message, found)
-        elif self._open[message] != found:
+        elif self._open[message] != found and not alike(self._open[message], found):
             raise ValueError(
                 f"{message} changed without a change in the inputs: expected {specs_text(self._open[message])}, found "
                 f"{specs_text(found)}; the next step will announce it anew"

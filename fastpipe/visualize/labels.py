@@ -23,7 +23,9 @@ _AIR = 0.3
 
 
 def font_size(width: Floats, height: Floats, numbers: Ints) -> float:
-    """One size for all bars of a panel, such that all labels fit, or three of four when they are small; 0 for none.
+    """One size for all bars of a panel, such that all labels fit, or three of four when they are small, or one of four.
+
+    It is 0 where fewer have room.
 
     Args:
         width: of every bar, in points.
@@ -36,6 +38,8 @@ def font_size(width: Floats, height: Floats, numbers: Ints) -> float:
     size = float(np.quantile(fits, 0.01))
     if size < SMALL:
         size = min(SMALL, float(np.quantile(fits, 0.25)))
+    if size < SMALLEST and float(np.quantile(fits, 0.75)) >= SMALL:
+        size = SMALL
     return min(LARGEST, size) if size >= SMALLEST else 0.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,12 +11,13 @@ import numpy as np
 
 from fastpipe.visualize import canvas
 from fastpipe.visualize.colours import COLOURS
-from fastpipe.visualize.places import Box, place_labels
+from fastpipe.visualize.places import Box, place_labels, square
 
 _WIDTH, _HEIGHT = 9.0, 6.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 0.3, 0.75, 0.65
 _SIZE = 9.5
 _POINTS = 72.0
+_ALLOWED = "memory allowed"
 
 
 class Compared(Protocol):
@@ -80,7 +81,7 @@ def pareto(
     _draw_front(axes, {point[:2] for point in points + rest if point[3]})
     _draw_points(axes, points)
     _draw_ring(axes, [row for row in shown if row.name == chosen])
-    _draw_names(axes, points, size)
+    _draw_names(axes, points, rest, limit, size)
     heading = title or "Bubble against peak memory"
     figure.text(0.12 / _WIDTH, 1 - 0.14 / _HEIGHT, heading, va="top", size=13, weight="bold", color=canvas.INK)
     note = "lower left is better; joined: no other schedule has both a smaller bubble and a smaller memory"
@@ -142,9 +143,7 @@ def _draw_rest(axes: Any, rest: list[Point], limit: float | None) -> None:
     if limit is not None:
         axes.axvline(limit, color=canvas.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, gid="limit")
         at_top = {"xytext": (-3, -2), "textcoords": "offset points", "xycoords": ("data", "axes fraction")}
-        axes.annotate(
-            "memory allowed", (limit, 1), ha="right", va="top", rotation=90, size=_SIZE, color=canvas.INK, **at_top
-        )
+        axes.annotate(_ALLOWED, (limit, 1), ha="right", va="top", rotation=90, size=_SIZE, color=canvas.INK, **at_top)
 
 
 def _draw_front(axes: Any, best: Collection[tuple[float, float]]) -> None:
@@ -176,17 +175,25 @@ def _draw_ring(axes: Any, rows: list[Compared]) -> None:
         axes.scatter([row.peak_memory], [100 * row.bubble_fraction], s=170, zorder=6, gid="chosen", **ring)
 
 
-def _draw_names(axes: Any, points: list[Point], size: tuple[float, float]) -> None:
-    """Each name beside its point, where it covers neither a point nor another name; a thin line where it is far."""
+def _draw_names(
+    axes: Any, points: list[Point], rest: list[Point], limit: float | None, size: tuple[float, float]
+) -> None:
+    """Each name beside its point, where it covers no point, line or other name; a thin line where it is far."""
     from matplotlib.patheffects import withStroke
 
     scale = np.array([size[0] * _POINTS / np.ptp(axes.get_xlim()), size[1] * _POINTS / np.ptp(axes.get_ylim())])
     origin = np.array([axes.get_xlim()[0], axes.get_ylim()[0]])
-    marks = [(float(x), float(y)) for x, y in (np.array([p[:2] for p in points]) - origin) * scale]
+    marks, unnamed = ([_on_page(point, origin, scale) for point in group] for group in (points, rest))
     boxes = [_text_size(point[2]) for point in points]
     page = Box(0.0, 0.0, size[0] * _POINTS + _RIGHT * _POINTS - 4, size[1] * _POINTS)
-    front = [mark for mark, point in sorted(zip(marks, points, strict=True)) if point[3]]
-    places = place_labels(marks, boxes, page, front)
+    best = sorted(_on_page(point, origin, scale) for point in points + rest if point[3])
+    lines, covered = [best], [square(mark, 2.0) for mark in unnamed]
+    if limit is not None:
+        at, _ = _on_page((limit, 0.0), origin, scale)
+        length, height = _text_size(_ALLOWED)
+        lines.append([(at, 0.0), (at, page.top)])
+        covered.append(Box(at - 3 - height, page.top - length, at, page.top))
+    places = place_labels(marks, boxes, page, lines, covered)
     halo = [withStroke(linewidth=2.5, foreground="white")]
     for point, mark, box in zip(points, marks, places, strict=True):
         corner = np.array([box.left, box.bottom]) / scale + origin
@@ -196,6 +203,12 @@ def _draw_names(axes: Any, points: list[Point], size: tuple[float, float]) -> No
         if np.hypot(*(near - mark)) > 14:
             ends = np.stack([np.array(mark), near]) / scale + origin
             axes.plot(ends[:, 0], ends[:, 1], color=canvas.INK, linewidth=0.5, zorder=1)
+
+
+def _on_page(point: Sequence[Any], origin: Any, scale: Any) -> tuple[float, float]:
+    """Where a point is, in points (1/72 inch) from the lower left corner of the axes."""
+    x, y = (np.array(point[:2], dtype=float) - origin) * scale
+    return float(x), float(y)
 
 
 def _text_size(text: str) -> tuple[float, float]:

@@ -41,7 +41,8 @@ def place_labels(
     marks: Sequence[tuple[float, float]],
     sizes: Sequence[tuple[float, float]],
     page: Box,
-    line: Sequence[tuple[float, float]] = (),
+    lines: Sequence[Sequence[tuple[float, float]]] = (),
+    covered: Sequence[Box] = (),
 ) -> list[Box]:
     """A box for every label.
 
@@ -49,12 +50,13 @@ def place_labels(
         marks: the points, in points (1/72 inch).
         sizes: width and height of every label.
         page: what the labels stay inside of, where possible.
-        line: the corners of a line that they do not cover either.
+        lines: the corners of lines that they do not cover either.
+        covered: nor what is in these.
     """
-    taken = [_square(mark, _MARK) for mark in marks]
-    for start, end in itertools.pairwise(line):
+    taken = [*covered, *(square(mark, _MARK) for mark in marks)]
+    for start, end in itertools.chain.from_iterable(map(itertools.pairwise, lines)):
         steps = max(1, int(math.dist(start, end) / _STEP))
-        taken += [_square(_between(start, end, step / steps), 1.0) for step in range(steps + 1)]
+        taken += [square(_between(start, end, step / steps), 1.0) for step in range(steps + 1)]
     placed: dict[int, Box] = {}
     crowded = sorted(range(len(marks)), key=lambda i: -sum(math.dist(marks[i], mark) < 60 for mark in marks))
     for index in crowded:
@@ -65,7 +67,8 @@ def place_labels(
     return [placed[index] for index in range(len(marks))]
 
 
-def _square(centre: tuple[float, float], half: float) -> Box:
+def square(centre: tuple[float, float], half: float) -> Box:
+    """The one around a point, whose sides are twice as long as `half`."""
     return Box(centre[0] - half, centre[1] - half, centre[0] + half, centre[1] + half)
 
 

@@ -78,6 +78,25 @@ def test_a_click_keeps_an_action_in_sight(tab: Chromium, small: Path) -> None:
     assert "start" in text and "end" in text and "waited for" in text
 
 
+def test_all_that_is_told_of_an_action_can_be_read_and_moves_nothing(tab: Chromium, small: Path) -> None:
+    tab.open(small)
+    height = tab.run("document.querySelector('footer').offsetHeight")
+    longest, cut, twice, heights = tab.run("""(() => {
+        const line = document.getElementById("selected"), heights = new Set();
+        let longest = 0, cut = 0, twice = 0;
+        for (let index = 0; index < fastpipe.bars.start.length; index++) {
+            fastpipe.select(index);
+            longest = Math.max(longest, line.title.length);
+            cut += line.scrollHeight > line.clientHeight || line.scrollWidth > line.clientWidth;
+            heights.add(document.querySelector("footer").offsetHeight);
+            const needed = (line.title.split("also needed ")[1] || "").split("; ")[0].split(", ");
+            twice += new Set(needed).size < needed.length;
+        }
+        return [longest, cut, twice, [...heights]];
+    })()""")
+    assert longest > 200 and (cut, twice) == (0, 0) and heights == [height]
+
+
 def test_hovering_tells_start_end_and_what_it_waited_for(tab: Chromium, small: Path) -> None:
     tab.open(small)
     first = tab.run("fastpipe.bars.first[1]")

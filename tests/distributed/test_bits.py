@@ -1,13 +1,18 @@
 """Every schedule and odd model over Gloo, one process a rank: the unsplit model's loss and gradients, bit for bit."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from fastpipe import Pipeline
+from fastpipe.runtime.parity import bytes_of
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import train_and_compare
-from tests.runtime.models import CASES
+from tests.runtime.models import CASES, squared
 from tests.runtime.test_bits import COMBINATIONS
 
 
@@ -38,6 +43,47 @@ def test_every_schedule(
         skip_without_native()
     answers = group_of(num_ranks).run(compare, "plain", schedule, num_microbatches, executor)
     assert all(found == num_ranks and names for found, names in answers)
+
+
+DTYPES = [
+    *(torch.float64, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128, torch.bool),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+
+
+class EveryDtype(nn.Module):
+    """The first hands on a tensor of each dtype, empty ones, and what a mark alone negates; the second compares."""
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> Any:
+        if others:
+            assert all(
+                torch.equal(bytes_of(other), bytes_of(made)) for other, made in zip(others, made_of(x), strict=True)
+            )
+            return 2 * x
+        return x, *made_of(x)
+
+
+def made_of(x: torch.Tensor) -> list[torch.Tensor]:
+    whole = (100 * x.detach()).abs()
+    marked = torch.complex(whole, x.detach()).conj()  # by a mark, as its imaginary part is negated
+    return [part for dtype in DTYPES for part in (whole.to(dtype), whole[:0].to(dtype))] + [marked, marked.imag]
+
+
+def hand_over_every_dtype(executor: str, transport: str) -> None:
+    """Runs on every rank."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), EveryDtype(), EveryDtype(), nn.Linear(6, 6)]
+    pipe = Pipeline(layers, "1f1b", 3, squared, executor=executor, transport=transport)
+    for _ in range(2):
+        x = torch.randn(6, 6)
+        expected = squared(layers[3](2 * layers[0](x)), x)
+        assert torch.allclose(pipe.step(x, target=x).loss, expected)
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_every_dtype(transport: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
+    group_of(2).run(hand_over_every_dtype, executor, transport)
 
 
 @pytest.mark.parametrize("case", CASES)

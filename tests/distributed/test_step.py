@@ -1,6 +1,7 @@
 """What only several processes show: who takes which input, who is told what, and what all have alike."""
 
 import gc
+import math
 import os
 import threading
 import time
@@ -166,6 +167,19 @@ def build_badly() -> dict[str, Any]:
     }
     train_and_compare("plain", "1f1b", 4)
     return found
+
+
+def wait_for_ever(executor: str) -> None:
+    """Runs on every rank."""
+    for transport in ("shared_memory", "process_group"):
+        for timeout in (math.inf, 1e300):
+            pipe = pipeline(executor, transport=transport, timeout=timeout)
+            x, target = batch()
+            assert [pipe.step(x, target=target).loss is not None for _ in range(2)] == [True, True]
+
+
+def test_a_timeout_may_be_infinite(executor: str, group_of: GroupOf) -> None:
+    group_of(2).run(wait_for_ever, executor)
 
 
 def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:

@@ -62,6 +62,52 @@ def test_batches_of_any_size_and_number(schedule: str, executor: str) -> None:
             assert same_bits(parameter.grad, other.grad)
 
 
+def laid_out(rows: int) -> dict[str, torch.Tensor]:
+    """Batches of one shape, in memory in several ways."""
+    wide = torch.randn(rows, 2 * WIDTH)
+    return {
+        "rows": torch.randn(rows, WIDTH),
+        "columns": torch.randn(WIDTH, rows).t(),
+        "a slice": wide[:, :WIDTH],
+        "with gaps": wide[:, ::2],
+        "repeated": wide[:1, :WIDTH].expand(rows, WIDTH),
+    }
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("rows", [4, 12])
+@pytest.mark.parametrize("first", ["rows", "columns"])
+def test_batches_with_other_strides(first: str, rows: int, executor: str) -> None:
+    """An output is laid out like the input, and a gradient like that of the output."""
+    pipe = build([nn.Tanh(), *layers(Block)[1:3], nn.Identity()], executor, loss_fn=None)
+    unsplit = nn.Sequential(nn.Tanh(), *layers(Block)[1:3])
+    batches = laid_out(rows)
+    for name in (first, *batches, first):
+        pipe.step(batches[name], output_grad=batches[name])
+        for part in batches[name].tensor_split(4):
+            unsplit(part).backward(part)
+        for parameter, other in zip(pipe.parameters(), unsplit.parameters(), strict=True):
+            assert same_bits(parameter.grad, other.grad)
+
+
+class Turning(Block):
+    """From some step on its output lies in memory otherwise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = fastpipe.current()
+        assert at is not None
+        return super().forward(x).t().contiguous().t() if at.step > 0 else super().forward(x)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_other_strides_without_a_change_of_the_input_are_named(executor: str) -> None:
+    pipe = build([Block(), Turning(), Block(), Block()], executor)
+    x = torch.randn(16, WIDTH)
+    pipe.step(x, target=x)
+    with pytest.raises(ValueError, match=r"expected .*4, 6.*found .*4, 6.* with strides \(1, 4\)"):
+        pipe.step(x, target=x)
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_change_without_a_change_of_the_input_is_named(executor: str) -> None:
     pipe = build([Block(), Whimsical(), Block(), Block()], executor, loss_fn=None)

@@ -46,7 +46,9 @@ def test_other_values_look_the_same() -> None:
         {"targets": [torch.zeros(2), torch.zeros(2, dtype=torch.float64)]},
         {"targets": [torch.zeros(2), torch.zeros(2, requires_grad=True)]},
         {"targets": [torch.zeros(2)]},
+        {"targets": [torch.zeros(2), torch.zeros(4)[::2]]},
         {"targets": None},
+        {"output_grads": [(torch.zeros(2),), (torch.zeros(2),)]},
         {"targets": [torch.zeros(2), 2]},
         {"args": [(torch.zeros(2, 3),)] * 2},
         {"args": None},
@@ -59,6 +61,29 @@ def test_other_values_look_the_same() -> None:
 )
 def test_another_look_is_seen(changes: dict[str, Any]) -> None:
     assert inputs(**changes).signature() != inputs().signature()
+
+
+def test_strides_that_nothing_uses_look_the_same() -> None:
+    rows = torch.zeros(2, 6)
+    assert (
+        inputs(targets=[rows[:1, :3], rows[:0, :3]]).signature()
+        == inputs(targets=[rows[:1, 3:], rows[2:, :3]]).signature()
+    )
+    assert inputs(targets=[torch.zeros(1, 3)]).signature() == inputs(targets=[rows[:1, :3]]).signature()
+
+
+def test_what_has_no_strides_looks_like_something() -> None:
+    assert inputs(targets=[torch.eye(2).to_sparse()]).signature() != inputs(targets=[torch.eye(2)]).signature()
+    assert inputs(
+        targets=[torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)]
+    ).signature()
+
+
+def test_what_a_mark_negates_is_read_as_it_is() -> None:
+    value = torch.complex(torch.ones(2), torch.arange(2.0))
+    for marked in (value.conj(), value.conj().imag):
+        found, expected = (inputs(kwargs={"x": [one]}).digests(()) for one in (marked, marked.clone()))
+        assert found == expected != inputs(kwargs={"x": [value]}).digests(())
 
 
 def test_what_is_no_tensor_looks_like_its_type() -> None:

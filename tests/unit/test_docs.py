@@ -80,6 +80,12 @@ def test_every_example_is_in_the_table() -> None:
     assert scripts == set(re.findall(r"^\| \[(\w+\.py)\]", table, flags=re.MULTILINE))
 
 
+def test_the_page_of_examples_says_how_long_the_demo_takes() -> None:
+    told = re.search(r"`make demo` trains for (\d+) seconds", (REPOSITORY / "docs/examples.md").read_text())
+    script = (REPOSITORY / "examples/train_gpt.py").read_text()
+    assert told and f'"--seconds", type=positive(float), default={told[1]}.0' in script
+
+
 def test_the_page_of_schedules_is_current() -> None:
     command = [sys.executable, "docs/write_schedules.py", "--check"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)

@@ -21,6 +21,7 @@ from fastpipe.visualize import grid, pareto, plot, to_chrome_trace, to_html
 from fastpipe.visualize.bars import bars, live_activations, transfers
 from fastpipe.visualize.colours import COLOURS
 from fastpipe.visualize.dense import pixels
+from fastpipe.visualize.labels import font_size
 from fastpipe.visualize.page import page_data
 from fastpipe.visualize.places import Box, place_labels
 from fastpipe.visualize.waits import critical_bars, limited_by, runs, waited_for
@@ -278,6 +279,55 @@ def test_the_front_passes_points_without_names(tmp_path: Path) -> None:
         text = pareto(named, tmp_path / "x.svg", others=others, memory_label="peak, GiB").read_text()
         assert 'id="name gpipe"' in text and 'id="front"' in text
         assert (f"fill: {COLOURS['F']}" in text) == is_best
+
+
+def test_names_cover_neither_the_limit_nor_what_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    seen: list[Any] = []
+
+    def watched(*args: Any) -> list[Box]:
+        seen.append((args, place_labels(*args)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(sys.modules["fastpipe.visualize.pareto"], "place_labels", watched)
+    names = [
+        "v_half",
+        "zbv",
+        "interleaved_zb",
+        "1f1b",
+        "zb_h1",
+        "gpipe",
+        "v_min",
+        "1f1b_v",
+        "zb_h2",
+        "hanayo",
+        "dualpipe",
+    ]
+    rows = fastpipe.compare(names, num_ranks=8, num_microbatches=32)
+    named = [row for row in rows if row.name in names[:5]]
+    pareto(named, tmp_path / "x.svg", others=[row for row in rows if row not in named], limit=8)
+    (((marks, _, page, lines, covered), boxes),) = seen
+    at = {x for x, _ in lines[-1]}
+    assert len(at) == 1 and at & {x for x, _ in marks}, "points stand on the limit"
+    assert not any(box.left < x < box.right for box in boxes for x in at)
+    assert len(covered) > 5 and not any(box.overlaps(other) for box in boxes for other in covered)
+    assert all(box.inside(page) for box in boxes)
+
+
+@pytest.mark.parametrize(
+    ("widths", "size"),
+    [
+        ([40.0] * 8, 9.0),  # all have room
+        ([0.01] * 4 + [40.0] * 4, 6.5),  # forwards next to nothing: backwards still have their numbers
+        ([0.01] * 7 + [40.0], 0.0),
+        ([5.2] * 7 + [0.01], 5.2 / 0.95),
+        ([2.0] * 8, 0.0),
+        ([], 0.0),
+    ],
+)
+def test_numbers_stand_where_they_fit(widths: list[float], size: float) -> None:
+    wide = np.array(widths)
+    assert font_size(wide, np.full(len(wide), 20.0), np.ones(len(wide), dtype=np.int64)) == pytest.approx(size)
 
 
 @settings(max_examples=60, deadline=None)

@@ -70,7 +70,7 @@ function duration(value) {
 
 function needs(index) {
   const found = [bars.needs0[index], bars.needs1[index], bars.needs2[index]];
-  return found.filter((value) => value > 0).map((value) => value - 1);
+  return [...new Set(found.filter((value) => value > 0))].map((value) => value - 1);  // a pair may need another twice
 }
 
 // What kept a bar from starting earlier, as a sentence.
