@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <limits>
 
 namespace fastpipe::plan {
 
 namespace {
 constexpr double kSlope = 0.1;
-constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kTiny = 1e-9;
+constexpr int32_t kMostRenewals = 8;  // of a task in a trial: what waits for itself would be renewed for ever
 }  // namespace
 
 Order::Order(const Tasks& all, const int32_t* order) : tasks(order, order + all.size()), place(all.size()) {
@@ -41,105 +41,154 @@ Retimer::Retimer(const Tasks& tasks, const Order& order, bool span)
       trial_ends_(tasks.size()),
       tails_(tasks.size(), 0.0),
       agenda_(tasks.size()),
-      cut_(tasks.num_ranks()),
+      stale_(tasks),
+      renewals_(tasks.size()),
       position_(tasks.num_ranks()),
-      blocked_on_(tasks.num_ranks()) {}
+      blocked_on_(tasks.num_ranks()) {
+  for (int32_t task = 0; task < tasks.size(); ++task) lag_ = std::max(lag_, tasks.seconds(task));
+  const Lists& consumers = tasks.consumers();
+  for (int32_t task = 0; task < tasks.size(); ++task) {
+    rings_hide_ |= consumers.begin(task) != consumers.end(task) && tasks.seconds(task) <= kTiny * lag_;
+  }
+}
 
 bool Retimer::run() {
   for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
-    cut_[rank] = tasks_.first(rank);
     for (int32_t i = tasks_.first(rank); i < tasks_.last(rank); ++i) {
       if (tasks_.rank_of(order_.tasks[i]) != rank) return false;
     }
   }
-  if (!sweep(kNever, kNever)) return false;
-  keep();
+  if (!sweep()) return false;
+  judge();
+  starts_ = trial_starts_;
+  ends_ = trial_ends_;
+  objective_ = trial_objective_;
+  score_ = trial_score_;
+  for (int32_t i = 0; i < tasks_.size(); ++i) stale_.set_time(i, starts_[order_.tasks[i]]);
   return true;
 }
 
-// Nothing that started before the change can depend on it: those times stay.
-bool Retimer::attempt(double began, double settled, double most) {
-  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
-    const auto first = order_.tasks.begin() + tasks_.first(rank);
-    const auto last = order_.tasks.begin() + tasks_.last(rank);
-    const auto cut = std::partition_point(first, last, [&](int32_t t) { return starts_[t] < began; });
-    cut_[rank] = static_cast<int32_t>(cut - order_.tasks.begin());
-  }
-  // A bound of the objective that goes with the bound of the score, as if the slope's part of it stayed.
-  if (sweep(settled, most - (score_ - objective_)) && trial_score_ <= most) return true;
-  restore();
-  return false;
-}
-
-void Retimer::restore() {
-  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
-    for (int32_t i = cut_[rank]; i < position_[rank]; ++i) {
-      const int32_t task = order_.tasks[i];
-      trial_starts_[task] = starts_[task];
-      trial_ends_[task] = ends_[task];
-    }
-  }
-}
-
-bool Retimer::sweep(double settled, double most) {
+bool Retimer::sweep() {
   ready_.clear();
   for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
-    position_[rank] = cut_[rank];
+    position_[rank] = tasks_.first(rank);
     blocked_on_[rank] = kNobody;
     ready_.push_back(rank);
   }
   while (!ready_.empty()) {
     const int32_t rank = ready_.back();
     ready_.pop_back();
-    if (!advance(rank, settled, most)) return false;
+    advance(rank);
   }
   for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
     if (position_[rank] < tasks_.last(rank)) return false;
   }
-  judge();
+  return true;
+}
+
+void Retimer::advance(int32_t rank) {
+  for (int32_t& i = position_[rank]; i < tasks_.last(rank); ++i) {
+    const int32_t task = order_.tasks[i];
+    if (waits(task)) return;
+    trial_starts_[task] = start_of(task, i, tasks_.first(rank));
+    trial_ends_[task] = trial_starts_[task] + tasks_.seconds(task);
+    wake(task);
+  }
+}
+
+bool Retimer::waits(int32_t task) {
+  for (int part = 0; part < 2; ++part) {
+    const int32_t source = tasks_.source(task, part);
+    if (source != kNobody && order_.place[source] >= position_[tasks_.rank_of(source)]) {
+      blocked_on_[tasks_.rank_of(task)] = source;
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Retimer::attempt(const std::vector<Window>& windows, double settled, double most) {
+  for (const Window& window : windows) mark_from(window.low, window.high + 2, window.rank);
+  // A bound of the objective that goes with the bound of the score, as if the slope's part of it stayed.
+  if (settle(settled, most - (score_ - objective_)) && (!rings_hide_ || sweep())) {
+    judge();
+    if (trial_score_ <= most) return true;
+  }
+  restore();
+  return false;
+}
+
+// By the time at which the task of a position started before, what a task depends on is settled before it, or nearly:
+// what comes after it makes it stale again.
+bool Retimer::settle(double settled, double most) {
+  for (int32_t rank = stale_.earliest_rank(); rank != kNobody; rank = stale_.earliest_rank()) {
+    const double until = stale_.time(rank) + lag_;
+    while (stale_.time(rank) <= until) {
+      if (!renew(stale_.take(rank), rank, settled, most)) return false;
+    }
+  }
   return true;
 }
 
 // What started after the change had settled has the tail it had: a delay that reaches it is a delay of the end.
-bool Retimer::advance(int32_t rank, double settled, double most) {
-  const int32_t first = tasks_.first(rank);
-  const int32_t last = tasks_.last(rank);
-  int32_t i = position_[rank];
-  for (; i < last; ++i) {
-    const int32_t task = order_.tasks[i];
-    double start = 0.0;
-    if (!start_of(task, i, first, start)) {
-      position_[rank] = i;
-      return true;
-    }
-    const double end = start + tasks_.seconds(task);
-    if (starts_[task] >= settled && end + tails_[task] > most) {
-      position_[rank] = i;
-      return false;
-    }
-    trial_starts_[task] = start;
-    trial_ends_[task] = end;
-    wake(task);
+bool Retimer::renew(int32_t position, int32_t rank, double settled, double most) {
+  const int32_t task = order_.tasks[position];
+  const double start = start_of(task, position, tasks_.first(rank));
+  if (start == trial_starts_[task]) return true;
+  const double end = start + tasks_.seconds(task);
+  if (starts_[task] >= settled && end + tails_[task] > most) return false;
+  if (++renewals_[task] > kMostRenewals) return false;
+  changed_.push_back(task);
+  trial_starts_[task] = start;
+  trial_ends_[task] = end;
+  mark_from(position + 1, position + 2, rank);
+  const Lists& consumers = tasks_.consumers();
+  for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
+    stale_.mark(order_.place[*consumer], tasks_.rank_of(*consumer));
   }
-  position_[rank] = last;
   return true;
 }
 
+void Retimer::mark_from(int32_t low, int32_t high, int32_t rank) {
+  const int32_t last = std::min(high, tasks_.last(rank) - 1);
+  for (int32_t i = low; i <= last; ++i) stale_.mark(i, rank);
+}
+
+void Retimer::restore() {
+  for (const int32_t task : changed_) {
+    trial_starts_[task] = starts_[task];
+    trial_ends_[task] = ends_[task];
+    renewals_[task] = 0;
+  }
+  changed_.clear();
+  stale_.clear();
+}
+
+void Retimer::keep(const std::vector<Window>& windows) {
+  for (const int32_t task : changed_) {
+    starts_[task] = trial_starts_[task];
+    ends_[task] = trial_ends_[task];
+    renewals_[task] = 0;
+    stale_.set_time(order_.place[task], starts_[task]);
+  }
+  for (const Window& window : windows) {
+    for (int32_t i = window.low; i <= window.high; ++i) stale_.set_time(i, starts_[order_.tasks[i]]);
+  }
+  changed_.clear();
+  objective_ = trial_objective_;
+  score_ = trial_score_;
+}
+
 // A receive is posted when the task before the one before has ended, and a transfer starts when both ends are there.
-bool Retimer::start_of(int32_t task, int32_t position, int32_t first, double& start) {
-  start = position > first ? trial_ends_[order_.tasks[position - 1]] : 0.0;
+double Retimer::start_of(int32_t task, int32_t position, int32_t first) const {
+  double start = position > first ? trial_ends_[order_.tasks[position - 1]] : 0.0;
   for (int part = 0; part < 2; ++part) {
     const int32_t source = tasks_.source(task, part);
     if (source == kNobody) break;
-    if (!is_timed(source)) {
-      blocked_on_[tasks_.rank_of(task)] = source;
-      return false;
-    }
-    const double sent = trial_ends_[source];
     const double posted = position - first >= 2 ? trial_ends_[order_.tasks[position - 2]] : 0.0;
-    start = std::max(start, std::max(sent, posted) + tasks_.transfer(task, part));
+    start = std::max(start, std::max(trial_ends_[source], posted) + tasks_.transfer(task, part));
   }
-  return true;
+  return start;
 }
 
 void Retimer::wake(int32_t task) {
@@ -166,18 +215,6 @@ void Retimer::judge() {
   const double mean = sum / tasks_.num_ranks();
   trial_objective_ = worst;
   trial_score_ = worst + kSlope * mean;
-}
-
-void Retimer::keep() {
-  for (int32_t rank = 0; rank < tasks_.num_ranks(); ++rank) {
-    for (int32_t i = cut_[rank]; i < tasks_.last(rank); ++i) {
-      const int32_t task = order_.tasks[i];
-      starts_[task] = trial_starts_[task];
-      ends_[task] = trial_ends_[task];
-    }
-  }
-  objective_ = trial_objective_;
-  score_ = trial_score_;
 }
 
 void Retimer::find_tails() {

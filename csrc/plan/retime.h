@@ -1,9 +1,11 @@
-// When every task of an order starts and ends: fastpipe/planner/retime.py, sooner. A trial begins where the change is.
+// When every task of an order starts and ends: fastpipe/planner/retime.py, sooner. A trial renews what a change
+// reaches.
 #pragma once
 
 #include <utility>
 #include <vector>
 
+#include "plan/stale.h"
 #include "plan/tasks.h"
 
 namespace fastpipe::plan {
@@ -42,11 +44,11 @@ class Retimer {
 
   // Times the whole order; false if it cannot run.
   bool run();
-  // Times the order after a change; `began` and `settled` are the old start of the first task that moved and the old
-  // end of the last. False, and nothing has changed, if it cannot run or its score is above `most`.
-  bool attempt(double began, double settled, double most);
-  // Makes the last attempt what holds.
-  void keep();
+  // Times the order after a change of these positions; `settled` is the old end of the last task that moved. False, and
+  // nothing has changed, if it cannot run or its score is above `most`.
+  bool attempt(const std::vector<Window>& windows, double settled, double most);
+  // Makes the last attempt, at these positions, what holds.
+  void keep(const std::vector<Window>& windows);
 
   double start(int32_t task) const { return starts_[task]; }
   double end(int32_t task) const { return ends_[task]; }
@@ -62,10 +64,13 @@ class Retimer {
   void find_path(std::vector<int32_t>& path) const;
 
  private:
-  bool sweep(double settled, double most);
-  bool advance(int32_t rank, double settled, double most);
-  bool start_of(int32_t task, int32_t position, int32_t first, double& start);
-  bool is_timed(int32_t task) const { return order_.place[task] < position_[tasks_.rank_of(task)]; }
+  bool sweep();
+  void advance(int32_t rank);
+  bool waits(int32_t task);
+  bool settle(double settled, double most);
+  bool renew(int32_t position, int32_t rank, double settled, double most);
+  void mark_from(int32_t low, int32_t high, int32_t rank);
+  double start_of(int32_t task, int32_t position, int32_t first) const;
   void wake(int32_t task);
   void judge();
   void restore();
@@ -84,7 +89,11 @@ class Retimer {
   std::vector<double> trial_ends_;
   std::vector<double> tails_;
   Agenda agenda_;
-  std::vector<int32_t> cut_;         // by rank: the first position that the trial times anew
+  Stale stale_;
+  double lag_ = 0.0;                 // for so long a rank's are renewed before another's
+  bool rings_hide_ = false;          // tasks take no time, so renewing what waits for itself may come to an end
+  std::vector<int32_t> changed_;     // tasks that the trial has renewed
+  std::vector<int32_t> renewals_;    // by task: how often
   std::vector<int32_t> position_;    // by rank: how far a sweep has come
   std::vector<int32_t> blocked_on_;  // by rank: the task that it waits for
   std::vector<int32_t> ready_;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <limits>
 
 namespace fastpipe::plan {
 
@@ -11,7 +10,6 @@ constexpr double kSlack = 1e-9;     // of sums of bytes or of activations
 constexpr int32_t kReach = 24;      // how far a task is looked for that frees memory
 constexpr int32_t kHoleReach = 40;  // or that fills a hole
 constexpr size_t kMostShifts = 160;
-constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr int32_t kChains = 4;  // of eight, in which other tasks follow
 }  // namespace
 
@@ -52,26 +50,44 @@ void Search::improve(int64_t attempts, double hot, double cold) {
 }
 
 bool Search::propose() {
+  if (random_.below(2) == 0) return cross_stretch();
   const int32_t task = chosen_task();
   if (random_.below(4) == 0) return fill_hole(task);
   const int32_t distance = 1 + random_.below(1 << random_.below(4));
   const bool later = random_.below(2) != 0;
-  const int32_t way = random_.below(8);
-  const int32_t length = way < kChains ? 1 << random_.below(7) : 1;
-  return shift_chain(task, later ? distance : -distance, way, length);
+  return shift_chain(task, later ? distance : -distance);
+}
+
+const std::vector<int32_t>& Search::path() {
+  if (path_is_old_) retimer_.find_path(path_);
+  path_is_old_ = false;
+  return path_;
+}
+
+// Puts a task of a stretch of the critical path, on one rank, behind the stretch's last task or in front of its first:
+// a change that crosses neither end leaves the path as long as it was.
+bool Search::cross_stretch() {
+  const std::vector<int32_t>& path = this->path();  // last to first
+  const auto size = static_cast<int32_t>(path.size());
+  const int32_t at = random_.below(size);
+  const int32_t rank = tasks_.rank_of(path[at]);
+  const int32_t step = random_.below(4) != 0 ? -1 : 1;
+  int32_t end = at;
+  while (end + step >= 0 && end + step < size && tasks_.rank_of(path[end + step]) == rank) end += step;
+  return end != at && shift_chain(path[at], order_.place[path[end]] - order_.place[path[at]]);
 }
 
 // Three of four times on the critical path, where alone a change can make the whole shorter.
 int32_t Search::chosen_task() {
   if (random_.below(4) == 0) return random_.below(tasks_.size());
-  if (path_is_old_) retimer_.find_path(path_);
-  path_is_old_ = false;
-  return path_[random_.below(static_cast<int32_t>(path_.size()))];
+  return path()[random_.below(static_cast<int32_t>(path().size()))];
 }
 
 // The same change for those that follow: in the steady state what helps one microbatch helps all, and what goes earlier
 // on one rank may have to on the next.
-bool Search::shift_chain(int32_t task, int32_t distance, int32_t way, int32_t length) {
+bool Search::shift_chain(int32_t task, int32_t distance) {
+  const int32_t way = random_.below(8);
+  const int32_t length = way < kChains ? 1 << random_.below(7) : 1;
   int32_t done = 0;
   for (; task != kNobody && done < length && shift_by(task, distance); ++done) task = follower(task, way);
   return done > 0;
@@ -150,18 +166,14 @@ void Search::undo() {
 }
 
 bool Search::try_out(double most) {
-  double began = kNever;
   double settled = 0.0;
   for (const Window& window : windows_) {  // which only grow: what makes room is of the same rank
     for (int32_t full = overflow(window); full != kNobody; full = overflow(window)) {
       if (shifts_.size() >= kMostShifts || !make_room(window.rank, full)) return false;
     }
-    for (int32_t i = window.low; i <= window.high; ++i) {
-      began = std::min(began, retimer_.start(order_.tasks[i]));
-      settled = std::max(settled, retimer_.end(order_.tasks[i]));
-    }
+    for (int32_t i = window.low; i <= window.high; ++i) settled = std::max(settled, retimer_.end(order_.tasks[i]));
   }
-  return retimer_.attempt(began, settled, most);
+  return retimer_.attempt(windows_, settled, most);
 }
 
 // The first position of a window where memory does not suffice, or nobody's.
@@ -210,7 +222,7 @@ int32_t Search::latest(int32_t task) const {
 }
 
 void Search::accept() {
-  retimer_.keep();
+  retimer_.keep(windows_);
   retimer_.renew_tails(windows_);
   path_is_old_ = true;
   if (retimer_.score() < best_score_) {

@@ -48,9 +48,11 @@ class Search {
 
  private:
   bool propose();
+  const std::vector<int32_t>& path();
+  bool cross_stretch();
   int32_t chosen_task();
   int32_t follower(int32_t task, int32_t way) const;
-  bool shift_chain(int32_t task, int32_t distance, int32_t way, int32_t length);
+  bool shift_chain(int32_t task, int32_t distance);
   bool shift_by(int32_t task, int32_t distance);
   bool fill_hole(int32_t task);
   void put(Shift shift);

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import heapq
 
-from fastpipe.planner.retime import NEVER, Lines
+from fastpipe.planner.retime import Lines
 from fastpipe.planner.search import SLACK
+from fastpipe.planner.stale import NEVER
 from fastpipe.planner.tasks import NOBODY, Floats, Tasks
 
 

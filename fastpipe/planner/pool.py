@@ -15,12 +15,16 @@ from fastpipe.planner.starts import split
 from fastpipe.planner.tasks import Ints, Tasks, tasks_of
 from fastpipe.schedule import Schedule
 
-WORK = 2.5e8
-"""Attempts times tasks of a whole search: half a second to a second natively."""
-_ROUNDS = ((8, 0.18), (2, 0.15), (1, 0.67))
-"""How many orders are annealed, and with what part of the attempts."""
-_HOT, _COLD = 0.3, 0.03
-"""Heat at the start and the end of an annealing, in mean durations of a task."""
+WORK = 5e8
+"""Attempts times tasks of a whole search: half a second natively."""
+_ROUNDS = ((4, 0.15, 0.5), (2, 0.15, 0.5), (1, 0.7, 0.5))
+"""How many orders are annealed, with what part of the attempts, and the heat at the start, in mean durations of a task.
+One long annealing brings more than several, but not of few tasks: there many hot ones find what one does not."""
+_ROUNDS_OF_FEW = ((24, 0.5, 2.0), (4, 0.5, 1.0))
+_FEW = 300
+"""Tasks."""
+_COLD = 0.03
+"""The heat at the end."""
 _SLICES = 4
 """Parts of an annealing, after each of which the clock is read: what does not run out of time does not depend on it."""
 _SLACK = 1e-9
@@ -94,12 +98,15 @@ def describe(placement: Placement) -> str:
 
 def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: Clock) -> Iterator[Member]:
     """Better orders, round by round: many for a short time, then the best of them for longer."""
-    ranked = spread(pool, _ROUNDS[0][0])
-    for number, (count, part) in enumerate(_ROUNDS):
+    if not pool:
+        return
+    rounds = _ROUNDS if max(len(one.tasks) for one in pool) > _FEW else _ROUNDS_OF_FEW
+    ranked = spread(pool, rounds[0][0])
+    for number, (count, part, hot) in enumerate(rounds):
         chosen = spread(ranked, count)
         improved = []
         jobs = [
-            (one, int(work * part / len(chosen) / max(1, len(one.tasks))), seed * 1009 + number * 101 + index)
+            (one, int(work * part / len(chosen) / max(1, len(one.tasks))), hot, seed * 1009 + number * 101 + index)
             for index, one in enumerate(chosen)
         ]
         for better in engine.at_once(lambda job: _annealed(problem, *job, clock), jobs):
@@ -110,14 +117,14 @@ def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: 
         ranked = sorted(improved, key=lambda one: one.value)
 
 
-def _annealed(problem: Problem, one: Member, attempts: int, seed: int, clock: Clock) -> Member:
+def _annealed(problem: Problem, one: Member, attempts: int, hot: float, seed: int, clock: Clock) -> Member:
     """The order after an annealing, cut into slices so that the clock is seen."""
     mean = float(one.tasks.seconds.mean())
     for number in range(_SLICES):
         count = attempts // _SLICES
         if count == 0 or clock.is_over():
             break
-        heat = [(_HOT + (_COLD - _HOT) * (number + end) / _SLICES) * mean for end in (0, 1)]
+        heat = [(hot + (_COLD - hot) * (number + end) / _SLICES) * mean for end in (0, 1)]
         found = engine.improve(
             one.tasks, one.order, span=problem.span, seed=seed * 17 + number, attempts=count, hot=heat[0], cold=heat[1]
         )

@@ -7,13 +7,16 @@ The two languages add and compare the same numbers in the same order, so that a 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
+from fastpipe.planner.stale import NEVER, Stale
 from fastpipe.planner.tasks import NOBODY, Ints, Tasks
 
-UNKNOWN = -1.0
-NEVER = float("inf")
+TINY = 1e-9
+MOST_RENEWALS = 8
+"""Of a task in a trial: what waits for itself would be renewed for ever."""
+Windows = dict[int, tuple[int, int]]
+"""By rank: the first and the last position whose tasks changed."""
 SLOPE = 0.1
 """How much of the mean of all ranks' measures the score has, so that a plateau has a slope."""
 
@@ -60,103 +63,143 @@ class Retimer:
         self.starts, self.ends = [0.0] * size, [0.0] * size
         self.trial_starts, self.trial_ends = [0.0] * size, [0.0] * size
         self.tails = [0.0] * size
-        self.cut, self.position, self.blocked_on = [0] * ranks, [0] * ranks, [NOBODY] * ranks
+        self.stale, self.changed, self.renewals = Stale(ranks, size), list[int](), [0] * size
+        self.lag = max(lines.seconds, default=0.0)
+        """For so long a rank's are renewed before another's."""
+        sends = [seconds for task, seconds in enumerate(lines.seconds) if lines.consumers[task]]
+        self.rings_hide = min(sends, default=1.0) <= TINY * self.lag
+        """Tasks take no time, so renewing what waits for itself may come to an end."""
+        self.position, self.blocked_on = [0] * ranks, [NOBODY] * ranks
         self.ready: list[int] = []
         self.objective = self.score = self.trial_objective = self.trial_score = 0.0
 
     def run(self) -> bool:
         """Time the whole order; False if it cannot run."""
-        self.trial_ends[:] = [UNKNOWN] * self.lines.size
-        self.cut[:] = self.lines.first[:-1]
-        if not self._sweep(NEVER, NEVER):
+        if not self._sweep():
             return False
-        self.keep()
+        self._judge()
+        self.starts[:], self.ends[:] = self.trial_starts, self.trial_ends
+        self.objective, self.score = self.trial_objective, self.trial_score
+        self.stale.times[:] = [self.starts[task] for task in self.order]
         return True
 
-    def attempt(self, began: float, settled: float, most: float) -> bool:
+    def attempt(self, windows: Windows, settled: float, most: float) -> bool:
         """Time the order after a change.
 
-        Nothing that started before the change can depend on it: those times stay.
+        By the time at which the task of a position started before, what a task depends on is settled before it, or
+        nearly: what comes after it makes it stale again. In an order that cannot run that would never end.
 
         Args:
-            began: the old start of the first task that moved.
-            settled: the old end of the last.
+            windows: the positions that changed.
+            settled: the old end of the last task that moved.
             most: a bound of the score.
 
         Returns:
             False, and nothing has changed, if it cannot run or its score is above the bound.
         """
-        first = self.lines.first
-        for rank in range(self.lines.num_ranks):
-            low, high = first[rank : rank + 2]
-            self.cut[rank] = bisect_left(self.order, began, low, high, key=self.starts.__getitem__)
-            for task in self.order[self.cut[rank] : high]:
-                self.trial_ends[task] = UNKNOWN
+        for rank, (low, high) in windows.items():
+            self._mark(low, high + 2, rank)
         # A bound of the objective that goes with the bound of the score, as if the slope's part of it stayed.
-        if self._sweep(settled, most - (self.score - self.objective)) and self.trial_score <= most:
-            return True
-        self._copy(self.starts, self.trial_starts)
-        self._copy(self.ends, self.trial_ends)
+        if self._settle(settled, most - (self.score - self.objective)) and (not self.rings_hide or self._sweep()):
+            self._judge()
+            if self.trial_score <= most:
+                return True
+        self._restore()
         return False
 
-    def keep(self) -> None:
-        """Make the last attempt what holds."""
-        self._copy(self.trial_starts, self.starts)
-        self._copy(self.trial_ends, self.ends)
+    def keep(self, windows: Windows) -> None:
+        """Make the last attempt, at these positions, what holds."""
+        for task in self.changed:
+            self.starts[task], self.ends[task] = self.trial_starts[task], self.trial_ends[task]
+            self.renewals[task] = 0
+            self.stale.times[self.place[task]] = self.starts[task]
+        for low, high in windows.values():
+            for position in range(low, high + 1):
+                self.stale.times[position] = self.starts[self.order[position]]
+        self.changed.clear()
         self.objective, self.score = self.trial_objective, self.trial_score
 
-    def _copy(self, source: list[float], target: list[float]) -> None:
-        for rank in range(self.lines.num_ranks):
-            for task in self.order[self.cut[rank] : self.lines.first[rank + 1]]:
-                target[task] = source[task]
+    def _restore(self) -> None:
+        for task in self.changed:
+            self.trial_starts[task], self.trial_ends[task] = self.starts[task], self.ends[task]
+            self.renewals[task] = 0
+        self.changed.clear()
+        self.stale.clear()
 
-    def _sweep(self, settled: float, most: float) -> bool:
+    def _settle(self, settled: float, most: float) -> bool:
+        stale = self.stale
+        while (rank := stale.earliest_rank()) is not None:
+            until = stale.time(rank) + self.lag
+            while stale.time(rank) <= until:
+                if not self._renew(stale.take(rank), rank, settled, most):
+                    return False
+        return True
+
+    def _renew(self, position: int, rank: int, settled: float, most: float) -> bool:
+        """What started after the change had settled has the tail it had: a delay that reaches it is a delay of the
+        end."""
+        task = self.order[position]
+        start = self._start(task, position, self.lines.first[rank])
+        if start == self.trial_starts[task]:
+            return True
+        end = start + self.lines.seconds[task]
+        if self.starts[task] >= settled and end + self.tails[task] > most:
+            return False
+        self.renewals[task] += 1
+        if self.renewals[task] > MOST_RENEWALS:
+            return False
+        self.changed.append(task)
+        self.trial_starts[task], self.trial_ends[task] = start, end
+        self._mark(position + 1, position + 2, rank)
+        for consumer in self.lines.consumers[task]:
+            self.stale.mark(self.place[consumer], self.lines.rank_of[consumer])
+        return True
+
+    def _mark(self, low: int, high: int, rank: int) -> None:
+        for position in range(low, min(high + 1, self.lines.first[rank + 1])):
+            self.stale.mark(position, rank)
+
+    def _sweep(self) -> bool:
         ranks = range(self.lines.num_ranks)
-        self.position[:] = self.cut
+        self.position[:] = self.lines.first[:-1]
         self.blocked_on[:] = [NOBODY for _ in ranks]
         self.ready[:] = ranks
         while self.ready:
-            if not self._advance(self.ready.pop(), settled, most):
-                return False
-        if any(self.position[rank] < self.lines.first[rank + 1] for rank in ranks):
-            return False
-        self._judge()
-        return True
+            self._advance(self.ready.pop())
+        return all(self.position[rank] == self.lines.first[rank + 1] for rank in ranks)
 
-    def _advance(self, rank: int, settled: float, most: float) -> bool:
-        """Time a rank until it waits. What started after the change had settled has the tail it had: a delay that
-        reaches it is a delay of the end."""
+    def _advance(self, rank: int) -> None:
+        """Time a rank until it waits."""
         first, last = self.lines.first[rank : rank + 2]
         for position in range(self.position[rank], last):
             task = self.order[position]
+            self.position[rank] = position
+            if self._waits(task):
+                return
             start = self._start(task, position, first)
-            if start is None:
-                self.position[rank] = position
-                return True
-            end = start + self.lines.seconds[task]
-            if self.starts[task] >= settled and end + self.tails[task] > most:
-                return False
-            self.trial_starts[task], self.trial_ends[task] = start, end
+            self.trial_starts[task], self.trial_ends[task] = start, start + self.lines.seconds[task]
             for consumer in self.lines.consumers[task]:
                 other = self.lines.rank_of[consumer]
                 if self.blocked_on[other] == task:
                     self.blocked_on[other] = NOBODY
                     self.ready.append(other)
         self.position[rank] = last
-        return True
 
-    def _start(self, task: int, position: int, first: int) -> float | None:
+    def _waits(self, task: int) -> bool:
+        for source, _ in self.lines.sources[task]:
+            if self.place[source] >= self.position[self.lines.rank_of[source]]:
+                self.blocked_on[self.lines.rank_of[task]] = source
+                return True
+        return False
+
+    def _start(self, task: int, position: int, first: int) -> float:
         """A receive is posted when the task before the one before has ended; a transfer starts when both ends are
         there."""
         ends, order = self.trial_ends, self.order
         start = ends[order[position - 1]] if position > first else 0.0
         for source, transfer in self.lines.sources[task]:
-            sent = ends[source]
-            if sent < 0.0:
-                self.blocked_on[self.lines.rank_of[task]] = source
-                return None
             posted = ends[order[position - 2]] if position - first >= 2 else 0.0
-            start = max(start, max(sent, posted) + transfer)
+            start = max(start, max(ends[source], posted) + transfer)
         return start
 
     def _judge(self) -> None:
@@ -241,6 +284,8 @@ class Retimer:
 def retime(tasks: Tasks, order: Ints) -> tuple[Sequence[float], Sequence[float]] | None:
     """Starts and ends of every task, or None if the order cannot run."""
     lines = Lines(tasks)
-    as_list = order.tolist()
-    retimer = Retimer(lines, as_list, [0] * lines.size, span=False)
+    as_list, place = order.tolist(), [0] * lines.size
+    for position, task in enumerate(as_list):
+        place[task] = position
+    retimer = Retimer(lines, as_list, place, span=False)
     return (retimer.starts, retimer.ends) if retimer.run() else None

@@ -9,7 +9,7 @@ number.
 
 from __future__ import annotations
 
-from fastpipe.planner.retime import NEVER, Lines, Retimer
+from fastpipe.planner.retime import Lines, Retimer, Windows
 from fastpipe.planner.tasks import NOBODY, Ints, Tasks
 
 SLACK = 1e-9
@@ -67,7 +67,7 @@ class Search:
         self.level = [0.0] * self.lines.size
         self.shifts: list[tuple[int, int]] = []
         self.path: list[int] = []
-        self.windows: dict[int, tuple[int, int]] = {}
+        self.windows: Windows = {}
         """By rank that was changed: the first and the last position that differ."""
 
     def begin(self) -> bool:
@@ -100,7 +100,7 @@ class Search:
 
     def _accept(self) -> None:
         retimer = self.retimer
-        retimer.keep()
+        retimer.keep(self.windows)
         retimer.find_tails()
         self.path = retimer.path()
         if retimer.score < self.best_score:
@@ -108,14 +108,24 @@ class Search:
 
     def _propose(self) -> bool:
         random = self.random
+        if random.below(2) == 0:
+            return self._cross_stretch()
         task = self._chosen_task()
         if random.below(4) == 0:
             return self._fill_hole(task)
         distance = 1 + random.below(1 << random.below(4))
         later = random.below(2) != 0
-        way = random.below(8)
-        length = 1 << random.below(7) if way < CHAINS else 1
-        return self._shift_chain(task, distance if later else -distance, way, length)
+        return self._shift_chain(task, distance if later else -distance)
+
+    def _cross_stretch(self) -> bool:
+        """Put a task of a stretch of the critical path, on one rank, behind the stretch's last task or in front of its
+        first: a change that crosses neither end leaves the path as long as it was."""
+        path, rank_of = self.path, self.lines.rank_of  # last to first
+        at = end = self.random.below(len(path))
+        step = -1 if self.random.below(4) != 0 else 1
+        while 0 <= end + step < len(path) and rank_of[path[end + step]] == rank_of[path[at]]:
+            end += step
+        return end != at and self._shift_chain(path[at], self.place[path[end]] - self.place[path[at]])
 
     def _chosen_task(self) -> int:
         """Three of four times on the critical path, where alone a change can make the whole shorter."""
@@ -123,9 +133,11 @@ class Search:
             return self.path[self.random.below(len(self.path))]
         return self.random.below(self.lines.size)
 
-    def _shift_chain(self, task: int, distance: int, way: int, length: int) -> bool:
+    def _shift_chain(self, task: int, distance: int) -> bool:
         """The same change for those that follow: in the steady state what helps one microbatch helps all, and what goes
         earlier on one rank may have to on the next."""
+        way = self.random.below(8)
+        length = 1 << self.random.below(7) if way < CHAINS else 1
         done = 0
         while task != NOBODY and done < length and self._shift_by(task, distance):
             task = self._follower(task, way)
@@ -190,16 +202,14 @@ class Search:
             self._overflow(rank)
 
     def _try_out(self, most: float) -> bool:
-        began, settled = NEVER, 0.0
+        settled = 0.0
         for rank in self.windows:
             while (full := self._overflow(rank)) != NOBODY:
                 if len(self.shifts) >= MOST_SHIFTS or not self._make_room(rank, full):
                     return False
             low, high = self.windows[rank]
-            moved = self.order[low : high + 1]
-            began = min(began, *map(self.retimer.starts.__getitem__, moved))
-            settled = max(settled, *map(self.retimer.ends.__getitem__, moved))
-        return self.retimer.attempt(began, settled, most)
+            settled = max(settled, *map(self.retimer.ends.__getitem__, self.order[low : high + 1]))
+        return self.retimer.attempt(self.windows, settled, most)
 
     def _overflow(self, rank: int) -> int:
         """The first position of the rank's window where memory does not suffice, or nobody's; levels are renewed."""

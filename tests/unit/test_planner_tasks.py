@@ -170,6 +170,42 @@ def test_what_takes_no_time_is_no_way_round_a_ring(span: bool) -> None:
         tasks.ordered(found[0], "better").validate()
 
 
+@pytest.mark.parametrize("case", NAMED[:4], ids=str)
+@pytest.mark.parametrize("span", [False, True])
+def test_what_a_trial_renews_is_all_that_changes(
+    case: tuple[str, int, int, dict[str, int]], span: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times that were renewed as far as a change reached are those of the whole order, timed from nothing."""
+    schedule = made(*case)
+    tasks = tight(schedule, uneven(schedule.num_stages))
+    kept = []
+
+    def keep(retimer: retime.Retimer, windows: retime.Windows) -> None:
+        whole = retime.Retimer(retimer.lines, retimer.order, retimer.place, span)
+        assert whole.run()
+        kept.append(retimer.trial_starts == whole.starts and retimer.trial_ends == whole.ends)
+        assert retimer.trial_score == whole.score
+        real(retimer, windows)
+        assert retimer.stale.times == whole.stale.times and not any(retimer.stale.marked)
+
+    real = retime.Retimer.keep
+    monkeypatch.setattr(retime.Retimer, "keep", keep)
+    python = search.Search(tasks, tasks.start, span, 5)
+    assert python.begin()
+    python.improve(400, 2.0, 0.5)
+    assert len(kept) > 20 and all(kept)
+
+
+@pytest.mark.parametrize("forward", [0.0, 1e-30])
+def test_a_ring_that_takes_no_time_is_found(forward: float) -> None:
+    """Nothing grows in it from one renewal to the next, so it would look like an order that can run."""
+    schedule = made("interleaved_zb", 2, 4, {"stages_per_rank": 2})
+    tasks = tasks_of(schedule, CostModel(forward, forward, 1.0), [1.0] * 4, [100.0] * 2)
+    for seed in range(3):
+        found = engine.improve(tasks, tasks.start, span=False, seed=seed, attempts=3000, hot=2.0, cold=0.5)
+        assert found is not None and engine.measure(tasks, found[0], False) == found[1]
+
+
 @pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
 @pytest.mark.parametrize("limit", [3.0, 4.0])
 def test_both_languages_construct_the_same(limit: float) -> None:
