@@ -28,11 +28,11 @@ from fastpipe.timeline import Timeline
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the best objective so far (infinite before there is one)."""
 
-_TRIES = 60
+_TRIES = 120
 """Orders that are made by list scheduling on a placement of a few hundred tasks; fewer of large ones."""
-_TRIES_WORK = 1e5
+_TRIES_WORK = 2e5
 _KEPT = 4
-_PYTHON_EFFORT = 0.005
+_PYTHON_EFFORT = 0.01
 _FINALISTS = 4
 _SEARCHED_COUNTS = 2
 """Numbers of microbatches that are searched in depth, where the planner may choose."""
@@ -78,7 +78,7 @@ def plan(
             and their backward runs the forward again. ``"auto"``: some do, where memory asks for it and it is shorter;
             ``plan.recomputes`` says which, and ``Pipeline(recompute=plan.recompute)`` does so.
         effort: how long the search is, as a factor: 1 anneals for half a second to a second natively. 1 unless given,
-            or a two-hundredth of it where there is no native library.
+            or a hundredth of it where there is no native library.
         time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
             it: the same seed gives the same plan, natively and in Python.
         seed: of the search's random numbers.

@@ -15,8 +15,8 @@ from fastpipe.planner.starts import split
 from fastpipe.planner.tasks import Ints, Tasks, tasks_of
 from fastpipe.schedule import Schedule
 
-WORK = 5e8
-"""Attempts times tasks of a whole search: half a second natively."""
+WORK = 4e8
+"""Attempts times tasks of a whole search: some half a second natively."""
 _ROUNDS = ((4, 0.15, 0.5), (2, 0.15, 0.5), (1, 0.7, 0.5))
 """How many orders are annealed, with what part of the attempts, and the heat at the start, in mean durations of a task.
 One long annealing brings more than several, but not of few tasks: there many hot ones find what one does not."""
