@@ -354,6 +354,11 @@ class _Planner:
         return row.name, row.num_microbatches, row.span if self.problem.span else row.makespan
 
     def _nothing_fits(self) -> str:
+        if not self.rows:
+            return (
+                f"placement: no schedule of the registry has these stages there, and none was found with effort = "
+                f"{self.effort:g} and memory = {self.problem.memory}; give more of what is little"
+            )
         possible = [row for row in self.rows if row.refused is None]
         if not possible:
             return f"num_ranks = {self.problem.num_ranks}: no schedule takes these numbers: {self.rows[0].refused}"

@@ -236,6 +236,9 @@ def test_a_placement_that_is_given_is_kept() -> None:
     uneven = CostModel([1.0, 2.0, 1.0, 1.0, 1.5], 1.0, 1.0)
     plan = fastpipe.plan(uneven, num_ranks=3, num_microbatches=4, placement=odd, effort=0.01)
     assert plan.schedule.placement.routes == odd.routes and plan.bound <= plan.value + 1e-9
+    for little in ({"effort": 0}, {"memory": 0.01}):
+        with pytest.raises(ValueError, match=r"placement: no schedule of the registry.*effort = .* and memory = "):
+            fastpipe.plan(uneven, num_ranks=3, num_microbatches=4, placement=odd, **{"effort": 0.01, **little})
 
 
 def test_a_time_limit_cuts_and_says_so() -> None:
