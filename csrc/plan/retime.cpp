@@ -8,7 +8,7 @@ namespace fastpipe::plan {
 
 namespace {
 constexpr double kSlope = 0.1;
-constexpr double kTiny = 1e-9;
+constexpr double kTiny = 1e-9;        // of the longest task's seconds: less may be lost when it is added to a time
 constexpr int32_t kMostRenewals = 8;  // of a task in a trial: what waits for itself would be renewed for ever
 }  // namespace
 

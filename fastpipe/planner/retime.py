@@ -13,6 +13,7 @@ from fastpipe.planner.stale import NEVER, Stale
 from fastpipe.planner.tasks import NOBODY, Ints, Tasks
 
 TINY = 1e-9
+"""Of the longest task's seconds: less may be lost when it is added to a time."""
 MOST_RENEWALS = 8
 """Of a task in a trial: what waits for itself would be renewed for ever."""
 Windows = dict[int, tuple[int, int]]
@@ -281,11 +282,17 @@ class Retimer:
         return self.order[position - 2] if position - first >= 2 and start > 0.0 else NOBODY
 
 
+def places(order: list[int]) -> list[int]:
+    """The position of every task."""
+    place = [0] * len(order)
+    for position, task in enumerate(order):
+        place[task] = position
+    return place
+
+
 def retime(tasks: Tasks, order: Ints) -> tuple[Sequence[float], Sequence[float]] | None:
     """Starts and ends of every task, or None if the order cannot run."""
     lines = Lines(tasks)
-    as_list, place = order.tolist(), [0] * lines.size
-    for position, task in enumerate(as_list):
-        place[task] = position
-    retimer = Retimer(lines, as_list, place, span=False)
+    as_list = order.tolist()
+    retimer = Retimer(lines, as_list, places(as_list), span=False)
     return (retimer.starts, retimer.ends) if retimer.run() else None

@@ -9,7 +9,7 @@ number.
 
 from __future__ import annotations
 
-from fastpipe.planner.retime import Lines, Retimer, Windows
+from fastpipe.planner.retime import Lines, Retimer, Windows, places
 from fastpipe.planner.tasks import NOBODY, Ints, Tasks
 
 SLACK = 1e-9
@@ -59,16 +59,13 @@ class Search:
     def __init__(self, tasks: Tasks, order: Ints, span: bool, seed: int) -> None:
         self.lines = Lines(tasks)
         self.order: list[int] = order.tolist()
-        self.place = [0] * self.lines.size
-        for position, task in enumerate(self.order):
-            self.place[task] = position
+        self.place = places(self.order)
         self.retimer = Retimer(self.lines, self.order, self.place, span)
         self.random = Random(seed)
         self.level = [0.0] * self.lines.size
         self.shifts: list[tuple[int, int]] = []
         self.path: list[int] = []
         self.windows: Windows = {}
-        """By rank that was changed: the first and the last position that differ."""
 
     def begin(self) -> bool:
         """False if the order given cannot run or does not fit into memory."""
