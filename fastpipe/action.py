@@ -15,7 +15,8 @@ NONE = -1
 
 
 class ActionKind(IntEnum):
-    """What an action does. The numbers are the integer encoding shared with the C++ side."""
+    """What an action does. The numbers are the integer encoding shared with the C++ side: what computes comes first,
+    transfers last."""
 
     F = 0
     """forward of one microbatch"""

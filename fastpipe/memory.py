@@ -42,12 +42,13 @@ class _Memory:
         """The most that a rank holds at one time."""
         ops, stages, pairs = rank.columns[0], rank.columns[1], rank.columns[3]
         steps = np.zeros((2, len(ops)))  # what an instruction takes, then what its end gives back
-        forwards, fused = np.isin(ops, (Op.F, Op.OVERLAP_F_B)), ops == Op.OVERLAP_F_B
+        fused = ops == Op.OVERLAP_F_B
+        forwards = (ops == Op.F) | fused
         steps[0, forwards] = self.kept[stages[forwards]]
-        recomputed, begun = self.whole - self.kept, np.isin(ops, (Op.I, Op.B))
+        recomputed, begun = self.whole - self.kept, (ops == Op.I) | (ops == Op.B)
         steps[0, begun] = recomputed[stages[begun]]
         steps[0, fused] += recomputed[pairs[fused]]
-        releases = ops == Op.F if self.forward_only else np.isin(ops, (Op.W, Op.B))
+        releases = ops == Op.F if self.forward_only else (ops == Op.W) | (ops == Op.B)
         steps[1, releases] = -self.whole[stages[releases]]
         steps[1, fused] = -self.whole[pairs[fused]]
         for op, row, sign in ((Op.POST_RECV, 0, 1.0), (Op.HAND_OVER, 0, 1.0), (Op.FREE, 1, -1.0)):

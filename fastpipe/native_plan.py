@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastpipe.program import Program
     from fastpipe.schedule import Schedule
 
-VERSION = 6
+VERSION = 7
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""
 
 PATH = Path(__file__).with_name("_plan" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
@@ -119,7 +119,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "fill": (ctypes.c_int32, *[ctypes.c_void_p] * 3),
     "zb_auto": (ctypes.c_int32, *[ctypes.c_void_p] * 2),
     "zbv": (ctypes.c_int32, *[ctypes.c_void_p] * 2),
-    "construct": (ctypes.c_int32, *[ctypes.c_void_p] * 3, ctypes.c_double, ctypes.c_void_p),
+    "construct": (ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 5),
 }
 
 
@@ -292,14 +292,18 @@ def improve(
     return (best, objective.value) if done else None
 
 
-def construct(tasks: Tasks, key: Floats, reserve: Floats, patience: float) -> Ints | None:
-    """`fastpipe.planner.construct.Constructor`, run; the library must be there."""
-    view, order = _TasksView(tasks), np.empty(len(tasks), dtype=np.int32)
-    keys, reserves = (np.ascontiguousarray(array, dtype=np.float64) for array in (key, reserve))
+def construct(
+    tasks: Tasks, keys: Floats, reserves: Floats, patience: Floats, span: bool
+) -> list[tuple[Ints, float]] | None:
+    """`fastpipe.planner.engine.construct`; the library must be there, and None says that memory was not."""
+    view, count = _TasksView(tasks), len(patience)
+    given = [np.ascontiguousarray(array, dtype=np.float64) for array in (keys, reserves, patience)]
+    orders, objectives = np.empty((count, len(tasks)), dtype=np.int32), np.empty(count)
     done = _loaded().fastpipe_plan_construct(
-        view.address, keys.ctypes.data, reserves.ctypes.data, patience, order.ctypes.data
+        *(view.address, span, count, *(array.ctypes.data for array in given)),
+        *(orders.ctypes.data, objectives.ctypes.data),
     )
-    return order if done else None
+    return list(zip(orders, objectives.tolist(), strict=True)) if done else None
 
 
 class Streams:

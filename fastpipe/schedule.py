@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe.action import COMMUNICATION_KINDS, Action, ActionKind
+from fastpipe.action import COMMUNICATION_KINDS, COMPUTE_KINDS, Action, ActionKind
 from fastpipe.dependencies import play
 from fastpipe.errors import ScheduleError
 from fastpipe.placement import Placement, is_whole
@@ -22,8 +22,7 @@ Columns = npt.NDArray[np.int32]
 
 FIELDS = Action._fields
 _KINDS = tuple(ActionKind)
-_BACKWARD_KINDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.OVERLAP_F_B)
-_TRANSFERS = np.array(sorted(COMMUNICATION_KINDS), dtype=np.int32)
+_FIRST_BACKWARD, _LAST_COMPUTE, _FIRST_TRANSFER = ActionKind.B, max(COMPUTE_KINDS), min(COMMUNICATION_KINDS)
 
 
 class RankSchedule(Sequence[Action]):
@@ -121,7 +120,8 @@ class Schedule:
     @property
     def forward_only(self) -> bool:
         """Whether no rank has a backward of any kind."""
-        return not any(np.isin(columns[0], _BACKWARD_KINDS).any() for columns in self.columns)
+        kinds = [columns[0] for columns in self.columns]
+        return not any(((kind >= _FIRST_BACKWARD) & (kind <= _LAST_COMPUTE)).any() for kind in kinds)
 
     @property
     def splits_backward(self) -> bool:
@@ -130,7 +130,7 @@ class Schedule:
 
     def without_transfers(self) -> Schedule:
         """The same without SEND and RECV, which only a loaded schedule has: `fastpipe.lower` makes its own."""
-        keep = [~np.isin(columns[0], _TRANSFERS) for columns in self.columns]
+        keep = [columns[0] < _FIRST_TRANSFER for columns in self.columns]
         if all(mask.all() for mask in keep):
             return self
         columns = [array[:, mask] for array, mask in zip(self.columns, keep, strict=True)]

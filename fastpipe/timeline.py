@@ -20,7 +20,7 @@ from fastpipe.messages import Messages
 from fastpipe.program import COMPUTE_OPS, ChannelKind, Instruction, Op, Program
 
 Seconds = npt.NDArray[np.float64]
-_COMPUTE = np.array(sorted(COMPUTE_OPS), dtype=np.int32)
+_LAST_COMPUTE = max(COMPUTE_OPS)  # they come first
 _TABLE_STEPS = 200
 _TABLE_CELL = 3
 """Actions named in one cell; of those that follow only the number is given."""
@@ -68,7 +68,7 @@ class Timeline:
     def _compute(self) -> list[npt.NDArray[np.intp]]:
         """Per rank, the positions of the compute instructions that were recorded."""
         return [
-            np.flatnonzero(np.isin(columns[0], _COMPUTE) & ~np.isnan(starts))
+            np.flatnonzero((columns[0] <= _LAST_COMPUTE) & ~np.isnan(starts))
             for columns, starts in zip(self.program.columns, self.starts, strict=True)
         ]
 

@@ -163,6 +163,9 @@ def _check_reductions(schedule: Schedule) -> None:
 def _warn_about_weight_order(schedule: Schedule) -> None:
     for rank, (kinds, stages, microbatches, *_) in enumerate(schedule.columns):
         inputs, weights = kinds == ActionKind.I, kinds == ActionKind.W
+        first, second = (microbatches[of][np.argsort(stages[of], kind="stable")] for of in (inputs, weights))
+        if np.array_equal(first, second):
+            continue
         for stage in np.unique(stages[inputs]).tolist():
             mine = stages == stage
             if not np.array_equal(microbatches[inputs & mine], microbatches[weights & mine]):

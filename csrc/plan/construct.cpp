@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "plan/tasks.h"
+#include "plan/retime.h"
 
 namespace fastpipe::plan {
 
@@ -130,11 +130,20 @@ class Constructor {
 
 }  // namespace fastpipe::plan
 
-extern "C" int32_t fastpipe_plan_construct(const PlanTasks* given, const double* key, const double* reserve,
-                                           double patience, int32_t* order) {
+extern "C" int32_t fastpipe_plan_construct(const PlanTasks* given, int32_t span, int32_t count, const double* keys,
+                                           const double* reserves, const double* patience, int32_t* orders,
+                                           double* objectives) {
   try {
     const fastpipe::plan::Tasks tasks(*given);
-    return fastpipe::plan::Constructor(tasks, key, reserve, patience).run(order);
+    for (int32_t i = 0; i < count; ++i) {
+      const int64_t row = int64_t{i} * tasks.size();
+      objectives[i] = std::numeric_limits<double>::infinity();
+      if (!fastpipe::plan::Constructor(tasks, keys + row, reserves + row, patience[i]).run(orders + row)) continue;
+      const fastpipe::plan::Order order(tasks, orders + row);
+      fastpipe::plan::Retimer retimer(tasks, order, span != 0);
+      if (retimer.run()) objectives[i] = retimer.objective();
+    }
+    return 1;
   } catch (const std::exception&) {
     return 0;
   }

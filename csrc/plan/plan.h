@@ -129,9 +129,10 @@ int32_t fastpipe_plan_retime(const PlanTasks* tasks, const int32_t* order, doubl
 int32_t fastpipe_plan_improve(const PlanTasks* tasks, int32_t span, uint64_t seed, int64_t attempts, double hot,
                               double cold, int32_t* order, double* objective);
 
-// List scheduling by keys; 0 if it came to a stop. `reserve`: what has to stay free behind a task that takes memory.
-int32_t fastpipe_plan_construct(const PlanTasks* tasks, const double* key, const double* reserve, double patience,
-                                int32_t* order);
+// List scheduling by keys, `count` times; of keys, `reserves` (what has to stay free behind a task that takes memory) and
+// orders there are so many rows. An objective is infinite where it came to a stop. 0 for no memory.
+int32_t fastpipe_plan_construct(const PlanTasks* tasks, int32_t span, int32_t count, const double* keys,
+                                const double* reserves, const double* patience, int32_t* orders, double* objectives);
 
 // When rounds start, by a rule of wave_ticks.py; slots up to the last end, 0 if that is not below `give_up` or the rule
 // gets stuck, -1 for no memory. Ticks and rounds are filled, twice `count` of each.

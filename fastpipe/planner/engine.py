@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -25,23 +25,26 @@ def is_native() -> bool:
     return native_plan.library() is not None
 
 
-def at_once(call: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+@contextmanager
+def at_once(call: Callable[[T], R], items: Sequence[T], *, beside: bool = False) -> Iterator[Iterator[R]]:
     """The answers for all items, in their order: by several threads where the library, which lets go of Python's lock,
-    does the work. What an answer is does not depend on it."""
-    workers = min(len(items), os.cpu_count() or 1)
-    if workers < 2 or not is_native():
-        yield from map(call, items)
+    does the work. What an answer is does not depend on it.
+
+    Args:
+        call: makes one of them.
+        items: what it is given.
+        beside: whether the caller is busy, too, until it asks for the answers.
+    """
+    workers = min(len(items), (os.cpu_count() or 1) - beside)
+    if workers < (1 if beside else 2) or not is_native():
+        yield map(call, items)
         return
     with ThreadPoolExecutor(workers, "fastpipe-plan") as threads:
-        waiting = deque(threads.submit(call, item) for item in items[: 2 * workers])
+        futures = [threads.submit(call, item) for item in items]
         try:
-            for item in (*items[2 * workers :], *[None] * len(waiting)):
-                answer = waiting.popleft().result()
-                if item is not None:
-                    waiting.append(threads.submit(call, item))
-                yield answer
+            yield (future.result() for future in futures)
         finally:
-            for future in waiting:
+            for future in futures:
                 future.cancel()
 
 
@@ -77,9 +80,17 @@ def improve(
     return np.array(search.best, dtype=np.int32), search.best_objective
 
 
-def construct(tasks: Tasks, key: Floats, reserve: Floats, patience: float) -> Ints | None:
-    """The order that list scheduling gives; None if it came to a stop."""
+def construct(
+    tasks: Tasks, keys: Sequence[Floats], reserves: Sequence[Floats], patience: Sequence[float], span: bool
+) -> list[tuple[Ints, float]]:
+    """The orders that list scheduling gives, and their objectives: infinite where it came to a stop."""
     if is_native():
-        return native_plan.construct(tasks, key, reserve, patience)
-    order = Constructor(tasks, key, reserve, patience).run()
-    return None if order is None else np.array(order, dtype=np.int32)
+        found = native_plan.construct(tasks, np.array(keys), np.array(reserves), np.array(patience), span)
+        if found is None:
+            raise MemoryError("no memory for list scheduling")
+        return found
+    made = []
+    for one in zip(keys, reserves, patience, strict=True):
+        order = np.array(Constructor(tasks, *one).run() or (), dtype=np.int32)
+        made.append((order, measure(tasks, order, span) if len(order) else float("inf")))
+    return made

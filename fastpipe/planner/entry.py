@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fastpipe.planner.exact import is_small, solve
 from fastpipe.planner.judge import judge
 from fastpipe.planner.layer_costs import LayerCosts
 from fastpipe.planner.model import OBJECTIVES, RECOMPUTE, SHARES, Problem, Setting, read_costs
-from fastpipe.planner.pool import Member
+from fastpipe.planner.pool import Listing, Member
 from fastpipe.planner.result import Candidate, Plan
 from fastpipe.planner.solver import refuse_recompute
 from fastpipe.schedule import Schedule
@@ -200,12 +201,15 @@ class _Planner:
         depths, asked = self.problem.stages_per_rank(), self.problem.recompute
         for choice in SHARES if asked == "auto" else (asked,):
             self.problem, self.members = replace(self.problem, recompute=choice), []
-            for count in counts:
-                self._named(count, depths)
-                if self.clock.is_over() and self.best is not None:
-                    break
-            if self.effort > 0 and not self.clock.is_over():
-                self._search(self._promising(counts), depths)
+            early = counts if len(counts) == 1 else []
+            with self._list_scheduling(early, depths, beside=True) as listed:
+                for count in counts:
+                    self._named(count, depths)
+                    if self.clock.is_over() and self.best is not None:
+                        break
+                promising = self._promising(counts)
+                with self._list_scheduling([] if early else promising, depths) as late:
+                    self._search(promising, chain(listed, late))
         if self.best is None:
             self._smallest(counts, depths)
         if self.best is None:
@@ -265,19 +269,33 @@ class _Planner:
             shortest[count] = min(shortest[count], one.value)
         return sorted(counts, key=lambda count: (shortest[count], count))[:_SEARCHED_COUNTS]
 
-    def _search(self, counts: list[int], depths: list[int]) -> None:
+    @contextlib.contextmanager
+    def _list_scheduling(
+        self, counts: list[int], depths: list[int], *, beside: bool = False
+    ) -> Iterator[Iterator[tuple[Listing, list[Member]]]]:
+        """The orders that list scheduling makes on every placement, on some while the caller does something else."""
+        found = []
+        for number, (count, placement) in enumerate(_placements(self.problem, counts, depths) if self.effort else ()):
+            tries = int(min(_TRIES * min(1.0, self.effort), _TRIES_WORK / (3 * placement.num_stages * count)))
+            found.append(Listing(self.problem.setting(placement, count), self.seed * 31 + number, tries))
+        problem, clock = self.problem, self.clock
+        found = [one for one in found if self._may_gain(one.setting)]
+        with engine.at_once(lambda one: pool.constructed(problem, one, _KEPT, clock), found, beside=beside) as made:
+            yield zip(found, made, strict=True)
+
+    def _search(self, counts: list[int], listings: Iterator[tuple[Listing, list[Member]]]) -> None:
+        if self.effort == 0 or self.clock.is_over():
+            return
         members = [
             one for one in self.members if one.setting.num_microbatches in counts and self._may_gain(one.setting)
         ]
-        for number, (count, placement) in enumerate(_placements(self.problem, counts, depths)):
-            if not self._may_gain(self.problem.setting(placement, count)):
+        for asked, made in listings:
+            if not self._may_gain(asked.setting):
                 continue
-            self._say(f"list scheduling on {pool.describe(placement)}, {count} microbatches")
-            setting = self.problem.setting(placement, count)
-            size = 3 * placement.num_stages * count
-            tries = int(min(_TRIES * min(1.0, self.effort), _TRIES_WORK / size))
-            tries = tries if members else max(2, tries)  # there is no schedule of the registry to begin with
-            members += pool.constructed(self.problem, setting, self.seed * 31 + number, tries, _KEPT, self.clock)
+            self._say(f"list scheduling on {pool.describe(asked.setting.placement)}")
+            if not members and asked.tries < 2:  # there is no schedule of the registry to begin with
+                made = pool.constructed(self.problem, asked._replace(tries=2), _KEPT, self.clock)
+            members += made
             if self.clock.is_over():
                 break
         improved = []

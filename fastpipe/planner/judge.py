@@ -7,15 +7,13 @@ import numpy as np
 from fastpipe.lower import lower
 from fastpipe.planner.model import Problem, Setting
 from fastpipe.planner.result import Candidate
-from fastpipe.planner.tasks import held_peaks
+from fastpipe.planner.tasks import fits, held_peaks
 from fastpipe.program import Op, Program
 from fastpipe.schedule import Schedule
 from fastpipe.simulate import simulate_program
 from fastpipe.timeline import Timeline
 from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
-
-_SLACK = 1e-9
 
 
 def judge(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> tuple[Candidate, Timeline]:
@@ -35,14 +33,10 @@ def judge(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> 
         max(held) / setting.share,
         max(_bytes(setting, timeline)) if problem.knows_bytes else 0.0,
         _messages(program),
-        _fits(timeline.peak_bytes if by_bytes else held, setting.limit),
+        fits(timeline.peak_bytes if by_bytes else held, setting.limit),
         copies=stages.num_routes,
     )
     return row, timeline
-
-
-def _fits(held: list[float] | tuple[float, ...], limits: tuple[float, ...]) -> bool:
-    return all(most <= limit + _SLACK * max(1.0, limit) for most, limit in zip(held, limits, strict=True))
 
 
 def _bytes(setting: Setting, timeline: Timeline) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -76,16 +76,15 @@ class Keys:
         again = self.tasks.take[~forwards].max(initial=0.0)
         return np.where(forwards, after[self.stage] + again, 0.0)
 
-    def orders(self, count: int) -> Iterator[Ints]:
-        """As many orders as can be made in so many tries."""
-        drawn = []
+    def orders(self, count: int, span: bool) -> list[tuple[Ints, float]]:
+        """The orders that can be made in so many tries, and their objectives."""
+        keys, reserves, patience = [], [], []
         for _ in range(count):
-            key = self.draw()
-            reserve = self.ladder * float(self.random.choice([1.0, 1.0, 1.0, 2.0, 3.0]))
-            drawn.append((key, reserve, float(self.random.choice([0.0, 0.0, 0.3, 0.6, 0.99]))))
-        for order in engine.at_once(lambda one: engine.construct(self.tasks, *one), drawn):
-            if order is not None:
-                yield order
+            keys.append(self.draw())
+            reserves.append(self.ladder * float(self.random.choice([1.0, 1.0, 1.0, 2.0, 3.0])))
+            patience.append(float(self.random.choice([0.0, 0.0, 0.3, 0.6, 0.99])))
+        made = engine.construct(self.tasks, keys, reserves, patience, span) if count else []
+        return [(order, objective) for order, objective in made if objective < math.inf]
 
     def draw(self) -> Floats:
         """Keys of either family."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 from fastpipe.planner import engine
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.model import Problem
-from fastpipe.planner.pool import Member, fits
-from fastpipe.planner.tasks import tasks_of
+from fastpipe.planner.pool import Member
+from fastpipe.planner.tasks import fits, tasks_of
 
 _PASSES = 3
 
@@ -71,6 +71,6 @@ def _with(
     placement, count = one.setting.placement, one.setting.num_microbatches
     setting = problem.setting(placement, count, parts, recomputes)
     tasks = tasks_of(one.tasks.schedule, setting.cost, setting.held, setting.limit, setting.kept)
-    if not fits(tasks, one.order):
+    if not fits(tasks.peaks(one.order), setting.limit):
         return None
     return replace(one, setting=setting, tasks=tasks, value=engine.measure(tasks, one.order, problem.span))

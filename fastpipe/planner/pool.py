@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fastpipe.placement import Placement
 from fastpipe.planner import engine
@@ -12,7 +13,7 @@ from fastpipe.planner.keys import Keys, unordered
 from fastpipe.planner.model import Problem, Setting
 from fastpipe.planner.result import family_of
 from fastpipe.planner.starts import split
-from fastpipe.planner.tasks import Ints, Tasks, tasks_of
+from fastpipe.planner.tasks import SLACK, Ints, Tasks, fits, held_peaks, tasks_of
 from fastpipe.schedule import Schedule
 
 WORK = 4e8
@@ -28,7 +29,6 @@ _COLD = 0.03
 """The heat at the end."""
 _SLICES = 4
 """Parts of an annealing, after each of which the clock is read: what does not run out of time does not depend on it."""
-_SLACK = 1e-9
 
 
 @dataclass(frozen=True)
@@ -60,35 +60,35 @@ def member(problem: Problem, name: str, setting: Setting, schedule: Schedule) ->
     cost = setting.cost
     if cost.backward is None and schedule.splits_backward is False:
         schedule = split(schedule)
-    tasks = tasks_of(schedule, cost, setting.held, setting.limit)
-    order = tasks.start
-    if not fits(tasks, order):
+    if not fits(held_peaks(schedule, setting.held, setting.kept), setting.limit):
         return None
+    tasks = tasks_of(schedule, cost, setting.held, setting.limit, setting.kept)
+    order = tasks.start
     value = engine.measure(tasks, order, problem.span)
     return Member(name, setting, tasks, order, value) if value < float("inf") else None
 
 
-def fits(tasks: Tasks, order: Ints) -> bool:
-    """Whether every rank holds no more than it may."""
-    peaks = zip(tasks.peaks(order), tasks.limit.tolist(), strict=True)
-    return all(peak <= limit + _SLACK * max(1.0, limit) for peak, limit in peaks)
+class Listing(NamedTuple):
+    """What list scheduling is asked for: a setting, the seed of its keys, and how many orders it may try to make."""
+
+    setting: Setting
+    seed: int
+    tries: int
 
 
-def constructed(problem: Problem, setting: Setting, seed: int, tries: int, keep: int, clock: Clock) -> list[Member]:
+def constructed(problem: Problem, asked: Listing, keep: int, clock: Clock) -> list[Member]:
     """The best orders that list scheduling makes on a placement."""
-    placement = setting.placement
+    setting, placement = asked.setting, asked.setting.placement
+    if not asked.tries or clock.is_over():
+        return []
     tasks = tasks_of(
         unordered(placement, setting.num_microbatches), setting.cost, setting.held, setting.limit, setting.kept
     )
-    if not len(tasks) or (tasks.take > tasks.limit[0] + _SLACK).any():
+    if not len(tasks) or (tasks.take > tasks.limit[0] + SLACK).any():
         return []
-    found = []
-    for order in Keys(tasks, seed).orders(tries):
-        value = engine.measure(tasks, order, problem.span)
-        found.append(Member(f"list scheduling on {describe(placement)}", setting, tasks, order, value))
-        if clock.is_over():
-            break
-    return sorted(found, key=lambda one: one.value)[:keep]
+    found = sorted(Keys(tasks, asked.seed).orders(asked.tries, problem.span), key=lambda one: one[1])[:keep]
+    name = f"list scheduling on {describe(placement)}"
+    return [Member(name, setting, tasks, order, value) for order, value in found]
 
 
 def describe(placement: Placement) -> str:
@@ -110,11 +110,12 @@ def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: 
             (one, int(work * part / len(chosen) / max(1, len(one.tasks))), hot, seed * 1009 + number * 101 + index)
             for index, one in enumerate(chosen)
         ]
-        for better in engine.at_once(lambda job: _annealed(problem, *job, clock), jobs):
-            improved.append(better)
-            yield better
-            if clock.is_over():
-                return
+        with engine.at_once(lambda job: _annealed(problem, *job, clock), jobs) as answers:
+            for better in answers:
+                improved.append(better)
+                yield better
+                if clock.is_over():
+                    return
         ranked = sorted(improved, key=lambda one: one.value)
 
 

@@ -24,6 +24,8 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
 NOBODY = -1
+SLACK = 1e-9
+"""Of sums of bytes or of activations."""
 _F, _B, _I, _W, _PAIR = (int(ActionKind[name]) for name in ("F", "B", "I", "W", "OVERLAP_F_B"))
 _BACKWARD = 1
 """Of a part: B and I are one class, since what waits for the one waits for the other."""
@@ -80,12 +82,7 @@ class Tasks:
 
     def peaks(self, order: Ints) -> list[float]:
         """What every rank holds at most."""
-        found = []
-        for rank in range(self.num_ranks):
-            mine = order[self.first[rank] : self.first[rank + 1]]
-            steps = np.stack([self.take[mine], -self.give[mine]], axis=1).ravel()
-            found.append(float(np.cumsum(steps).max(initial=0.0)))
-        return found
+        return _peaks(self.take[order], self.give[order], self.first)
 
 
 def tasks_of(
@@ -104,9 +101,8 @@ def tasks_of(
         limit: what every rank may hold, in the same unit.
         kept: what a stage holds up to its backward, where it recomputes the rest; all unless given.
     """
-    counts = [rows.shape[1] for rows in schedule.columns]
-    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    rank_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    first = _first(schedule)
+    rank_of = np.repeat(np.arange(schedule.num_ranks, dtype=np.int32), np.diff(first))
     rows = np.concatenate(schedule.columns, axis=1)
     parts = _Parts(rows, schedule.placement, schedule.num_microbatches)
     source, transfer, handed = _messages(parts, rank_of, schedule.placement, cost)
@@ -153,8 +149,9 @@ def _seconds(rows: Ints, cost: CostModel, num_stages: int) -> Floats:
     fused = rows[0] == _PAIR
     seconds = table[np.where(fused, 0, rows[0]), rows[1]]
     if fused.any():
-        pairs = [cost.compute_seconds(Op.OVERLAP_F_B, *pair) for pair in rows[[1, 3]][:, fused].T.tolist()]
-        seconds[fused] = pairs
+        pairs, which = np.unique(rows[[1, 3]][:, fused], axis=1, return_inverse=True)
+        each = np.array([cost.compute_seconds(Op.OVERLAP_F_B, *pair) for pair in pairs.T.tolist()])
+        seconds[fused] = each[which.ravel()]
     return np.ascontiguousarray(seconds)
 
 
@@ -215,11 +212,25 @@ def _local(parts: _Parts, rank_of: Ints, one_route: bool) -> tuple[Ints, Ints]:
 
 def held_peaks(schedule: Schedule, held: Sequence[float], kept: Sequence[float] | None = None) -> list[float]:
     """What every rank holds at most, given what its stages hold of one microbatch, and what up to the backward."""
-    found = []
-    for rows in schedule.columns:
-        steps = np.stack(_memory(rows, *_as_arrays(held, kept)), axis=1)
-        found.append(float(np.cumsum(steps.ravel() * np.tile([1.0, -1.0], len(steps))).max(initial=0.0)))
-    return found
+    take, give = _memory(np.concatenate(schedule.columns, axis=1), *_as_arrays(held, kept))
+    return _peaks(take, give, _first(schedule))
+
+
+def _peaks(take: Floats, give: Floats, first: Ints) -> list[float]:
+    """The most that is held on every rank."""
+    steps, ends = np.stack([take, -give], axis=1), first.tolist()
+    return [float(np.cumsum(steps[a:b].ravel()).max(initial=0.0)) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _first(schedule: Schedule) -> Ints:
+    """The first action of every rank, and the number of all."""
+    counts = [rows.shape[1] for rows in schedule.columns]
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def fits(peaks: Sequence[float], limits: Sequence[float]) -> bool:
+    """Whether every rank holds no more than it may."""
+    return all(peak <= limit + SLACK * max(1.0, limit) for peak, limit in zip(peaks, limits, strict=True))
 
 
 def _as_arrays(held: Sequence[float], kept: Sequence[float] | None) -> tuple[Floats, Floats]:

@@ -21,9 +21,9 @@ import numpy as np
 from fastpipe.planner import bound, engine
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.model import Problem
-from fastpipe.planner.pool import Member, fits
+from fastpipe.planner.pool import Member
 from fastpipe.planner.solver import FULL, Durations, by_start, imported, lives
-from fastpipe.planner.tasks import NOBODY, Ints, Tasks
+from fastpipe.planner.tasks import NOBODY, Ints, Tasks, fits
 
 SIZE = 150
 """Tasks of a window."""
@@ -65,7 +65,7 @@ def improve(problem: Problem, one: Member, clock: Clock, say: Callable[[str], No
             window = Window(Line(case, one.order), first, size)
             order, spent = solved(cp_model, window, min(work, _EACH), clock)
             work -= spent
-            if order is None or not fits(one.tasks, order):
+            if order is None or not fits(one.tasks.peaks(order), one.setting.limit):
                 continue
             value = engine.measure(one.tasks, order, problem.span)
             if value < one.value * (1 - 1e-9):

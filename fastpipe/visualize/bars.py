@@ -17,7 +17,7 @@ from fastpipe.timeline import Timeline
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_COMPUTE = np.array(sorted(COMPUTE_OPS))
+_LAST_COMPUTE = max(COMPUTE_OPS)  # they come first
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def bars(timeline: Timeline) -> Bars:
     """The compute of a timeline, ready to be drawn; its start is time 0."""
     program = timeline.program
     rows = [
-        np.flatnonzero(np.isin(columns[0], _COMPUTE) & ~np.isnan(starts))
+        np.flatnonzero((columns[0] <= _LAST_COMPUTE) & ~np.isnan(starts))
         for columns, starts in zip(program.columns, timeline.starts, strict=True)
     ]
     fields = [columns[:5, row] for columns, row in zip(program.columns, rows, strict=True)]

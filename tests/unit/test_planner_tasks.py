@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,9 +14,8 @@ from fastpipe import CostModel, Schedule, native_plan
 from fastpipe.planner import engine, retime, search
 from fastpipe.planner.construct import Constructor
 from fastpipe.planner.keys import Keys, unordered
-from fastpipe.planner.pool import fits
 from fastpipe.planner.starts import joined, split
-from fastpipe.planner.tasks import Tasks, held_peaks, tasks_of
+from fastpipe.planner.tasks import Tasks, fits, held_peaks, tasks_of
 from tests.unit.planning import random_schedules
 
 NAMED = [
@@ -88,8 +89,8 @@ def test_peaks_are_counted_by_stage_and_released_at_the_end_of_w() -> None:
     schedule = made("zb_h1", 4, 8, {})
     assert held_peaks(schedule, [1.0] * 4) == list(fastpipe.lower(schedule).peak_activations)
     tasks = tasks_of(schedule, CostModel(), [2.0, 1.0, 1.0, 1.0], [8.0, 4.0, 4.0, 4.0])
-    assert tasks.peaks(tasks.start) == [8.0, 4.0, 4.0, 4.0] and fits(tasks, tasks.start)
-    assert not fits(tasks_of(schedule, CostModel(), [2.0, 1.0, 1.0, 1.0], [7.5] * 4), tasks.start)
+    assert tasks.peaks(tasks.start) == [8.0, 4.0, 4.0, 4.0]
+    assert fits([8.0, 4.0], [8.0, 4.0]) and not fits([8.0, 4.0], [7.5, 4.0])
 
 
 @pytest.mark.parametrize("case", NAMED, ids=str)
@@ -105,7 +106,7 @@ def test_the_search_keeps_what_must_be_kept(case: tuple[str, int, int, dict[str,
     better = tasks.ordered(order, "better").validate()
     timeline = fastpipe.simulate(better, cost)
     assert value == (timeline.span if span else timeline.makespan) <= before
-    assert fits(tasks, order)
+    assert fits(tasks.peaks(order), tasks.limit.tolist())
     for rank in range(schedule.num_ranks):
         mine = slice(tasks.first[rank], tasks.first[rank + 1])
         assert sorted(order[mine].tolist()) == tasks.start[mine].tolist()
@@ -212,14 +213,18 @@ def test_both_languages_construct_the_same(limit: float) -> None:
     placement = fastpipe.Placement.v(4)
     tasks = tasks_of(unordered(placement, 6), uneven(8), [0.5] * 8, [limit] * 4)
     rng = np.random.default_rng(1)
-    made_at_all = 0
-    for _ in range(20):
-        key, reserve = rng.random(len(tasks)), 0.5 * rng.integers(0, 2, len(tasks))
-        python = Constructor(tasks, key, reserve, 0.5).run()
-        found = native_plan.construct(tasks, key, reserve, 0.5)
-        assert python == (None if found is None else found.tolist())
-        made_at_all += python is not None
-    assert made_at_all
+    keys, reserves = rng.random((20, len(tasks))), 0.5 * rng.integers(0, 2, (20, len(tasks)))
+    patience = rng.random(20)
+    found = native_plan.construct(tasks, keys, reserves, patience, span=True)
+    assert found is not None
+    for key, reserve, wait, (order, objective) in zip(keys, reserves, patience, found, strict=True):
+        python = Constructor(tasks, key, reserve, wait).run()
+        if python is None:
+            assert objective == math.inf
+        else:
+            assert python == order.tolist()
+            assert objective == engine.measure(tasks, order, span=True)
+    assert sum(objective < math.inf for _, objective in found) > 0
 
 
 @pytest.mark.parametrize("placement", [fastpipe.Placement.loop(3, 3), fastpipe.Placement.wave(3, 4)], ids=str)
@@ -230,9 +235,9 @@ def test_list_scheduling_never_stops_with_its_ladder(placement: fastpipe.Placeme
     tasks = tasks_of(unordered(placement, 5), uneven(placement.num_stages), [1 / depth] * 3 * depth, [limit] * 3)
     keys = Keys(tasks, seed=spare)
     for _ in range(25):
-        order = engine.construct(tasks, keys.draw(), keys.ladder, 0.5)
-        assert order is not None
-        assert fits(tasks, order)
+        [(order, objective)] = engine.construct(tasks, [keys.draw()], [keys.ladder], [0.5], False)
+        assert objective < math.inf
+        assert fits(tasks.peaks(order), tasks.limit.tolist())
         tasks.ordered(order, "listed").validate()
 
 
