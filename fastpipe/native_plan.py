@@ -316,36 +316,32 @@ class Streams:
     """
 
     def __init__(self, forward: Sequence[int], backward: Sequence[int], num_microbatches: int) -> None:
-        self.forward, self.backward = (np.array(keys, dtype=np.int32) for keys in (forward, backward))
-        self.num_microbatches = num_microbatches
+        self.streams = [np.array(keys, dtype=np.int32) for keys in (forward, backward)]
+        self.fixed = num_microbatches, len(forward), 2 * len(forward), *(array.ctypes.data for array in self.streams)
 
     def _view(self, num_ranks: int, limit: int) -> _Rounds:
-        count = len(self.forward)
-        streams = self.forward.ctypes.data, self.backward.ctypes.data
-        return _Rounds(num_ranks, self.num_microbatches, count, 2 * count, *streams, limit)
+        return _Rounds(num_ranks, *self.fixed, limit)
 
     def play(
         self, model: str, num_ranks: int, limit: int, rule: Sequence[int], give_up: int
     ) -> tuple[list[tuple[int, int]], int] | None:
         """`fastpipe.schedules.wave_ticks`: ``"compact"`` or ``"slack"``; the library must be there."""
-        view, count = self._view(num_ranks, limit), 2 * len(self.forward)
-        numbers = np.array(rule, dtype=np.int32)
+        view, numbers = self._view(num_ranks, limit), (ctypes.c_int32 * len(rule))(*rule)
+        count = 2 * len(self.streams[0])
         ticks, keys = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
-        length = getattr(_loaded(), f"fastpipe_plan_{model}")(
-            ctypes.addressof(view), numbers.ctypes.data, give_up, ticks.ctypes.data, keys.ctypes.data
-        )
+        places = ctypes.addressof(view), ctypes.addressof(numbers), give_up, ticks.ctypes.data, keys.ctypes.data
+        length = getattr(_loaded(), f"fastpipe_plan_{model}")(*places)
         return (list(zip(ticks.tolist(), keys.tolist(), strict=True)), length) if _found(length) else None
 
     def play_loop(
         self, num_ranks: int, limit: int, give_up: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int] | None:
         """`fastpipe.schedules.loop_zb`; the library must be there."""
-        view, count = self._view(num_ranks, limit), len(self.forward)
-        slots = [np.empty(count, dtype=np.int64) for _ in range(2)]
+        view, slots = self._view(num_ranks, limit), [np.empty(len(keys), dtype=np.int64) for keys in self.streams]
         length = _loaded().fastpipe_plan_loop(ctypes.addressof(view), give_up, *(array.ctypes.data for array in slots))
         if not _found(length):
             return None
-        pairs = zip(slots, (self.forward, self.backward), strict=True)
+        pairs = zip(slots, self.streams, strict=True)
         forward, backward = (list(zip(array.tolist(), keys.tolist(), strict=True)) for array, keys in pairs)
         return forward, backward, length
 

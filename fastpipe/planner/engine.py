@@ -26,17 +26,11 @@ def is_native() -> bool:
 
 
 @contextmanager
-def at_once(call: Callable[[T], R], items: Sequence[T], *, beside: bool = False) -> Iterator[Iterator[R]]:
+def at_once(call: Callable[[T], R], items: Sequence[T]) -> Iterator[Iterator[R]]:
     """The answers for all items, in their order: by several threads where the library, which lets go of Python's lock,
-    does the work. What an answer is does not depend on it.
-
-    Args:
-        call: makes one of them.
-        items: what it is given.
-        beside: whether the caller is busy, too, until it asks for the answers.
-    """
-    workers = min(len(items), (os.cpu_count() or 1) - beside)
-    if workers < (1 if beside else 2) or not is_native():
+    does the work. What an answer is does not depend on it."""
+    workers = min(len(items), os.cpu_count() or 1)
+    if workers < 2 or not is_native():
         yield map(call, items)
         return
     with ThreadPoolExecutor(workers, "fastpipe-plan") as threads:

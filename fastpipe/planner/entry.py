@@ -7,7 +7,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,10 @@ from fastpipe.timeline import Timeline
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the best objective so far (infinite before there is one)."""
 
-_TRIES = 120
-"""Orders that are made by list scheduling on a placement of a few hundred tasks; fewer of large ones."""
-_TRIES_WORK = 2e5
+_TRIES = 30
+"""Orders that are made by list scheduling on a placement of a few hundred tasks; fewer of large ones. Four times as
+many brought nothing in 80 cases."""
+_TRIES_WORK = 5e4
 _KEPT = 4
 _PYTHON_EFFORT = 0.01
 _FINALISTS = 4
@@ -201,15 +201,12 @@ class _Planner:
         depths, asked = self.problem.stages_per_rank(), self.problem.recompute
         for choice in SHARES if asked == "auto" else (asked,):
             self.problem, self.members = replace(self.problem, recompute=choice), []
-            early = counts if len(counts) == 1 else []
-            with self._list_scheduling(early, depths, beside=True) as listed:
-                for count in counts:
-                    self._named(count, depths)
-                    if self.clock.is_over() and self.best is not None:
-                        break
-                promising = self._promising(counts)
-                with self._list_scheduling([] if early else promising, depths) as late:
-                    self._search(promising, chain(listed, late))
+            for count in counts:
+                self._named(count, depths)
+                if self.clock.is_over() and self.best is not None:
+                    break
+            if self.effort > 0 and not self.clock.is_over():
+                self._search(self._promising(counts), depths)
         if self.best is None:
             self._smallest(counts, depths)
         if self.best is None:
@@ -269,45 +266,35 @@ class _Planner:
             shortest[count] = min(shortest[count], one.value)
         return sorted(counts, key=lambda count: (shortest[count], count))[:_SEARCHED_COUNTS]
 
-    @contextlib.contextmanager
-    def _list_scheduling(
-        self, counts: list[int], depths: list[int], *, beside: bool = False
-    ) -> Iterator[Iterator[tuple[Listing, list[Member]]]]:
-        """The orders that list scheduling makes on every placement, on some while the caller does something else."""
-        found = []
-        for number, (count, placement) in enumerate(_placements(self.problem, counts, depths) if self.effort else ()):
-            tries = int(min(_TRIES * min(1.0, self.effort), _TRIES_WORK / (3 * placement.num_stages * count)))
-            found.append(Listing(self.problem.setting(placement, count), self.seed * 31 + number, tries))
-        problem, clock = self.problem, self.clock
-        found = [one for one in found if self._may_gain(one.setting)]
-        with engine.at_once(lambda one: pool.constructed(problem, one, _KEPT, clock), found, beside=beside) as made:
-            yield zip(found, made, strict=True)
-
-    def _search(self, counts: list[int], listings: Iterator[tuple[Listing, list[Member]]]) -> None:
-        if self.effort == 0 or self.clock.is_over():
-            return
+    def _search(self, counts: list[int], depths: list[int]) -> None:
         members = [
             one for one in self.members if one.setting.num_microbatches in counts and self._may_gain(one.setting)
         ]
-        for asked, made in listings:
-            if not self._may_gain(asked.setting):
-                continue
-            self._say(f"list scheduling on {pool.describe(asked.setting.placement)}")
-            if not members and asked.tries < 2:  # there is no schedule of the registry to begin with
-                made = pool.constructed(self.problem, asked._replace(tries=2), _KEPT, self.clock)
-            members += made
-            if self.clock.is_over():
-                break
+        listings = self._listings(counts, depths, least=0 if members else 2)
+        with engine.at_once(lambda one: pool.constructed(self.problem, one, _KEPT, self.clock), listings) as answers:
+            for one, made in zip(listings, answers, strict=True):
+                self._say(f"list scheduling on {pool.describe(one.setting.placement)}")
+                members += made
         improved = []
-        for one in pool.anneal(self.problem, members, pool.WORK * self.effort, self.seed, self.clock):
-            improved.append(one)
-            self._say(f"annealing what began as {one.name}")
-        for one in sorted(improved, key=lambda one: one.value)[:_FINALISTS]:
-            less = partitions.recompute_less(self.problem, one, self.clock)
+        for better in pool.anneal(self.problem, members, pool.WORK * self.effort, self.seed, self.clock):
+            improved.append(better)
+            self._say(f"annealing what began as {better.name}")
+        for better in sorted(improved, key=lambda one: one.value)[:_FINALISTS]:
+            less = partitions.recompute_less(self.problem, better, self.clock)
             moved = partitions.improve(self.problem, less, self.clock)
-            self._consider(f"plan from {one.name}", moved.setting, moved.schedule())
+            self._consider(f"plan from {better.name}", moved.setting, moved.schedule())
             if moved.setting.cost.backward is not None:
-                self._consider(f"plan from {one.name}, joined", moved.setting, starts.joined(moved.schedule()))
+                self._consider(f"plan from {better.name}, joined", moved.setting, starts.joined(moved.schedule()))
+
+    def _listings(self, counts: list[int], depths: list[int], least: int) -> list[Listing]:
+        """What list scheduling is asked for: orders on every placement that may gain, at least so many."""
+        found = []
+        for number, (count, placement) in enumerate(_placements(self.problem, counts, depths)):
+            tries = int(min(_TRIES * min(1.0, self.effort), _TRIES_WORK / (3 * placement.num_stages * count)))
+            setting = self.problem.setting(placement, count)
+            if self._may_gain(setting):
+                found.append(Listing(setting, self.seed * 31 + number, max(least, tries)))
+        return found
 
     def _may_gain(self, setting: Setting) -> bool:
         """Whether the placement's bound lets an order of it be shorter than the best so far."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
+import numpy as np
+
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
 from fastpipe.schedules.costs import IGNORED_COSTS
@@ -79,14 +81,13 @@ def _merged_holes(slots: Slots) -> list[int]:
 
 def _in_time_order(ranks: list[Slots]) -> Iterator[tuple[int, int, int, int]]:
     """(slot, rank, kind, microbatch) of everything, ascending."""
-    return iter(
-        sorted(
-            (slot, rank, kind, mb)
-            for rank, slots in enumerate(ranks)
-            for kind, row in enumerate(slots)
-            for mb, slot in enumerate(row)
-        )
-    )
+    rows = [(rank, kind, len(row)) for rank, slots in enumerate(ranks) for kind, row in enumerate(slots)]
+    lengths = [length for _, _, length in rows]
+    rank, kind = np.repeat(np.array(rows, dtype=np.int64)[:, :2], lengths, axis=0).T
+    mb = np.concatenate([np.arange(length) for length in lengths])
+    slot = np.concatenate([row for slots in ranks for row in slots])
+    order = np.lexsort((mb, kind, rank, slot))
+    return zip(*(column[order].tolist() for column in (slot, rank, kind, mb)), strict=True)
 
 
 def _earliest(ranks: list[Slots], rank: int, kind: int, mb: int) -> int:

@@ -36,53 +36,57 @@ class ListScheduler:
         limit: Callable[[int], int] | None = None,
     ) -> None:
         self.placement, self.num_microbatches = placement, num_microbatches
-        self.seconds = {ActionKind.F: forward, ActionKind.B: backward or 0}
-        self.train, self.limit = backward is not None, limit
+        self.seconds = [forward, backward or 0]
+        self.train = backward is not None
+        self.limit = None if limit is None else [limit(stage) for stage in range(placement.num_stages)]
         ranks = range(placement.num_ranks)
-        self.ready: dict[ActionKind, list[list[Task]]] = {kind: [[] for _ in ranks] for kind in self.seconds}
+        self.ready: list[list[list[Task]]] = [[[] for _ in ranks] for _ in self.seconds]  # by kind and rank
+        self.route = [placement.route_of(mb, num_microbatches) for mb in range(num_microbatches)]
         self.live = [[0] * placement.num_stages for _ in placement.routes]
         self.orders: list[list[tuple[ActionKind, int, int]]] = [[] for _ in ranks]
         self.running: list[tuple[int, int, ActionKind, int, int]] = []
+        self.idle = [True for _ in ranks]
         self.per_route = -(-num_microbatches // placement.num_routes)
 
     def run(self) -> list[Columns]:
         """The columns of every rank."""
-        for mb in range(self.num_microbatches):
-            self._make_ready(ActionKind.F, 0, mb)
-        idle = set(range(self.placement.num_ranks))
+        with_news = {self._make_ready(ActionKind.F, 0, mb) for mb in range(self.num_microbatches)}
         now = 0
         while True:
-            idle -= {rank for rank in sorted(idle) if self._start(rank, now)}
+            for rank in with_news:  # only they may find something to start that they did not before
+                if self.idle[rank]:
+                    self._start(rank, now)
             if not self.running:
                 return [columns_of(order) for order in self.orders]
-            now = self.running[0][0]
+            now, with_news = self.running[0][0], set()
             while self.running and self.running[0][0] == now:
                 _, rank, kind, stage, mb = heapq.heappop(self.running)
-                self._finish(kind, stage, mb)
-                idle.add(rank)
+                self.idle[rank] = True
+                with_news.add(rank)
+                with_news.add(self._finish(kind, stage, mb, rank))
 
-    def _route(self, mb: int) -> int:
-        return self.placement.route_of(mb, self.num_microbatches)
-
-    def _make_ready(self, kind: ActionKind, stage: int, mb: int) -> None:
-        rank = self.placement.rank_of(stage, self._route(mb))
+    def _make_ready(self, kind: ActionKind, stage: int, mb: int) -> int:
+        """The rank that can start it now."""
+        rank = self.placement.routes[self.route[mb]][stage]
         heapq.heappush(self.ready[kind][rank], (mb % self.per_route, -stage, mb))
+        return rank
 
-    def _start(self, rank: int, now: int) -> bool:
+    def _start(self, rank: int, now: int) -> None:
         """Begin the best that is ready, if there is any."""
         for kind in (ActionKind.B, ActionKind.F):
             task = self._take(kind, rank)
             if task is not None:
                 _, negative, mb = task
-                self.live[self._route(mb)][-negative] += kind is ActionKind.F
+                self.live[self.route[mb]][-negative] += kind is ActionKind.F
                 self.orders[rank].append((kind, -negative, mb))
+                self.idle[rank] = False
                 heapq.heappush(self.running, (now + self.seconds[kind], rank, kind, -negative, mb))
-                return True
-        return False
+                return
 
     def _take(self, kind: ActionKind, rank: int) -> Task | None:
         """The best task of a kind; a forward only where its stage may hold one more activation."""
-        ready, passed = self.ready[kind][rank], []
+        ready = self.ready[kind][rank]
+        passed: list[Task] = []
         found = None
         while ready and found is None:
             task = heapq.heappop(ready)
@@ -95,13 +99,15 @@ class ListScheduler:
         return found
 
     def _has_room(self, task: Task) -> bool:
-        return self.limit is None or self.live[self._route(task[2])][-task[1]] < self.limit(-task[1])
+        return self.limit is None or self.live[self.route[task[2]]][-task[1]] < self.limit[-task[1]]
 
-    def _finish(self, kind: ActionKind, stage: int, mb: int) -> None:
+    def _finish(self, kind: ActionKind, stage: int, mb: int, rank: int) -> int:
+        """The rank that can start what comes next, or this one."""
         after = feeds(kind, stage, self.placement.num_stages)
         if kind is ActionKind.B:
-            self.live[self._route(mb)][stage] -= 1
+            self.live[self.route[mb]][stage] -= 1
         if after >= 0:
-            self._make_ready(kind, after, mb)
-        elif kind is ActionKind.F and self.train:
-            self._make_ready(ActionKind.B, stage, mb)
+            return self._make_ready(kind, after, mb)
+        if kind is ActionKind.F and self.train:
+            return self._make_ready(ActionKind.B, stage, mb)
+        return rank
