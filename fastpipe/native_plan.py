@@ -30,6 +30,7 @@ _INT_MAX = 2**31 - 1
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
 
 
 class _Orders(ctypes.Structure):
@@ -315,34 +316,32 @@ class Streams:
         num_microbatches: m.
     """
 
-    def __init__(self, forward: Sequence[int], backward: Sequence[int], num_microbatches: int) -> None:
-        self.streams = [np.array(keys, dtype=np.int32) for keys in (forward, backward)]
-        self.fixed = num_microbatches, len(forward), 2 * len(forward), *(array.ctypes.data for array in self.streams)
+    def __init__(self, forward: npt.ArrayLike, backward: npt.ArrayLike, num_microbatches: int) -> None:
+        self.streams = [np.ascontiguousarray(keys, dtype=np.int32) for keys in (forward, backward)]
+        count = len(self.streams[0])
+        self.fixed = num_microbatches, count, 2 * count, *(array.ctypes.data for array in self.streams)
 
     def _view(self, num_ranks: int, limit: int) -> _Rounds:
         return _Rounds(num_ranks, *self.fixed, limit)
 
     def play(
         self, model: str, num_ranks: int, limit: int, rule: Sequence[int], give_up: int
-    ) -> tuple[list[tuple[int, int]], int] | None:
+    ) -> tuple[Numbers, int] | None:
         """`fastpipe.schedules.wave_ticks`: ``"compact"`` or ``"slack"``; the library must be there."""
         view, numbers = self._view(num_ranks, limit), (ctypes.c_int32 * len(rule))(*rule)
         count = 2 * len(self.streams[0])
         ticks, keys = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
         places = ctypes.addressof(view), ctypes.addressof(numbers), give_up, ticks.ctypes.data, keys.ctypes.data
         length = getattr(_loaded(), f"fastpipe_plan_{model}")(*places)
-        return (list(zip(ticks.tolist(), keys.tolist(), strict=True)), length) if _found(length) else None
+        return (np.column_stack([ticks, keys]), length) if _found(length) else None
 
-    def play_loop(
-        self, num_ranks: int, limit: int, give_up: int
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int] | None:
+    def play_loop(self, num_ranks: int, limit: int, give_up: int) -> tuple[Numbers, Numbers, int] | None:
         """`fastpipe.schedules.loop_zb`; the library must be there."""
         view, slots = self._view(num_ranks, limit), [np.empty(len(keys), dtype=np.int64) for keys in self.streams]
         length = _loaded().fastpipe_plan_loop(ctypes.addressof(view), give_up, *(array.ctypes.data for array in slots))
         if not _found(length):
             return None
-        pairs = zip(slots, self.streams, strict=True)
-        forward, backward = (list(zip(array.tolist(), keys.tolist(), strict=True)) for array, keys in pairs)
+        forward, backward = (np.column_stack([at, keys]) for at, keys in zip(slots, self.streams, strict=True))
         return forward, backward, length
 
 

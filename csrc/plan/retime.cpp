@@ -16,21 +16,6 @@ Order::Order(const Tasks& all, const int32_t* order) : tasks(order, order + all.
   for (int32_t i = 0; i < all.size(); ++i) place[tasks[i]] = i;
 }
 
-void Agenda::add(double key, int32_t task) {
-  if (waits_[task]) return;
-  waits_[task] = true;
-  heap_.emplace_back(key, task);
-  std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
-}
-
-int32_t Agenda::take() {
-  std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
-  const int32_t task = heap_.back().second;
-  heap_.pop_back();
-  waits_[task] = false;
-  return task;
-}
-
 Retimer::Retimer(const Tasks& tasks, const Order& order, bool span)
     : tasks_(tasks),
       order_(order),
@@ -40,8 +25,8 @@ Retimer::Retimer(const Tasks& tasks, const Order& order, bool span)
       trial_starts_(tasks.size()),
       trial_ends_(tasks.size()),
       tails_(tasks.size(), 0.0),
-      agenda_(tasks.size()),
       stale_(tasks),
+      stale_tails_(tasks),
       renewals_(tasks.size()),
       position_(tasks.num_ranks()),
       blocked_on_(tasks.num_ranks()) {
@@ -64,8 +49,13 @@ bool Retimer::run() {
   ends_ = trial_ends_;
   objective_ = trial_objective_;
   score_ = trial_score_;
-  for (int32_t i = 0; i < tasks_.size(); ++i) stale_.set_time(i, starts_[order_.tasks[i]]);
+  for (int32_t task = 0; task < tasks_.size(); ++task) set_time(order_.place[task], task);
   return true;
+}
+
+void Retimer::set_time(int32_t position, int32_t task) {
+  stale_.set_time(position, starts_[task]);
+  stale_tails_.set_time(mirrored(position, tasks_.rank_of(task)), -starts_[task]);
 }
 
 bool Retimer::sweep() {
@@ -169,10 +159,10 @@ void Retimer::keep(const std::vector<Window>& windows) {
     starts_[task] = trial_starts_[task];
     ends_[task] = trial_ends_[task];
     renewals_[task] = 0;
-    stale_.set_time(order_.place[task], starts_[task]);
+    set_time(order_.place[task], task);
   }
   for (const Window& window : windows) {
-    for (int32_t i = window.low; i <= window.high; ++i) stale_.set_time(i, starts_[order_.tasks[i]]);
+    for (int32_t i = window.low; i <= window.high; ++i) set_time(i, order_.tasks[i]);
   }
   changed_.clear();
   objective_ = trial_objective_;
@@ -270,30 +260,31 @@ double Retimer::tail_of(int32_t task) const {
   return tail;
 }
 
-// Backwards from what moved, the last first, until nothing differs: the same tails as found from nothing.
+// Backwards from what moved, the last first or nearly, until nothing differs: the same tails as found from nothing.
 void Retimer::renew_tails(const std::vector<Window>& windows) {
   for (const Window& window : windows) {
     const int32_t first = std::max(window.low - 1, tasks_.first(window.rank));
-    for (int32_t i = window.high; i >= first; --i) renew_tail(order_.tasks[i]);
+    for (int32_t i = window.high; i >= first; --i) mark_tail(i, window.rank);
   }
   for (int32_t rank = 0; span_ && rank < tasks_.num_ranks(); ++rank) {
-    if (tasks_.first(rank) < tasks_.last(rank)) renew_tail(order_.tasks[tasks_.last(rank) - 1]);
+    if (tasks_.first(rank) < tasks_.last(rank)) mark_tail(tasks_.last(rank) - 1, rank);
   }
-  while (!agenda_.empty()) renew_tail(agenda_.take());
+  for (int32_t rank = stale_tails_.earliest_rank(); rank != kNobody; rank = stale_tails_.earliest_rank()) {
+    const double until = stale_tails_.time(rank) + lag_;
+    while (stale_tails_.time(rank) <= until) renew_tail(mirrored(stale_tails_.take(rank), rank), rank);
+  }
 }
 
-void Retimer::renew_tail(int32_t task) {
+void Retimer::renew_tail(int32_t position, int32_t rank) {
+  const int32_t task = order_.tasks[position];
   const double tail = tail_of(task);
   if (tail == tails_[task]) return;
   tails_[task] = tail;
-  const int32_t position = order_.place[task];
-  if (position > tasks_.first(tasks_.rank_of(task))) {
-    const int32_t before = order_.tasks[position - 1];
-    agenda_.add(-ends_[before], before);
-  }
+  if (position > tasks_.first(rank)) mark_tail(position - 1, rank);
   for (int part = 0; part < 2; ++part) {
     const int32_t source = tasks_.source(task, part);
-    if (source != kNobody) agenda_.add(-ends_[source], source);
+    if (source == kNobody) break;
+    mark_tail(order_.place[source], tasks_.rank_of(source));
   }
 }
 

@@ -2,7 +2,6 @@
 // reaches.
 #pragma once
 
-#include <utility>
 #include <vector>
 
 #include "plan/stale.h"
@@ -22,19 +21,6 @@ struct Window {
   int32_t rank;
   int32_t low;
   int32_t high;
-};
-
-// Tasks that wait for a look, the lowest key first; each stands in it once.
-class Agenda {
- public:
-  explicit Agenda(int32_t num_tasks) : waits_(num_tasks, false) {}
-  bool empty() const { return heap_.empty(); }
-  void add(double key, int32_t task);
-  int32_t take();
-
- private:
-  std::vector<std::pair<double, int32_t>> heap_;
-  std::vector<char> waits_;
 };
 
 class Retimer {
@@ -76,7 +62,12 @@ class Retimer {
   void restore();
   bool retreat(int32_t rank);
   double tail_of(int32_t task) const;
-  void renew_tail(int32_t task);
+  void renew_tail(int32_t position, int32_t rank);
+  void mark_tail(int32_t position, int32_t rank) { stale_tails_.mark(mirrored(position, rank), rank); }
+  int32_t mirrored(int32_t position, int32_t rank) const {
+    return tasks_.first(rank) + tasks_.last(rank) - 1 - position;
+  }
+  void set_time(int32_t position, int32_t task);
   int32_t reason(int32_t task) const;
   double measure_base(int32_t rank) const { return span_ ? starts_[order_.tasks[tasks_.first(rank)]] : 0.0; }
 
@@ -88,8 +79,8 @@ class Retimer {
   std::vector<double> trial_starts_;  // between trials those that hold
   std::vector<double> trial_ends_;
   std::vector<double> tails_;
-  Agenda agenda_;
   Stale stale_;
+  Stale stale_tails_;                // the same backwards: of mirrored positions
   double lag_ = 0.0;                 // for so long a rank's are renewed before another's
   bool rings_hide_ = false;          // tasks take no time, so renewing what waits for itself may come to an end
   std::vector<int32_t> changed_;     // tasks that the trial has renewed

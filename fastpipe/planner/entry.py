@@ -24,6 +24,8 @@ from fastpipe.planner.result import Candidate, Plan
 from fastpipe.planner.solver import refuse_recompute
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
+from fastpipe.validate import validate_schedule
+from fastpipe.validate_program import validate_program
 
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the best objective so far (infinite before there is one)."""
@@ -250,11 +252,13 @@ class _Planner:
         yield from starts.named(self.problem, num_microbatches, depths)
 
     def _consider(self, name: str, setting: Setting, schedule: Schedule) -> Candidate:
-        """Lower, prove and simulate; keep it if it is the best that fits."""
+        """Lower and simulate; prove and keep it if it is the best that fits."""
         row, timeline = judge(self.problem, name, setting, schedule)
         self.rows.append(row)
         value = timeline.span if self.problem.span else timeline.makespan
         if row.fits and (self.best is None or value < self.best[0]):
+            validate_program(timeline.program)
+            validate_schedule(schedule)
             self.best = (value, name, setting, timeline, schedule)
         return row
 

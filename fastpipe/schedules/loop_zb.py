@@ -20,7 +20,17 @@ from fastpipe.schedules.costs import UNIFORM_COSTS
 from fastpipe.schedules.family import Family, Option, is_count
 from fastpipe.schedules.filling import F, I, Spread, filled, shortest, spread_of
 from fastpipe.schedules.memory_cap import MEMORY, live_limit
-from fastpipe.schedules.rounds import NEVER, Groups, Seconds, all_groupings, groupings, num_timed, stream, streams
+from fastpipe.schedules.rounds import (
+    NEVER,
+    Groups,
+    Rounds,
+    Seconds,
+    all_groupings,
+    groupings,
+    num_timed,
+    stream,
+    streams,
+)
 
 _SLOTS = 100_000
 """Slots that a search plays at most, which takes about a tenth of a second; the likely groups come first."""
@@ -30,8 +40,8 @@ _SLOTS = 100_000
 class _Starts:
     """The slots in which rounds start, each with ``round * m + microbatch``; and when rank 0 is done."""
 
-    forward: list[tuple[int, int]]
-    backward: list[tuple[int, int]]
+    forward: Rounds
+    backward: Rounds
     length: int
 
 
@@ -142,8 +152,8 @@ def _search(p: int, v: int, m: int, limit: int, count: int) -> list[_Starts]:
 def _spread(placement: Placement, m: int, starts: _Starts) -> Spread:
     """The F and I of every rank: stage after stage of a round, slot after slot."""
     p, last = placement.num_ranks, placement.num_stages - 1
-    hops, rounds = np.arange(p), [*starts.forward, *starts.backward]
-    slots, keys = np.array(rounds, dtype=np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
+    hops, rounds = np.arange(p), np.concatenate([starts.forward, starts.backward]).astype(np.int64)
+    slots, keys = rounds.reshape(-1, 2, 1).swapaxes(0, 1)
     backward = np.arange(len(rounds)).reshape(-1, 1) >= len(starts.forward)
     number, microbatch = np.divmod(keys - placement.num_stages // p * m * backward, m)
     place = number * p + hops

@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
+
 from fastpipe import native_plan
 from fastpipe.placement import Placement
 
 Groups = tuple[int, ...]
 """Sizes of groups of microbatches, in order: a whole group starts its first rounds, then its second ones, and so on."""
+
+Rounds = list[tuple[int, int]] | npt.NDArray[np.int64]
+"""When rounds start, and which: pairs."""
 
 NEVER = 1 << 60
 _PLACES = 3
@@ -81,9 +87,11 @@ def stream(first_round: int, num_rounds: int, groups: Groups) -> tuple[int, ...]
 
 @lru_cache(maxsize=4)
 def streams(num_rounds: int, groups: Groups) -> native_plan.Streams:
-    """The rounds of F and of I, for the library."""
-    forward, backward = (stream(first, num_rounds, groups) for first in (0, num_rounds))
-    return native_plan.Streams(forward, backward, sum(groups))
+    """The rounds of F and of I, for the library: `stream` by a sort that keeps the order within a group."""
+    total = sum(groups)
+    group = np.repeat(np.arange(len(groups)), groups)
+    forward = np.argsort(np.tile(group, num_rounds), kind="stable")
+    return native_plan.Streams(forward, forward + num_rounds * total, total)
 
 
 def num_timed(placement: Placement, num_microbatches: int) -> int:

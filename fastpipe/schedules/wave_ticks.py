@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastpipe import native_plan
-from fastpipe.schedules.rounds import NEVER, Groups, stream, streams
+from fastpipe.schedules.rounds import NEVER, Groups, Rounds, stream, streams
 
 FORWARD, INPUT, WEIGHT = range(3)
 """What a tick is given to."""
@@ -69,11 +69,11 @@ class Starts:
     """When rounds start.
 
     Attributes:
-        rounds: (tick, round * m + microbatch), rounds from ``num_rounds`` on being those of I.
+        rounds: pairs (tick, round * m + microbatch), rounds from ``num_rounds`` on being those of I.
         length: the slots from the first start to the last end, as far as ticks know.
     """
 
-    rounds: list[tuple[int, int]]
+    rounds: Rounds
     length: int
 
 
