@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fastpipe.program import Program
     from fastpipe.schedule import Schedule
 
-VERSION = 7
+VERSION = 8
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""
 
 PATH = Path(__file__).with_name("_plan" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
@@ -109,10 +110,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "validate_program": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p),
     "simulate": (ctypes.c_int32, *[ctypes.c_void_p] * 5),
     "retime": (ctypes.c_int32, *[ctypes.c_void_p] * 4),
-    "improve": (
-        *(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64),
-        *(ctypes.c_double, ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p),
-    ),
+    "search": (ctypes.c_void_p, *[ctypes.c_void_p] * 2, ctypes.c_int32, ctypes.c_uint64),
+    "improve": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_double] * 2),
+    "best": (ctypes.c_int32, *[ctypes.c_void_p] * 3),
+    "end_search": (None, ctypes.c_void_p),
     "compact": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
     "slack": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
     "beam": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3),
@@ -282,15 +283,33 @@ def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
     return (starts, ends) if found else None
 
 
-def improve(
-    tasks: Tasks, order: Ints, span: bool, seed: int, attempts: int, hot: float, cold: float
-) -> tuple[Ints, float] | None:
-    """`fastpipe.planner.search.Search`, begun and improved; the library must be there."""
-    view, best, objective = _TasksView(tasks), np.array(order, dtype=np.int32), ctypes.c_double()
-    done = _loaded().fastpipe_plan_improve(
-        view.address, span, seed, attempts, hot, cold, best.ctypes.data, ctypes.addressof(objective)
-    )
-    return (best, objective.value) if done else None
+class Search:
+    """`fastpipe.planner.search.Search`; the library must be there."""
+
+    def __init__(self, tasks: Tasks, order: Ints, span: bool, seed: int) -> None:
+        self.view, self.size = _TasksView(tasks), len(tasks)
+        self.start, self.span, self.seed = np.array(order, dtype=np.int32), span, seed
+        self.handle: int | None = None
+
+    def begin(self) -> bool:
+        """Whether the order can run and fits into memory."""
+        found = _loaded()
+        self.handle = found.fastpipe_plan_search(self.view.address, self.start.ctypes.data, self.span, self.seed)
+        if self.handle:
+            weakref.finalize(self, found.fastpipe_plan_end_search, self.handle)
+        return bool(self.handle)
+
+    def improve(self, attempts: int, hot: float, cold: float) -> None:
+        """Try so many changes, while the heat falls from the first to the second."""
+        if not _loaded().fastpipe_plan_improve(self.handle, attempts, hot, cold):
+            raise MemoryError("no memory for a search")
+
+    def found(self) -> tuple[Ints, float]:
+        """The best order so far, and its objective."""
+        best, objective = np.empty(self.size, dtype=np.int32), ctypes.c_double()
+        if not _loaded().fastpipe_plan_best(self.handle, best.ctypes.data, ctypes.addressof(objective)):
+            raise MemoryError("no memory for a search")
+        return best, objective.value
 
 
 def construct(

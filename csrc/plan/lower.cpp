@@ -75,6 +75,6 @@ void fastpipe_plan_free(void* lowered) {
 }
 
 int32_t fastpipe_plan_version() {
-  return 7;
+  return 8;
 }
 }

@@ -125,12 +125,17 @@ int32_t fastpipe_plan_simulate(const PlanOrders* program, const int32_t* lane_of
 // 1 if the order can run: every rank's tasks, one rank after the other. Starts and ends by task are filled.
 int32_t fastpipe_plan_retime(const PlanTasks* tasks, const int32_t* order, double* starts, double* ends);
 
-// Anneals an order in place, keeping the best; `span`: 0 for the makespan, 1 for the span. 0 if it cannot run or fit.
-int32_t fastpipe_plan_improve(const PlanTasks* tasks, int32_t span, uint64_t seed, int64_t attempts, double hot,
-                              double cold, int32_t* order, double* objective);
+// An annealing of an order, or null if that cannot run or fit; `span`: 0 for the makespan, 1 for the span. The arrays
+// of the tasks have to stay.
+void* fastpipe_plan_search(const PlanTasks* tasks, const int32_t* order, int32_t span, uint64_t seed);
+// Goes on for so many attempts, from one heat to the other; 0 for no memory.
+int32_t fastpipe_plan_improve(void* search, int64_t attempts, double hot, double cold);
+// The best order so far, and its objective; 0 for no memory.
+int32_t fastpipe_plan_best(const void* search, int32_t* order, double* objective);
+void fastpipe_plan_end_search(void* search);
 
-// List scheduling by keys, `count` times; of keys, `reserves` (what has to stay free behind a task that takes memory) and
-// orders there are so many rows. An objective is infinite where it came to a stop. 0 for no memory.
+// List scheduling by keys, `count` times; of keys, `reserves` (what has to stay free behind a task that takes memory)
+// and orders there are so many rows. An objective is infinite where it came to a stop. 0 for no memory.
 int32_t fastpipe_plan_construct(const PlanTasks* tasks, int32_t span, int32_t count, const double* keys,
                                 const double* reserves, const double* patience, int32_t* orders, double* objectives);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <memory>
 
 namespace fastpipe::plan {
 
@@ -252,13 +253,40 @@ std::vector<int32_t> Search::best() const {
 
 }  // namespace fastpipe::plan
 
-extern "C" int32_t fastpipe_plan_improve(const PlanTasks* given, int32_t span, uint64_t seed, int64_t attempts,
-                                         double hot, double cold, int32_t* order, double* objective) {
+namespace {
+
+// A search with what it reads of; the arrays are the caller's.
+struct Begun {
+  Begun(const PlanTasks& from, const int32_t* order, bool span, uint64_t seed)
+      : given(from), tasks(given), search(tasks, order, span, seed) {}
+  const PlanTasks given;
+  const fastpipe::plan::Tasks tasks;
+  fastpipe::plan::Search search;
+};
+
+}  // namespace
+
+extern "C" void* fastpipe_plan_search(const PlanTasks* given, const int32_t* order, int32_t span, uint64_t seed) {
   try {
-    const fastpipe::plan::Tasks tasks(*given);
-    fastpipe::plan::Search search(tasks, order, span != 0, seed);
-    if (!search.begin()) return 0;
-    search.improve(attempts, hot, cold);
+    auto begun = std::make_unique<Begun>(*given, order, span != 0, seed);
+    return begun->search.begin() ? begun.release() : nullptr;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+extern "C" int32_t fastpipe_plan_improve(void* begun, int64_t attempts, double hot, double cold) {
+  try {
+    static_cast<Begun*>(begun)->search.improve(attempts, hot, cold);
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+extern "C" int32_t fastpipe_plan_best(const void* begun, int32_t* order, double* objective) {
+  try {
+    const fastpipe::plan::Search& search = static_cast<const Begun*>(begun)->search;
     const std::vector<int32_t> best = search.best();
     std::copy(best.begin(), best.end(), order);
     *objective = search.best_objective();
@@ -266,4 +294,8 @@ extern "C" int32_t fastpipe_plan_improve(const PlanTasks* given, int32_t span, u
   } catch (const std::exception&) {
     return 0;
   }
+}
+
+extern "C" void fastpipe_plan_end_search(void* begun) {
+  delete static_cast<Begun*>(begun);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 
@@ -22,6 +23,10 @@ class Clock:
 
     def is_over(self) -> bool:
         """Whether the time is over; what asks then stops, and the plan says that it was cut."""
-        if self.limit is not None and self.elapsed() >= self.limit:
-            self.cut = True
-        return self.cut
+        over = self.limit is not None and self.elapsed() >= self.limit
+        self.cut |= over
+        return over
+
+    def left(self) -> float:
+        """Seconds that are left; infinite without a limit."""
+        return math.inf if self.limit is None else max(0.0, self.limit - self.elapsed())

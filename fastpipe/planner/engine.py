@@ -25,12 +25,22 @@ def is_native() -> bool:
     return native_plan.library() is not None
 
 
+def _workers() -> int:
+    """Threads that are of use: one where Python does the work."""
+    return (os.cpu_count() or 1) if is_native() else 1
+
+
+def turns(count: int) -> int:
+    """One after the other, how many items a thread has of so many."""
+    return -(-count // _workers())
+
+
 @contextmanager
 def at_once(call: Callable[[T], R], items: Sequence[T]) -> Iterator[Iterator[R]]:
     """The answers for all items, in their order: by several threads where the library, which lets go of Python's lock,
     does the work. What an answer is does not depend on it."""
-    workers = min(len(items), os.cpu_count() or 1)
-    if workers < 2 or not is_native():
+    workers = min(len(items), _workers())
+    if workers < 2:
         yield map(call, items)
         return
     with ThreadPoolExecutor(workers, "fastpipe-plan") as threads:
@@ -61,17 +71,10 @@ def measure(tasks: Tasks, order: Ints, span: bool) -> float:
     return float((last - begin).max())
 
 
-def improve(
-    tasks: Tasks, order: Ints, *, span: bool, seed: int, attempts: int, hot: float, cold: float
-) -> tuple[Ints, float] | None:
-    """The best order that an annealing of so many attempts meets, and its objective; None if the start is none."""
-    if is_native():
-        return native_plan.improve(tasks, order, span, seed, attempts, hot, cold)
-    search = Search(tasks, order, span, seed)
-    if not search.begin():
-        return None
-    search.improve(attempts, hot, cold)
-    return np.array(search.best, dtype=np.int32), search.best_objective
+def search(tasks: Tasks, order: Ints, *, span: bool, seed: int) -> native_plan.Search | Search | None:
+    """An annealing that has begun; None if the order cannot run or fit into memory."""
+    made = (native_plan.Search if is_native() else Search)(tasks, order, span, seed)
+    return made if made.begin() else None
 
 
 def construct(

@@ -27,8 +27,11 @@ _FEW = 300
 """Tasks."""
 _COLD = 0.03
 """The heat at the end."""
-_SLICES = 4
-"""Parts of an annealing, after each of which the clock is read: what does not run out of time does not depend on it."""
+_SLICES, _SLICE_WORK = 16, 1e7
+"""Parts of an annealing, after each of which the clock is read, and attempts times tasks for which there is one more:
+what does not run out of time does not depend on it."""
+_FOR_ANNEALING = 0.9
+"""Of the time that is left; the rest is for what comes behind."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,22 @@ def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: 
         return
     rounds = _ROUNDS if max(len(one.tasks) for one in pool) > _FEW else _ROUNDS_OF_FEW
     ranked = spread(pool, rounds[0][0])
+    turns = [part / count * engine.turns(count) for count, part, _ in rounds]
     for number, (count, part, hot) in enumerate(rounds):
         chosen = spread(ranked, count)
         improved = []
+        seconds = _FOR_ANNEALING * clock.left() * part / count / sum(turns[number:])
         jobs = [
-            (one, int(work * part / len(chosen) / max(1, len(one.tasks))), hot, seed * 1009 + number * 101 + index)
+            (
+                one,
+                int(work * part / len(chosen) / max(1, len(one.tasks))),
+                hot,
+                seed * 1009 + number * 101 + index,
+                seconds,
+            )
             for index, one in enumerate(chosen)
         ]
-        with engine.at_once(lambda job: _annealed(problem, *job, clock), jobs) as answers:
+        with engine.at_once(lambda job: _annealed(problem, clock, *job), jobs) as answers:
             for better in answers:
                 improved.append(better)
                 yield better
@@ -119,23 +130,24 @@ def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: 
         ranked = sorted(improved, key=lambda one: one.value)
 
 
-def _annealed(problem: Problem, one: Member, attempts: int, hot: float, seed: int, clock: Clock) -> Member:
-    """The order after an annealing, cut into slices so that the clock is seen."""
-    mean = float(one.tasks.seconds.mean())
-    for number in range(_SLICES):
-        count = attempts // _SLICES
-        if count == 0 or clock.is_over():
-            break
-        heat = [(hot + (_COLD - hot) * (number + end) / _SLICES) * mean for end in (0, 1)]
-        found = engine.improve(
-            one.tasks, one.order, span=problem.span, seed=seed * 17 + number, attempts=count, hot=heat[0], cold=heat[1]
-        )
-        if found is None:
-            break
-        order, value = found
-        if value < one.value:
-            one = replace(one, order=order, value=value)
-    return one
+def _annealed(
+    problem: Problem, clock: Clock, one: Member, attempts: int, hot: float, seed: int, seconds: float
+) -> Member:
+    """The order after an annealing, in slices between which the clock is seen: what is late cools down the sooner."""
+    begin = clock.elapsed()
+    search = engine.search(one.tasks, one.order, span=problem.span, seed=seed)
+    slices = min(attempts, _SLICES + int(attempts * len(one.tasks) / _SLICE_WORK))
+    if search is None or not slices:
+        return one
+    scale = float(one.tasks.seconds.mean()) / slices
+    number = 0
+    while number < slices and not clock.is_over():
+        search.improve(attempts // slices, *(scale * (hot * (slices - at) + _COLD * at) for at in (number, number + 1)))
+        number, late = number + 1, slices * (clock.elapsed() - begin) / seconds if seconds else slices
+        if late > number + 1:
+            clock.cut, number = True, int(min(slices, late))
+    order, value = search.found()
+    return replace(one, order=order, value=value) if value < one.value else one
 
 
 def spread(pool: list[Member], count: int) -> list[Member]:

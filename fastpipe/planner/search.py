@@ -9,6 +9,8 @@ number.
 
 from __future__ import annotations
 
+import numpy as np
+
 from fastpipe.planner.retime import Lines, Retimer, Windows, places
 from fastpipe.planner.tasks import NOBODY, Ints, Tasks
 
@@ -94,6 +96,10 @@ class Search:
                 self._accept()
             else:
                 self._undo()
+
+    def found(self) -> tuple[Ints, float]:
+        """The best order so far, and its objective."""
+        return np.array(self.best, dtype=np.int32), self.best_objective
 
     def _accept(self) -> None:
         retimer = self.retimer

@@ -22,6 +22,8 @@ from fastpipe.schedules.zbv import v_columns
 
 F0, F1, I1, I0, W = range(5)
 """What a rank does for one microbatch, in the order of the V; W is of either stage."""
+_FROM = (-1, 1, -1, 1)
+"""Which neighbour F0, F1, I1 and I0 come from."""
 PERIOD = 6
 Offsets = list[tuple[int, int, int, int]]
 Slots = list[list[int]]
@@ -57,22 +59,30 @@ def repeat(offsets: Offsets, num_microbatches: int) -> list[list[tuple[int, int]
 
 def _holes(slots: Slots, split: bool) -> tuple[list[int], list[int]]:
     """The slots of W: the first holes after their I, those of I1 before those of I0 when they are split."""
-    filled = {slot: kind for kind, row in enumerate(slots) for slot in row}
     found: tuple[list[int], list[int]] = ([], [])
-    waiting, end = [0, 0], max(filled)
-    for slot in range(end + 1):
-        kind = filled.get(slot)
-        if kind is None:
+    filled = _row_of(slots)
+    waiting, end = [0, 0], len(filled) - 1
+    for slot, kind in enumerate(filled):
+        if kind < 0:
             which = 0 if waiting[0] else 1
             if waiting[which]:
                 found[which].append(slot)
                 waiting[which] -= 1
-        elif kind in (I1, I0):
+        elif kind >= I1:
             waiting[kind - I1 if split else 0] += 1
     for which in (0, 1):
         found[which].extend(range(end + 1, end + 1 + waiting[which]))
         end += waiting[which]
     return found
+
+
+def _row_of(slots: Slots) -> list[int]:
+    """The kind in every slot, or -1."""
+    row = [-1] * (max(row[-1] for row in slots) + 1)
+    for kind, places in enumerate(slots):
+        for slot in places:
+            row[slot] = kind
+    return row
 
 
 def _merged_holes(slots: Slots) -> list[int]:
@@ -92,16 +102,14 @@ def _in_time_order(ranks: list[Slots]) -> Iterator[tuple[int, int, int, int]]:
 
 def _earliest(ranks: list[Slots], rank: int, kind: int, mb: int) -> int:
     """The first slot after what an action waits for: its neighbour, its own last step, the microbatch before."""
-    last = ranks[rank][kind][mb - 1] if mb else -1
+    own = ranks[rank]
+    last = own[kind][mb - 1] if mb else -1
     if kind == W:
         return last + 1
-    if kind in (F0, I1) and rank > 0:
-        last = max(last, ranks[rank - 1][kind][mb])
-    if kind in (F1, I0) and rank + 1 < len(ranks):
-        last = max(last, ranks[rank + 1][kind][mb])
-    if kind > F0:
-        last = max(last, ranks[rank][kind - 1][mb])
-    return last + 1
+    neighbour = rank + _FROM[kind]
+    if 0 <= neighbour < len(ranks):
+        last = max(last, ranks[neighbour][kind][mb])
+    return (max(last, own[kind - 1][mb]) if kind > F0 else last) + 1
 
 
 def _squeeze(ranks: list[Slots]) -> list[Slots]:
@@ -123,10 +131,7 @@ class _Rank:
 
     def __init__(self, slots: Slots, weights: bool) -> None:
         self.weights = weights
-        self.kind = [-1] * (max(row[-1] for row in slots) + 1)
-        for kind, row in enumerate(slots):
-            for slot in row:
-                self.kind[slot] = kind
+        self.kind = _row_of(slots)
         self.done = [False] * len(self.kind)
         self.live = [0] * len(self.kind)
         self.waiting = [0] * len(self.kind)

@@ -107,8 +107,8 @@ class _Board:
         self.kind[rank][slot], self.kind[rank][to] = FREE, kind
         change = (kind in (F_DOWN, F_UP)) - (kind in (END_UP, END_DOWN))
         if change:
-            for at in range(to, slot):
-                self.live[rank][at] += change
+            live = self.live[rank]
+            live[to:slot] = [level + change for level in live[to:slot]]
 
 
 def generate(num_ranks: int, num_microbatches: int, **costs: float) -> Schedule:

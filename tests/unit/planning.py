@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 import fastpipe
 from fastpipe import Channel, Instruction, Placement, Program, Schedule
+from fastpipe.planner import engine
+from fastpipe.planner.tasks import Ints, Tasks
 
 SMALL = [
     ("gpipe", 1, 1, {}),
@@ -32,6 +35,15 @@ def hand(orders: Sequence[str], stage_to_rank: Sequence[int], num_microbatches: 
     """A schedule written by hand: one string of actions a rank."""
     placement = Placement.custom(stage_to_rank)
     return Schedule.from_actions("mine", placement, num_microbatches, [order.split() for order in orders])
+
+
+def improved(tasks: Tasks, order: Ints, *, span: bool, seed: int, attempts: int, hot: float, cold: float) -> Any:
+    """The best order that an annealing finds, and its objective; None if the order given cannot run or fit."""
+    search = engine.search(tasks, order, span=span, seed=seed)
+    if search is None:
+        return None
+    search.improve(attempts, hot, cold)
+    return search.found()
 
 
 def forward_only(num_ranks: int, num_microbatches: int) -> Schedule:

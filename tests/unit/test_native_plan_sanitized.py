@@ -45,15 +45,16 @@ for schedule in small_schedules():
 from fastpipe.planner import engine
 from fastpipe.planner.keys import Keys, unordered
 from tests.unit import test_planner_tasks as planner
+from tests.unit.planning import improved
 for case in planner.NAMED:
     schedule = planner.made(*case)
     tasks = planner.tight(schedule, planner.uneven(schedule.num_stages))
     for seed in range(3):
-        engine.improve(tasks, tasks.start, span=bool(seed % 2), seed=seed, attempts=500, hot=1.0, cold=0.01)
+        improved(tasks, tasks.start, span=bool(seed % 2), seed=seed, attempts=500, hot=1.0, cold=0.01)
     engine.retime(tasks, tasks.start[::-1].copy())  # each rank gets tasks of another: refused
     placement, costs = schedule.placement, planner.uneven(schedule.num_stages)
     loose = planner.tasks_of(unordered(placement, 4), costs, [1.0] * placement.num_stages, [4.0] * placement.num_ranks)
-    for order in Keys(loose, 1).orders(20) if placement.num_routes == 1 else ():
+    for order, _ in Keys(loose, 1).orders(20, True) if placement.num_routes == 1 else ():
         assert engine.retime(loose, order) is not None
 from tests.unit import test_rounds as rounds
 for name, options in rounds.SEARCHED:

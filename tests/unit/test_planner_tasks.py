@@ -16,7 +16,7 @@ from fastpipe.planner.construct import Constructor
 from fastpipe.planner.keys import Keys, unordered
 from fastpipe.planner.starts import joined, split
 from fastpipe.planner.tasks import Tasks, fits, held_peaks, tasks_of
-from tests.unit.planning import random_schedules
+from tests.unit.planning import improved, random_schedules
 
 NAMED = [
     ("1f1b", 3, 5, {}),
@@ -82,7 +82,7 @@ def test_an_order_that_cannot_run_has_no_times() -> None:
     assert engine.measure(tasks, order, span=False) == float("inf")
     assert retime.retime(tasks, order) is None
     arguments = {"span": False, "seed": 0, "attempts": 10, "hot": 1.0, "cold": 0.0}
-    assert engine.improve(tasks, order, **arguments) is None  # type: ignore[arg-type]
+    assert improved(tasks, order, **arguments) is None  # type: ignore[arg-type]
 
 
 def test_peaks_are_counted_by_stage_and_released_at_the_end_of_w() -> None:
@@ -100,7 +100,7 @@ def test_the_search_keeps_what_must_be_kept(case: tuple[str, int, int, dict[str,
     cost = uneven(schedule.num_stages)
     tasks = tight(schedule, cost)
     before = engine.measure(tasks, tasks.start, span)
-    found = engine.improve(tasks, tasks.start, span=span, seed=3, attempts=3000, hot=0.5, cold=0.01)
+    found = improved(tasks, tasks.start, span=span, seed=3, attempts=3000, hot=0.5, cold=0.01)
     assert found is not None
     order, value = found
     better = tasks.ordered(order, "better").validate()
@@ -118,7 +118,7 @@ def test_what_adds_to_weights_keeps_its_order(seed: int) -> None:
     schedule = made("dualpipev", 2, 8, {})
     cost = CostModel([0.4, 0.4, 0.4, 2.2], [0.3, 0.3, 0.3, 1.6], [0.3, 0.3, 0.3, 1.2])
     tasks = tasks_of(schedule, cost, [1.0] * 4, [100.0, 100.0])
-    found = engine.improve(tasks, tasks.start, span=False, seed=seed, attempts=4000, hot=1.0, cold=0.05)
+    found = improved(tasks, tasks.start, span=False, seed=seed, attempts=4000, hot=1.0, cold=0.05)
     assert found is not None
     for rank in tasks.ordered(found[0], "better"):
         done: dict[int, list[int]] = {}
@@ -132,7 +132,7 @@ def test_what_adds_to_weights_keeps_its_order(seed: int) -> None:
 def test_the_search_finds_what_a_bad_order_wastes() -> None:
     """GPipe's backwards wait for all forwards; 1F1B's memory allows better, and the search gets nearly there."""
     tasks = tight(split(made("gpipe", 3, 6, {})), CostModel())
-    found = engine.improve(tasks, tasks.start, span=False, seed=0, attempts=20000, hot=0.5, cold=0.01)
+    found = improved(tasks, tasks.start, span=False, seed=0, attempts=20000, hot=0.5, cold=0.01)
     assert found is not None and found[1] < engine.measure(tasks, tasks.start, span=False)
     assert found[1] <= 3 * 6 + 2  # the optimum: work and the way to the last rank
 
@@ -140,8 +140,7 @@ def test_the_search_finds_what_a_bad_order_wastes() -> None:
 def test_what_does_not_fit_is_no_start() -> None:
     schedule = made("zb_h1", 4, 8, {})
     tasks = tasks_of(schedule, CostModel(), [1.0] * 4, [3.0] * 4)
-    for improved in (engine.improve(tasks, tasks.start, span=False, seed=0, attempts=5, hot=1.0, cold=0.0),):
-        assert improved is None
+    assert improved(tasks, tasks.start, span=False, seed=0, attempts=5, hot=1.0, cold=0.0) is None
     assert not search.Search(tasks, tasks.start, False, 0).begin()
 
 
@@ -152,11 +151,13 @@ def test_both_languages_take_the_same_way(case: tuple[str, int, int, dict[str, i
     schedule = made(*case)
     tasks = tight(schedule, uneven(schedule.num_stages))
     for seed in (0, 2**40 + 7):
-        found = native_plan.improve(tasks, tasks.start, span, seed, 400, 0.5, 0.01)
-        python = search.Search(tasks, tasks.start, span, seed)
-        assert python.begin() and found is not None
-        python.improve(400, 0.5, 0.01)
-        assert (python.best, python.best_objective) == (found[0].tolist(), found[1])
+        both = [kind(tasks, tasks.start, span, seed) for kind in (native_plan.Search, search.Search)]
+        assert all(one.begin() for one in both)
+        for attempts, hot, cold in ((300, 0.5, 0.1), (100, 0.1, 0.01)):
+            for one in both:
+                one.improve(attempts, hot, cold)
+            (native, length), (python, same) = (one.found() for one in both)
+            assert (native.tolist(), length) == (python.tolist(), same)
 
 
 @pytest.mark.parametrize("span", [False, True])
@@ -166,7 +167,7 @@ def test_what_takes_no_time_is_no_way_round_a_ring(span: bool) -> None:
     cost = CostModel([0.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0], [1.0, 0.0] * 3)
     tasks = tasks_of(schedule, cost, [1.0] * 6, [100.0] * 3)
     for seed in range(3):
-        found = engine.improve(tasks, tasks.start, span=span, seed=seed, attempts=2000, hot=2.0, cold=0.1)
+        found = improved(tasks, tasks.start, span=span, seed=seed, attempts=2000, hot=2.0, cold=0.1)
         assert found is not None and engine.measure(tasks, found[0], span) == found[1]
         tasks.ordered(found[0], "better").validate()
 
@@ -203,7 +204,7 @@ def test_a_ring_that_takes_no_time_is_found(forward: float) -> None:
     schedule = made("interleaved_zb", 2, 4, {"stages_per_rank": 2})
     tasks = tasks_of(schedule, CostModel(forward, forward, 1.0), [1.0] * 4, [100.0] * 2)
     for seed in range(3):
-        found = engine.improve(tasks, tasks.start, span=False, seed=seed, attempts=3000, hot=2.0, cold=0.5)
+        found = improved(tasks, tasks.start, span=False, seed=seed, attempts=3000, hot=2.0, cold=0.5)
         assert found is not None and engine.measure(tasks, found[0], False) == found[1]
 
 
