@@ -107,7 +107,7 @@ class Constructor {
     held_[rank] = held_[rank] + tasks_.take(task) - tasks_.give(task);
     order[written_[rank]++] = task;
     events_.emplace(end, rank);
-    const Lists& consumers = tasks_.consumers();
+    const Consumers consumers = tasks_.consumers();
     for (const int32_t* other = consumers.begin(task); other != consumers.end(task); ++other) {
       const double arrival = arrival_of(*other);
       if (arrival < kNever) events_.emplace(arrival, tasks_.rank_of(*other));

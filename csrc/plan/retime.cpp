@@ -31,7 +31,7 @@ Retimer::Retimer(const Tasks& tasks, const Order& order, bool span)
       position_(tasks.num_ranks()),
       blocked_on_(tasks.num_ranks()) {
   for (int32_t task = 0; task < tasks.size(); ++task) lag_ = std::max(lag_, tasks.seconds(task));
-  const Lists& consumers = tasks.consumers();
+  const Consumers consumers = tasks.consumers();
   for (int32_t task = 0; task < tasks.size(); ++task) {
     rings_hide_ |= consumers.begin(task) != consumers.end(task) && tasks.seconds(task) <= kTiny * lag_;
   }
@@ -132,7 +132,7 @@ bool Retimer::renew(int32_t position, int32_t rank, double settled, double most)
   trial_starts_[task] = start;
   trial_ends_[task] = end;
   mark_from(position + 1, position + 2, rank);
-  const Lists& consumers = tasks_.consumers();
+  const Consumers consumers = tasks_.consumers();
   for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
     stale_.mark(order_.place[*consumer], tasks_.rank_of(*consumer));
   }
@@ -182,7 +182,7 @@ double Retimer::start_of(int32_t task, int32_t position, int32_t first) const {
 }
 
 void Retimer::wake(int32_t task) {
-  const Lists& consumers = tasks_.consumers();
+  const Consumers consumers = tasks_.consumers();
   for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
     const int32_t rank = tasks_.rank_of(*consumer);
     if (blocked_on_[rank] == task) {
@@ -224,7 +224,7 @@ void Retimer::find_tails() {
 // Finds the tail of the task at the rank's position; false where that of a consumer is not known yet.
 bool Retimer::retreat(int32_t rank) {
   const int32_t task = order_.tasks[position_[rank]];
-  const Lists& consumers = tasks_.consumers();
+  const Consumers consumers = tasks_.consumers();
   for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
     if (order_.place[*consumer] <= position_[tasks_.rank_of(*consumer)]) {
       blocked_on_[rank] = *consumer;
@@ -252,7 +252,7 @@ double Retimer::tail_of(int32_t task) const {
     const int32_t next = order_.tasks[position + 1];
     tail = tasks_.seconds(next) + tails_[next];
   }
-  const Lists& consumers = tasks_.consumers();
+  const Consumers consumers = tasks_.consumers();
   for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
     const int part = tasks_.source(*consumer, 0) == task ? 0 : 1;
     tail = std::max(tail, tasks_.transfer(*consumer, part) + tasks_.seconds(*consumer) + tails_[*consumer]);

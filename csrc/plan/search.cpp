@@ -97,7 +97,7 @@ bool Search::shift_chain(int32_t task, int32_t distance) {
 int32_t Search::follower(int32_t task, int32_t way) const {
   if (way == 0) return tasks_.source(task, 0);
   if (way == 1) {
-    const Lists& consumers = tasks_.consumers();
+    const Consumers consumers = tasks_.consumers();
     return consumers.begin(task) == consumers.end(task) ? kNobody : *consumers.begin(task);
   }
   return tasks_.next(task);

@@ -37,6 +37,27 @@ class Lists {
   std::vector<int32_t> items_;
 };
 
+// What is looked up of a task over and over, side by side.
+struct Task {
+  double seconds;
+  double transfer[2];
+  int32_t source[2];
+  int32_t consumers[2];  // on other ranks: what a forward and what a backward hands on
+  int32_t num_consumers;
+  int32_t rank;
+};
+
+// The consumers of every task, as rows.
+class Consumers {
+ public:
+  explicit Consumers(const std::vector<Task>& rows) : rows_(rows) {}
+  const int32_t* begin(int32_t task) const { return rows_[task].consumers; }
+  const int32_t* end(int32_t task) const { return rows_[task].consumers + rows_[task].num_consumers; }
+
+ private:
+  const std::vector<Task>& rows_;
+};
+
 class Tasks {
  public:
   explicit Tasks(const PlanTasks& given);
@@ -45,24 +66,23 @@ class Tasks {
   int32_t size() const { return given_.num_tasks; }
   int32_t first(int32_t rank) const { return given_.first[rank]; }
   int32_t last(int32_t rank) const { return given_.first[rank + 1]; }
-  int32_t rank_of(int32_t task) const { return rank_[task]; }
-  double seconds(int32_t task) const { return given_.seconds[task]; }
-  int32_t source(int32_t task, int part) const { return given_.source[2 * task + part]; }
-  double transfer(int32_t task, int part) const { return given_.transfer[2 * task + part]; }
+  int32_t rank_of(int32_t task) const { return rows_[task].rank; }
+  double seconds(int32_t task) const { return rows_[task].seconds; }
+  int32_t source(int32_t task, int part) const { return rows_[task].source[part]; }
+  double transfer(int32_t task, int part) const { return rows_[task].transfer[part]; }
   double take(int32_t task) const { return given_.take[task]; }
   double give(int32_t task) const { return given_.give[task]; }
   double limit(int32_t rank) const { return given_.limit[rank]; }
   int32_t next(int32_t task) const { return given_.next[task]; }
-  const Lists& before() const { return before_; }        // on the same rank
-  const Lists& after() const { return after_; }          // on the same rank
-  const Lists& consumers() const { return consumers_; }  // on other ranks
+  const Lists& before() const { return before_; }  // on the same rank
+  const Lists& after() const { return after_; }    // on the same rank
+  Consumers consumers() const { return Consumers(rows_); }
 
  private:
   const PlanTasks& given_;
-  std::vector<int32_t> rank_;
+  std::vector<Task> rows_;
   Lists before_;
   Lists after_;
-  Lists consumers_;
 };
 
 }  // namespace fastpipe::plan
