@@ -43,7 +43,8 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
                 label, schedule = _made(family, problem.num_ranks, num_microbatches, options, shape)
                 if isinstance(schedule, str) or problem.allows(schedule.placement):
                     yield label, schedule
-            if shape not in variants:  # by default it may hold more than is allowed, but need not
+            # By default it may hold more than is allowed, but need not. Rounds that hold less are found within less, too.
+            if shape not in variants and "memory" not in family.options:
                 label, schedule = _made(family, problem.num_ranks, num_microbatches, shape, shape)
                 if isinstance(schedule, Schedule) and _may_fit(problem, schedule):
                     yield label, schedule
