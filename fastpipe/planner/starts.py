@@ -43,7 +43,7 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
                 label, schedule = _made(family, problem.num_ranks, num_microbatches, options, shape)
                 if isinstance(schedule, str) or problem.allows(schedule.placement):
                     yield label, schedule
-            # By default it may hold more than is allowed, but need not. Rounds that hold less are found within less, too.
+            # By default it may hold more than is allowed, but need not. Rounds that hold less are found within less.
             if shape not in variants and "memory" not in family.options:
                 label, schedule = _made(family, problem.num_ranks, num_microbatches, shape, shape)
                 if isinstance(schedule, Schedule) and _may_fit(problem, schedule):
