@@ -15,7 +15,7 @@ from fastpipe.placement import Placement, is_whole
 from fastpipe.planner import bound, engine, partitions, pool, starts, windows
 from fastpipe.planner.budget import Memory, is_number, memory_of
 from fastpipe.planner.clock import Clock
-from fastpipe.planner.exact import is_small, solve
+from fastpipe.planner.exact import SECONDS, is_small, solve
 from fastpipe.planner.judge import judge
 from fastpipe.planner.layer_costs import LayerCosts
 from fastpipe.planner.model import OBJECTIVES, RECOMPUTE, SHARES, Problem, Setting, read_costs
@@ -86,8 +86,9 @@ def plan(
             it: the same seed gives the same plan, natively and in Python.
         seed: of the search's random numbers.
         exact: of a small case (700 actions: three times stages times microbatches), go on until nothing shorter exists
-            over any loop or wave of these depths with split backwards, and say so in ``optimal``. Of a larger one,
-            order the plan anew window by window, for two minutes unless there is a time limit, which proves nothing.
+            over any loop or wave of these depths with split backwards, and say so in ``optimal``; for a minute a placement
+            unless there is a time limit, which they share. Of a larger one, order the plan anew window by window, for
+            two minutes unless there is a time limit, which proves nothing.
             Needs OR-Tools (``pip install 'fastpipe[exact]'``). Costs have to be multiples of a common unit.
         progress: called as the search goes on.
 
@@ -321,10 +322,12 @@ class _Planner:
             return False
         settled = self.problem.placement is None or self.problem.placement.num_routes == 1
         least = math.inf
-        for _, placement in _placements(self.problem, [count], depths):
+        placements = list(_placements(self.problem, [count], depths))
+        for number, (_, placement) in enumerate(placements):
             self._say(f"solving {pool.describe(placement)} exactly")
             setting = self.problem.setting(placement, count)
-            outcome = solve(self.problem, setting, self.best[0], self.clock)
+            share = max(0.1, self.clock.left() / (len(placements) - number))
+            outcome = solve(self.problem, setting, self.best[0], SECONDS if self.clock.limit is None else share)
             if outcome.schedule is not None:
                 self._consider(f"exact on {pool.describe(placement)}", setting, outcome.schedule)
             whole = setting.cost.backward is None and setting.cost.overlapped is None

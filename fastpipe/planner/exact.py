@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from fastpipe.placement import Placement
-from fastpipe.planner.clock import Clock
 from fastpipe.planner.keys import unordered
 from fastpipe.planner.model import Problem, Setting
 from fastpipe.planner.solver import FULL, Durations, by_start, imported, lives, refuse_recompute
@@ -45,8 +44,8 @@ def is_small(placement: Placement, num_microbatches: int) -> bool:
     return 3 * placement.num_stages * num_microbatches <= MOST_TASKS
 
 
-def solve(problem: Problem, setting: Setting, known: float, clock: Clock) -> Outcome:
-    """Look for an order of the placement that is shorter than what is known.
+def solve(problem: Problem, setting: Setting, known: float, seconds: float = SECONDS) -> Outcome:
+    """Look for so many seconds for an order of the placement that is shorter than what is known.
 
     Raises:
         ImportError: without OR-Tools.
@@ -57,8 +56,7 @@ def solve(problem: Problem, setting: Setting, known: float, clock: Clock) -> Out
     work = unordered(setting.placement, setting.num_microbatches)
     tasks = tasks_of(work, setting.cost, setting.held, setting.limit, setting.kept)
     builder = _Builder(model_of, tasks, problem.span)
-    seconds = SECONDS if clock.limit is None else max(0.1, clock.limit - clock.elapsed())
-    order, least = builder.solve(known, min(seconds, SECONDS))
+    order, least = builder.solve(known, seconds)
     return Outcome(None if order is None else tasks.ordered(order, "plan"), least)
 
 

@@ -22,7 +22,7 @@ _ROUNDS = ((4, 0.15, 0.5), (2, 0.15, 0.5), (1, 0.7, 0.5))
 """How many orders are annealed, with what part of the attempts, and the heat at the start, in mean durations of a task.
 One long annealing brings more than several, but not of few tasks: there many hot ones find what one does not,
 and they may take longer in all."""
-_ROUNDS_OF_FEW = ((24, 0.5, 4.0), (12, 0.5, 2.0), (4, 0.5, 1.0))
+_ROUNDS_OF_FEW = ((32, 0.6, 3.0), (12, 0.5, 2.0), (4, 0.5, 1.0))
 _FEW = 300
 """Tasks."""
 _COLD = 0.03

@@ -19,7 +19,7 @@ from fastpipe.planner.clock import Clock
 from fastpipe.planner.exact import solve
 from fastpipe.planner.judge import judge
 from fastpipe.planner.model import Problem
-from fastpipe.planner.pool import Member, constructed, member
+from fastpipe.planner.pool import Listing, Member, constructed, member
 from fastpipe.planner.solver import common_unit
 from fastpipe.simulate import simulate_program
 
@@ -65,7 +65,7 @@ def listed(costs: CostModel, placement: Placement, num_microbatches: int, **opti
     settings["memory"] = memory_of(settings["memory"])
     problem = Problem(costs, placement.num_ranks, **settings)
     setting = problem.setting(placement, num_microbatches)
-    return problem, constructed(problem, setting, seed=1, tries=20, keep=20, clock=Clock(None))[-1]
+    return problem, constructed(problem, Listing(setting, seed=1, tries=20), keep=20, clock=Clock(None))[-1]
 
 
 def checked(problem: Problem, better: Member) -> float:
@@ -94,7 +94,7 @@ def test_windows_make_a_bad_order_shorter(objective: str, memory: float | None, 
 def test_one_window_over_everything_is_the_whole_problem(memory: float | None, comm: float) -> None:
     problem, bad = listed(CostModel(1.0, 1.5, 0.5, comm=comm), Placement.wave(2, 2), 4, memory=memory)
     better = windows.improve(problem, bad, Clock(None), lambda text: None)
-    proved = solve(problem, bad.setting, bad.value, Clock(None))
+    proved = solve(problem, bad.setting, bad.value)
     assert bad.value > better.value == pytest.approx(proved.least)
 
 
