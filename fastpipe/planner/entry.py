@@ -86,9 +86,9 @@ def plan(
             it: the same seed gives the same plan, natively and in Python.
         seed: of the search's random numbers.
         exact: of a small case (700 actions: three times stages times microbatches), go on until nothing shorter exists
-            over any loop or wave of these depths with split backwards, and say so in ``optimal``; for a minute a placement
-            unless there is a time limit, which they share. Of a larger one, order the plan anew window by window, for
-            two minutes unless there is a time limit, which proves nothing.
+            over any loop or wave of these depths with split backwards, and say so in ``optimal``: for a minute a
+            placement unless there is a time limit, which they share. Of a larger one, order the plan anew window by
+            window, for two minutes unless there is a time limit, which proves nothing.
             Needs OR-Tools (``pip install 'fastpipe[exact]'``). Costs have to be multiples of a common unit.
         progress: called as the search goes on.
 
