@@ -100,40 +100,42 @@ def describe(placement: Placement) -> str:
     return f"{placement.name} of {depth}" if placement.num_stages > placement.num_ranks else placement.name
 
 
+class _Annealing(NamedTuple):
+    """How an order is annealed: so many attempts, within so many seconds, from a heat in mean durations of a task."""
+
+    one: Member
+    attempts: int
+    seconds: float
+    hot: float
+    seed: int
+
+
 def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: Clock) -> Iterator[Member]:
     """Better orders, round by round: many for a short time, then the best of them for longer."""
     if not pool:
         return
     rounds = _ROUNDS if max(len(one.tasks) for one in pool) > _FEW else _ROUNDS_OF_FEW
-    ranked = spread(pool, rounds[0][0])
-    turns = [part / count * engine.turns(count) for count, part, _ in rounds]
+    shares = [part / count * engine.turns(count) for count, part, _ in rounds]  # of the time
+    ranked = pool
     for number, (count, part, hot) in enumerate(rounds):
         chosen = spread(ranked, count)
-        improved = []
-        seconds = _FOR_ANNEALING * clock.left() * part / count / sum(turns[number:])
-        jobs = [
-            (
-                one,
-                int(work * part / len(chosen) / max(1, len(one.tasks))),
-                hot,
-                seed * 1009 + number * 101 + index,
-                seconds,
-            )
-            for index, one in enumerate(chosen)
-        ]
-        with engine.at_once(lambda job: _annealed(problem, clock, *job), jobs) as answers:
+        seconds = _FOR_ANNEALING * clock.left() * part / count / sum(shares[number:])
+        jobs = []
+        for index, one in enumerate(chosen):
+            attempts = int(work * part / len(chosen) / max(1, len(one.tasks)))
+            jobs.append(_Annealing(one, attempts, seconds, hot, seed * 1009 + number * 101 + index))
+        ranked = []
+        with engine.at_once(lambda job: _annealed(problem, job, clock), jobs) as answers:
             for better in answers:
-                improved.append(better)
+                ranked.append(better)
                 yield better
                 if clock.is_over():
                     return
-        ranked = sorted(improved, key=lambda one: one.value)
 
 
-def _annealed(
-    problem: Problem, clock: Clock, one: Member, attempts: int, hot: float, seed: int, seconds: float
-) -> Member:
+def _annealed(problem: Problem, job: _Annealing, clock: Clock) -> Member:
     """The order after an annealing, in slices between which the clock is seen: what is late cools down the sooner."""
+    one, attempts, seconds, hot, seed = job
     begin = clock.elapsed()
     search = engine.search(one.tasks, one.order, span=problem.span, seed=seed)
     slices = min(attempts, _SLICES + int(attempts * len(one.tasks) / _SLICE_WORK))
@@ -142,7 +144,8 @@ def _annealed(
     scale = float(one.tasks.seconds.mean()) / slices
     number = 0
     while number < slices and not clock.is_over():
-        search.improve(attempts // slices, *(scale * (hot * (slices - at) + _COLD * at) for at in (number, number + 1)))
+        heat = [scale * (hot * (slices - at) + _COLD * at) for at in (number, number + 1)]
+        search.improve(attempts // slices, *heat)
         number, late = number + 1, slices * (clock.elapsed() - begin) / seconds if seconds else slices
         if late > number + 1:
             clock.cut, number = True, int(min(slices, late))
