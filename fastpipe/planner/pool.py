@@ -12,7 +12,7 @@ from fastpipe.planner.clock import Clock
 from fastpipe.planner.keys import Keys, unordered
 from fastpipe.planner.model import Problem, Setting
 from fastpipe.planner.result import family_of
-from fastpipe.planner.starts import split
+from fastpipe.planner.starts import computing, split
 from fastpipe.planner.tasks import SLACK, Ints, Tasks, fits, held_peaks, tasks_of
 from fastpipe.schedule import Schedule
 
@@ -59,7 +59,7 @@ class Member:
 
 def member(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> Member | None:
     """A schedule as a member; None where it does not fit into memory or cannot run."""
-    schedule = schedule.without_transfers()
+    schedule = computing(schedule)
     cost = setting.cost
     if cost.backward is None and schedule.splits_backward is False:
         schedule = split(schedule)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastpipe.action import ActionKind
+from fastpipe.action import COMPUTE_KINDS, ActionKind
 from fastpipe.chains import peak
 from fastpipe.cost import CostModel
 from fastpipe.placement import Placement
@@ -21,6 +21,7 @@ from fastpipe.schedules.family import Family
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
 _LIMITS = ("memory_limit", "memory")
 _SMALLEST = ("loop_zb", "wave_zb")
+_LAST_COMPUTE = int(max(COMPUTE_KINDS))
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
@@ -163,6 +164,14 @@ def _made(
         return label, family.make(num_ranks, num_microbatches, options)
     except ValueError as error:
         return label, str(error)
+
+
+def computing(schedule: Schedule) -> Schedule:
+    """The same without what names a stage alone, which a loaded schedule may have: a program adds what it lacks."""
+    if all((rows[0] <= _LAST_COMPUTE).all() for rows in schedule.columns):
+        return schedule
+    columns = [rows[:, rows[0] <= _LAST_COMPUTE] for rows in schedule.columns]
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)
 
 
 def split(schedule: Schedule) -> Schedule:

@@ -241,6 +241,41 @@ def test_a_placement_that_is_given_is_kept() -> None:
             fastpipe.plan(uneven, num_ranks=3, num_microbatches=4, placement=odd, **{"effort": 0.01, **little})
 
 
+@pytest.mark.parametrize("effort", [0.0, 0.002])
+def test_a_schedule_that_is_given_is_proved(effort: float) -> None:
+    given = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)
+    whole = [rows.copy() for rows in given.columns]
+
+    def with_rank_0(rows: np.ndarray) -> fastpipe.Schedule:
+        return fastpipe.Schedule("mine", given.placement, 8, [rows, *whole[1:]])
+
+    for rows, message in (
+        (whole[0][:, :-1], "stage 0, microbatch 7 has no B"),
+        (whole[0][:, ::-1], "waits in a cycle"),
+        (np.concatenate([whole[0], whole[0][:, :1]], axis=1), "0F0 was already done"),
+    ):
+        with pytest.raises(fastpipe.ScheduleError, match=f"placement: mine cannot run: .*{message}"):
+            small(placement=with_rank_0(rows), effort=effort)
+    passes = fastpipe.make_schedule("forward_only", num_ranks=4, num_microbatches=8)
+    with pytest.raises(ValueError, match="placement: forward_only has no backward"):
+        small(placement=passes, effort=effort)
+
+
+def test_a_schedule_that_is_given_may_name_stages_alone(tmp_path: Path) -> None:
+    """As torch's file does, with UNSHARD and REDUCE_GRAD."""
+    rows = fastpipe.make_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=4).to_csv().splitlines()
+    text = [
+        f"{rank}UNSHARD,{rank + 2}UNSHARD,{row},{rank}REDUCE_GRAD,{rank + 2}REDUCE_GRAD"
+        for rank, row in enumerate(rows)
+    ]
+    (tmp_path / "mine.csv").write_text("\n".join(text) + "\n", encoding="utf-8")
+    given = fastpipe.Schedule.from_csv(tmp_path / "mine.csv")
+    plan = small(num_ranks=2, num_microbatches=4, placement=given)
+    assert "mine, as given" in {one.name for one in plan.candidates}
+    kept = small(CostModel(backward=0.5), num_ranks=2, num_microbatches=4, placement=given)
+    assert kept.schedule == given  # with all that it says
+
+
 def test_a_time_limit_cuts_and_says_so() -> None:
     started = time.monotonic()
     plan = small(num_ranks=8, num_microbatches=32, time_limit=1e-6, effort=100.0)
