@@ -301,7 +301,9 @@ class _Planner:
         for better in sorted(improved, key=lambda one: one.value)[:_FINALISTS]:
             less = partitions.recompute_less(self.problem, better, self.clock)
             moved = partitions.improve(self.problem, less, self.clock)
-            self._consider(f"plan from {better.name}", moved.setting, moved.schedule())
+            row = self._consider(f"plan from {better.name}", moved.setting, moved.schedule())
+            if moved is not better and not row.fits:
+                self._consider(f"plan from {better.name}, not moved", better.setting, better.schedule())
             if moved.setting.cost.backward is not None:
                 self._consider(f"plan from {better.name}, joined", moved.setting, starts.joined(moved.schedule()))
 

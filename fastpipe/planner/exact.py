@@ -55,7 +55,7 @@ def solve(problem: Problem, setting: Setting, known: float, clock: Clock) -> Out
     model_of = imported()
     refuse_recompute(setting)
     work = unordered(setting.placement, setting.num_microbatches)
-    tasks = tasks_of(work, setting.cost, setting.held, setting.limit, setting.kept)
+    tasks = tasks_of(work, setting.cost, setting.counted, setting.limit, setting.begun)
     builder = _Builder(model_of, tasks, problem.span)
     seconds = SECONDS if clock.limit is None else max(0.1, clock.limit - clock.elapsed())
     order, least = builder.solve(known, min(seconds, SECONDS))

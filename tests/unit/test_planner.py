@@ -205,6 +205,37 @@ def test_recomputing_is_counted_in_bytes() -> None:
     assert max(held) == plan.chosen.peak_bytes <= 190e6
 
 
+@pytest.mark.parametrize("effort", [0.0, 0.02])
+def test_received_messages_have_room_in_a_plan_in_bytes(effort: float) -> None:
+    """They stay until a stage's W: an order that fills the memory with activations alone does not fit."""
+    sizes = {"stage_bytes": 1e6, "activation_bytes": 2.5e5}
+    for num_ranks, num_microbatches, memory in ((3, 4, 3.3e6), (5, 6, 3.3e6), (4, 8, 5.1e6)):
+        plan = fastpipe.plan(
+            CostModel(1.0, 1.2, 0.8, comm=0.05, **sizes),
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            max_stages_per_rank=1,
+            memory=memory,
+            effort=effort,
+        )
+        named = [
+            fastpipe.simulate(
+                fastpipe.make_schedule(
+                    "loop_zb",
+                    num_ranks=num_ranks,
+                    num_microbatches=num_microbatches,
+                    stages_per_rank=1,
+                    memory=limit,
+                ),
+                CostModel(1.0, 1.2, 0.8, comm=0.05, **sizes),
+            )
+            for limit in range(1, 2 * num_ranks)
+        ]
+        fitting = [one.makespan for one in named if max(one.peak_bytes) <= memory]
+        assert fitting and plan.makespan <= min(fitting) + 1e-9
+        assert max(plan.timeline.peak_bytes) <= memory
+
+
 def test_moving_layers_helps_where_the_ends_differ() -> None:
     """The most even partition minimises the longest stage; a pipeline may want it elsewhere."""
     plan = small(LAYERS, max_stages_per_rank=1, effort=0.08)
