@@ -236,6 +236,15 @@ def test_received_messages_have_room_in_a_plan_in_bytes(effort: float) -> None:
         assert max(plan.timeline.peak_bytes) <= memory
 
 
+def test_list_scheduling_looks_at_the_memory_of_every_rank() -> None:
+    """Rank 0's parameters leave less there than rank 1 holds of one microbatch, and has room for."""
+    costs = LayerCosts(num_layers=2, held_bytes=[1e6, 3e6], parameter_bytes=[10e6, 1e6], activation_bytes=1e5)
+    said: list[str] = []
+    options = {"num_ranks": 2, "placement": fastpipe.Placement.loop(2), "memory": "12.3MB", "effort": 0.1}
+    plan = small(costs, **options, progress=lambda text, best: said.append(text))
+    assert plan.chosen.fits and any("began as list scheduling" in text for text in said)
+
+
 def test_moving_layers_helps_where_the_ends_differ() -> None:
     """The most even partition minimises the longest stage; a pipeline may want it elsewhere."""
     plan = small(LAYERS, max_stages_per_rank=1, effort=0.08)
