@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpipe.cost import CostModel
+from fastpipe.errors import ScheduleError
 from fastpipe.placement import Placement, is_whole
 from fastpipe.planner import bound, engine, partitions, pool, starts, windows
 from fastpipe.planner.budget import Memory, is_number, memory_of
@@ -94,8 +95,9 @@ def plan(
 
     Raises:
         ValueError: for numbers or costs that are none, or when nothing fits into the memory; it says what would.
+        ScheduleError: for a schedule as `placement` that is not complete or cannot run.
     """
-    first = placement if isinstance(placement, Schedule) else None
+    first = _proved(placement) if isinstance(placement, Schedule) else None
     places = placement.placement if isinstance(placement, Schedule) else placement
     problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank, places, recompute)
     effort = (1.0 if engine.is_native() else _PYTHON_EFFORT) if effort is None else effort
@@ -103,6 +105,19 @@ def plan(
     planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress, first)
     with _no_collections():
         return planner.run(_microbatch_counts(problem, num_microbatches), exact)
+
+
+def _proved(given: Schedule) -> Schedule:
+    """The user's own schedule: it is simulated before anything else proves it."""
+    if given.forward_only:
+        raise ValueError(
+            f"placement: {given.name} has no backward, and a plan is for steps that train; give its .placement to keep "
+            "its stages where they are"
+        )
+    try:
+        return validate_schedule(given).without_transfers()
+    except ScheduleError as error:
+        raise ScheduleError(f"placement: {given.name} cannot run: {error}") from error
 
 
 @contextlib.contextmanager
@@ -249,7 +264,7 @@ class _Planner:
     def _starts(self, num_microbatches: int, depths: list[int]) -> Iterator[tuple[str, Schedule | str]]:
         """What the user gave, and the registry."""
         if self.first is not None and self.first.num_microbatches == num_microbatches:
-            yield f"{self.first.name}, as given", self.first.without_transfers()
+            yield f"{self.first.name}, as given", self.first
         yield from starts.named(self.problem, num_microbatches, depths)
 
     def _consider(self, name: str, setting: Setting, schedule: Schedule) -> Candidate:
@@ -287,7 +302,9 @@ class _Planner:
         for better in sorted(improved, key=lambda one: one.value)[:_FINALISTS]:
             less = partitions.recompute_less(self.problem, better, self.clock)
             moved = partitions.improve(self.problem, less, self.clock)
-            self._consider(f"plan from {better.name}", moved.setting, moved.schedule())
+            row = self._consider(f"plan from {better.name}", moved.setting, moved.schedule())
+            if moved is not better and not row.fits:
+                self._consider(f"plan from {better.name}, not moved", better.setting, better.schedule())
             if moved.setting.cost.backward is not None:
                 self._consider(f"plan from {better.name}, joined", moved.setting, starts.joined(moved.schedule()))
 

@@ -54,7 +54,7 @@ def solve(problem: Problem, setting: Setting, known: float, seconds: float = SEC
     model_of = imported()
     refuse_recompute(setting)
     work = unordered(setting.placement, setting.num_microbatches)
-    tasks = tasks_of(work, setting.cost, setting.held, setting.limit, setting.kept)
+    tasks = tasks_of(work, setting.cost, setting.counted, setting.limit, setting.begun)
     builder = _Builder(model_of, tasks, problem.span)
     order, least = builder.solve(known, seconds)
     return Outcome(None if order is None else tasks.ordered(order, "plan"), least)

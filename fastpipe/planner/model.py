@@ -8,12 +8,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastpipe.cost import CostModel, found_in, parsed, shared_out
 from fastpipe.placement import Placement
 from fastpipe.planner.budget import Memory
 from fastpipe.planner.layer_costs import LayerCosts
 
 Costs = CostModel | LayerCosts
+Floats = tuple[float, ...]
 _SECONDS = ("forward", "backward_input", "backward_weight", "backward", "overlapped")
 _STAGES = (*_SECONDS, "activation_bytes", "stage_bytes", "recompute", "kept_bytes")
 RECOMPUTE = ("none", "full", "auto")
@@ -33,6 +36,10 @@ class Setting:
         held: what a stage holds of a microbatch: bytes where they are known, else in activations of a rank's share.
         kept: the same up to its backward, where it recomputes the rest.
         limit: what a rank may hold, in the same unit; infinite where memory is no matter.
+        counted: `held` as the search counts it: where memory is in bytes, with the messages that a stage has received
+            and needs until its W.
+        begun: `kept` in the same way.
+        room: `limit` in the same way: less what is received while another action runs.
         share: one activation of a rank's share of the model, in the same unit.
         parts: the layers of every stage; None where there are no layers.
         parameters: bytes that stay, by stage.
@@ -45,6 +52,9 @@ class Setting:
     held: tuple[float, ...]
     kept: tuple[float, ...]
     limit: tuple[float, ...]
+    counted: tuple[float, ...]
+    begun: tuple[float, ...]
+    room: tuple[float, ...]
     share: float
     parts: tuple[range, ...] | None = None
     parameters: tuple[float, ...] = ()
@@ -167,13 +177,18 @@ class Problem:
             held, inputs = sizes, [0.0] * num_stages
         parts_kept = 1 - cost.per_stage("recompute", num_stages)
         kept = [min(whole, whole * part + own) for whole, part, own in zip(held, parts_kept, inputs, strict=True)]
+        limit = self._limit(placement, sum(held), parameters)
+        by_bytes = self.memory is not None and self.memory.unit == "bytes"
+        plain = tuple(held), tuple(map(float, kept)), limit
+        counted, begun, room = _with_messages(placement, cost, limit) if by_bytes else plain
         return Setting(
             placement,
             num_microbatches,
             cost,
-            tuple(held),
-            tuple(map(float, kept)),
-            self._limit(placement, sum(held), parameters),
+            *plain,
+            counted,
+            begun,
+            room,
             sum(held) / self.num_ranks,
             None if parts is None else tuple(parts),
             tuple(parameters),
@@ -194,6 +209,28 @@ class Problem:
         name = "held_bytes" if isinstance(self.costs, LayerCosts) else "stage_bytes"
         value = getattr(self.costs, name)
         return any(value) if isinstance(value, Sequence) else bool(value)
+
+
+def _with_messages(placement: Placement, cost: CostModel, limit: Floats) -> tuple[Floats, Floats, Floats]:
+    """`Setting.counted`, `begun` and `room`: what `fastpipe.memory` counts of a program, as far as no order says it."""
+    num_stages = placement.num_stages
+    whole, kept, boundary = (
+        cost.per_stage(name, num_stages) for name in ("stage_bytes", "kept_bytes", "activation_bytes")
+    )
+    meets = [[a != b for a, b in zip(route, route[1:], strict=False)] for route in placement.routes]
+    remote = np.array(meets, dtype=np.bool_).reshape(-1, num_stages - 1).any(axis=0)
+    inputs = np.concatenate([[0.0], np.where(remote, boundary[:-1], 0.0)])
+    gradients = np.concatenate([np.where(remote, boundary[:-1], 0.0), [0.0]])
+    # what is handed over within a rank is copied nowhere; but who recomputes holds it alone
+    again = np.divide(whole - kept, whole, out=np.zeros(num_stages), where=whole > 0)
+    handed = np.concatenate([[0.0], np.where(remote, 0.0, boundary[:-1])]) * again
+    room = [
+        most - max((max(inputs[s], gradients[s]) for s in placement.stages_of(rank)), default=0.0)
+        for rank, most in enumerate(limit)
+    ]
+    begun = kept + inputs + handed
+    counted = whole + inputs + handed + gradients
+    return tuple(counted.tolist()), tuple(begun.tolist()), tuple(map(float, room))
 
 
 def read_costs(costs: Any) -> Costs:

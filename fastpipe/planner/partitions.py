@@ -70,7 +70,7 @@ def _with(
 ) -> Member | None:
     placement, count = one.setting.placement, one.setting.num_microbatches
     setting = problem.setting(placement, count, parts, recomputes)
-    tasks = tasks_of(one.tasks.schedule, setting.cost, setting.held, setting.limit, setting.kept)
+    tasks = tasks_of(one.tasks.schedule, setting.cost, setting.counted, setting.room, setting.begun)
     if not fits(tasks.peaks(one.order), setting.limit):
         return None
     return replace(one, setting=setting, tasks=tasks, value=engine.measure(tasks, one.order, problem.span))

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from fastpipe.placement import Placement
 from fastpipe.planner import engine
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.keys import Keys, unordered
 from fastpipe.planner.model import Problem, Setting
 from fastpipe.planner.result import family_of
-from fastpipe.planner.starts import split
+from fastpipe.planner.starts import computing, split
 from fastpipe.planner.tasks import SLACK, Ints, Tasks, fits, held_peaks, tasks_of
 from fastpipe.schedule import Schedule
 
@@ -59,13 +61,15 @@ class Member:
 
 def member(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> Member | None:
     """A schedule as a member; None where it does not fit into memory or cannot run."""
-    schedule = schedule.without_transfers()
+    schedule = computing(schedule)
     cost = setting.cost
     if cost.backward is None and schedule.splits_backward is False:
         schedule = split(schedule)
-    if not fits(held_peaks(schedule, setting.held, setting.kept), setting.limit):
+    peaks = held_peaks(schedule, setting.counted, setting.begun)
+    if not fits(peaks, setting.limit):
         return None
-    tasks = tasks_of(schedule, cost, setting.held, setting.limit, setting.kept)
+    limit = [max(most, room) for most, room in zip(peaks, setting.room, strict=True)]
+    tasks = tasks_of(schedule, cost, setting.counted, limit, setting.begun)
     order = tasks.start
     value = engine.measure(tasks, order, problem.span)
     return Member(name, setting, tasks, order, value) if value < float("inf") else None
@@ -85,9 +89,9 @@ def constructed(problem: Problem, asked: Listing, keep: int, clock: Clock) -> li
     if not asked.tries or clock.is_over():
         return []
     tasks = tasks_of(
-        unordered(placement, setting.num_microbatches), setting.cost, setting.held, setting.limit, setting.kept
+        unordered(placement, setting.num_microbatches), setting.cost, setting.counted, setting.room, setting.begun
     )
-    if not len(tasks) or (tasks.take > tasks.limit[0] + SLACK).any():
+    if not len(tasks) or (tasks.take > np.repeat(tasks.limit, np.diff(tasks.first)) + SLACK).any():
         return []
     found = sorted(Keys(tasks, asked.seed).orders(asked.tries, problem.span), key=lambda one: one[1])[:keep]
     name = f"list scheduling on {describe(placement)}"

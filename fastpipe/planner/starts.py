@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastpipe.action import ActionKind
+from fastpipe.action import COMPUTE_KINDS, ActionKind
 from fastpipe.chains import peak
 from fastpipe.cost import CostModel
 from fastpipe.placement import Placement
@@ -21,6 +21,7 @@ from fastpipe.schedules.family import Family
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
 _LIMITS = ("memory_limit", "memory")
 _SMALLEST = ("loop_zb", "wave_zb")
+_LAST_COMPUTE = int(max(COMPUTE_KINDS))
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
@@ -37,7 +38,7 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
     for family in list_schedules():
         if family.name == "forward_only":
             continue
-        for shape in _shapes(family, allowed):
+        for shape in _shapes(problem, family, allowed):
             variants = _variants(problem, num_microbatches, family, shape)
             for options in variants:
                 label, schedule = _made(family, problem.num_ranks, num_microbatches, options, shape)
@@ -75,10 +76,13 @@ def _may_fit(problem: Problem, schedule: Schedule) -> bool:
     )
 
 
-def _shapes(family: Family, allowed: list[int]) -> list[dict[str, Any]]:
+def _shapes(problem: Problem, family: Family, allowed: list[int]) -> list[dict[str, Any]]:
     """The options that say how many stages a rank holds, for every number that is allowed."""
     if "stages_per_rank" in family.options:
-        return [{"stages_per_rank": v} for v in allowed if v > 1 or family.stages_per_rank == 1]
+        # Of one stage a rank zb_auto is as good as loop_zb, but where messages count it may not fit where that does.
+        by_bytes = problem.memory is not None and problem.memory.unit == "bytes"
+        one = family.stages_per_rank == 1 or (by_bytes and family.name == "loop_zb")
+        return [{"stages_per_rank": v} for v in allowed if v > 1 or one]
     if "waves" in family.options:
         return [{"waves": v // 2} for v in allowed if v % 2 == 0]
     return [{}] if family.stages_per_rank in allowed else []
@@ -101,7 +105,9 @@ def _variants(
         found = [dict(shape), {**shape, **costs}] if costs else [dict(shape)]
         # what 1F1B holds is what they take by default
         limits = [limit for limit in limits if limit != stages.num_stages]
-    return found + [{**shape, **costs, limited: limit} for limit in limits if limited is not None]
+    # Which messages a rank holds at once depends on the order, so of two with one limit either may fit alone.
+    by_costs = [costs, {}] if costs and setting.counted != setting.held else [costs]
+    return found + [{**shape, **one, limited: limit} for limit in limits if limited is not None for one in by_costs]
 
 
 def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> dict[str, Any]:
@@ -147,8 +153,11 @@ def _limits(setting: Setting) -> list[int]:
     most = setting.num_microbatches * stages // num_ranks
     if math.isinf(min(setting.limit)):
         return sorted({min(most, count * stages // num_ranks) for count in (num_ranks, 2 * num_ranks)})
-    sizes = {max(setting.held), math.fsum(setting.held) / stages}
-    return sorted({min(most, int(min(setting.limit) / size + 1e-9)) for size in sizes if size > 0} - {0})
+    found = set()
+    for held, limit in ((setting.held, setting.limit), (setting.counted, setting.room)):
+        sizes = {max(held), math.fsum(held) / stages}
+        found |= {min(most, int(min(limit) / size + 1e-9)) for size in sizes if size > 0}
+    return sorted(count for count in found if count > 0)
 
 
 def _made(
@@ -163,6 +172,14 @@ def _made(
         return label, family.make(num_ranks, num_microbatches, options)
     except ValueError as error:
         return label, str(error)
+
+
+def computing(schedule: Schedule) -> Schedule:
+    """The same without what names a stage alone, which a loaded schedule may have: a program adds what it lacks."""
+    if all((rows[0] <= _LAST_COMPUTE).all() for rows in schedule.columns):
+        return schedule
+    columns = [rows[:, rows[0] <= _LAST_COMPUTE] for rows in schedule.columns]
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)
 
 
 def split(schedule: Schedule) -> Schedule:

@@ -65,7 +65,7 @@ def improve(problem: Problem, one: Member, clock: Clock, say: Callable[[str], No
             window = Window(Line(case, one.order), first, size)
             order, spent = solved(cp_model, window, min(work, _EACH), clock)
             work -= spent
-            if order is None or not fits(one.tasks.peaks(order), one.setting.limit):
+            if order is None or not fits(one.tasks.peaks(order), one.tasks.limit.tolist()):
                 continue
             value = engine.measure(one.tasks, order, problem.span)
             if value < one.value * (1 - 1e-9):

@@ -205,6 +205,46 @@ def test_recomputing_is_counted_in_bytes() -> None:
     assert max(held) == plan.chosen.peak_bytes <= 190e6
 
 
+@pytest.mark.parametrize("effort", [0.0, 0.02])
+def test_received_messages_have_room_in_a_plan_in_bytes(effort: float) -> None:
+    """They stay until a stage's W: an order that fills the memory with activations alone does not fit."""
+    sizes = {"stage_bytes": 1e6, "activation_bytes": 2.5e5}
+    for num_ranks, num_microbatches, memory in ((3, 4, 3.3e6), (5, 6, 3.3e6), (4, 8, 5.1e6)):
+        plan = fastpipe.plan(
+            CostModel(1.0, 1.2, 0.8, comm=0.05, **sizes),
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            max_stages_per_rank=1,
+            memory=memory,
+            effort=effort,
+        )
+        named = [
+            fastpipe.simulate(
+                fastpipe.make_schedule(
+                    "loop_zb",
+                    num_ranks=num_ranks,
+                    num_microbatches=num_microbatches,
+                    stages_per_rank=1,
+                    memory=limit,
+                ),
+                CostModel(1.0, 1.2, 0.8, comm=0.05, **sizes),
+            )
+            for limit in range(1, 2 * num_ranks)
+        ]
+        fitting = [one.makespan for one in named if max(one.peak_bytes) <= memory]
+        assert fitting and plan.makespan <= min(fitting) + 1e-9
+        assert max(plan.timeline.peak_bytes) <= memory
+
+
+def test_list_scheduling_looks_at_the_memory_of_every_rank() -> None:
+    """Rank 0's parameters leave less there than rank 1 holds of one microbatch, and has room for."""
+    costs = LayerCosts(num_layers=2, held_bytes=[1e6, 3e6], parameter_bytes=[10e6, 1e6], activation_bytes=1e5)
+    said: list[str] = []
+    options = {"num_ranks": 2, "placement": fastpipe.Placement.loop(2), "memory": "12.3MB", "effort": 0.1}
+    plan = small(costs, **options, progress=lambda text, best: said.append(text))
+    assert plan.chosen.fits and any("began as list scheduling" in text for text in said)
+
+
 def test_moving_layers_helps_where_the_ends_differ() -> None:
     """The most even partition minimises the longest stage; a pipeline may want it elsewhere."""
     plan = small(LAYERS, max_stages_per_rank=1, effort=0.08)
@@ -239,6 +279,41 @@ def test_a_placement_that_is_given_is_kept() -> None:
     for little in ({"effort": 0}, {"memory": 0.01}):
         with pytest.raises(ValueError, match=r"placement: no schedule of the registry.*effort = .* and memory = "):
             fastpipe.plan(uneven, num_ranks=3, num_microbatches=4, placement=odd, **{"effort": 0.01, **little})
+
+
+@pytest.mark.parametrize("effort", [0.0, 0.002])
+def test_a_schedule_that_is_given_is_proved(effort: float) -> None:
+    given = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)
+    whole = [rows.copy() for rows in given.columns]
+
+    def with_rank_0(rows: np.ndarray) -> fastpipe.Schedule:
+        return fastpipe.Schedule("mine", given.placement, 8, [rows, *whole[1:]])
+
+    for rows, message in (
+        (whole[0][:, :-1], "stage 0, microbatch 7 has no B"),
+        (whole[0][:, ::-1], "waits in a cycle"),
+        (np.concatenate([whole[0], whole[0][:, :1]], axis=1), "0F0 was already done"),
+    ):
+        with pytest.raises(fastpipe.ScheduleError, match=f"placement: mine cannot run: .*{message}"):
+            small(placement=with_rank_0(rows), effort=effort)
+    passes = fastpipe.make_schedule("forward_only", num_ranks=4, num_microbatches=8)
+    with pytest.raises(ValueError, match="placement: forward_only has no backward"):
+        small(placement=passes, effort=effort)
+
+
+def test_a_schedule_that_is_given_may_name_stages_alone(tmp_path: Path) -> None:
+    """As torch's file does, with UNSHARD and REDUCE_GRAD."""
+    rows = fastpipe.make_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=4).to_csv().splitlines()
+    text = [
+        f"{rank}UNSHARD,{rank + 2}UNSHARD,{row},{rank}REDUCE_GRAD,{rank + 2}REDUCE_GRAD"
+        for rank, row in enumerate(rows)
+    ]
+    (tmp_path / "mine.csv").write_text("\n".join(text) + "\n", encoding="utf-8")
+    given = fastpipe.Schedule.from_csv(tmp_path / "mine.csv")
+    plan = small(num_ranks=2, num_microbatches=4, placement=given)
+    assert "mine, as given" in {one.name for one in plan.candidates}
+    kept = small(CostModel(backward=0.5), num_ranks=2, num_microbatches=4, placement=given)
+    assert kept.schedule == given  # with all that it says
 
 
 def test_a_time_limit_cuts_and_says_so() -> None:
