@@ -23,9 +23,13 @@ class Clock:
 
     def is_over(self) -> bool:
         """Whether the time is over; what asks then stops, and the plan says that it was cut."""
-        over = self.limit is not None and self.elapsed() >= self.limit
-        self.cut |= over
-        return over
+        return self.is_past(1.0)
+
+    def is_past(self, part: float) -> bool:
+        """Whether more than a part of a limit is over; what asks then leaves out what is left of it."""
+        past = self.limit is not None and self.elapsed() >= part * self.limit
+        self.cut |= past
+        return past
 
     def left(self) -> float:
         """Seconds that are left; infinite without a limit."""

@@ -37,6 +37,8 @@ many brought nothing in 80 cases."""
 _TRIES_WORK = 5e4
 _KEPT = 4
 _PYTHON_EFFORT = 0.01
+_NAMED = 0.6
+"""Of a time limit: then the search begins with what there is."""
 _FINALISTS = 4
 _SEARCHED_COUNTS = 2
 """Numbers of microbatches that are searched in depth, where the planner may choose."""
@@ -221,7 +223,7 @@ class _Planner:
             self.problem, self.members = replace(self.problem, recompute=choice), []
             for count in counts:
                 self._named(count, depths)
-                if self.clock.is_over() and self.best is not None:
+                if self.best is not None and self.clock.is_past(_NAMED):
                     break
             if self.effort > 0 and not self.clock.is_over():
                 self._search(self._promising(counts), depths)
@@ -252,7 +254,7 @@ class _Planner:
             found = pool.member(self.problem, name, setting, schedule)
             if found is not None:
                 self.members.append(found)
-            if self.clock.is_over() and self.best is not None:
+            if self.best is not None and self.clock.is_past(_NAMED):
                 return
 
     def _smallest(self, counts: list[int], depths: list[int]) -> None:

@@ -21,12 +21,16 @@ from fastpipe.schedules.family import Family
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
 _LIMITS = ("memory_limit", "memory")
 _SMALLEST = ("loop_zb", "wave_zb")
+_LIKELY = ("zb_auto", "loop_zb", "zbv", "v_half", "v_min", "wave_zb")
+"""To be the best: they split backwards, and know costs or memory."""
 _LAST_COMPUTE = int(max(COMPUTE_KINDS))
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
 def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
     """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible.
+
+    The likely best come first, where there is no time for all.
 
     Args:
         problem: what is planned for.
@@ -35,7 +39,7 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
     """
     if problem.placement is not None and problem.placement.num_stages % problem.num_ranks:
         return
-    for family in list_schedules():
+    for family in sorted(list_schedules(), key=lambda family: family.name not in _LIKELY):
         if family.name == "forward_only":
             continue
         for shape in _shapes(problem, family, allowed):
@@ -105,9 +109,12 @@ def _variants(
         found = [dict(shape), {**shape, **costs}] if costs else [dict(shape)]
         # what 1F1B holds is what they take by default
         limits = [limit for limit in limits if limit != stages.num_stages]
-    # Which messages a rank holds at once depends on the order, so of two with one limit either may fit alone.
-    by_costs = [costs, {}] if costs and setting.counted != setting.held else [costs]
-    return found + [{**shape, **one, limited: limit} for limit in limits if limited is not None for one in by_costs]
+    if limited is not None:
+        found += [{**shape, **costs, limited: limit} for limit in limits]
+        # Which messages a rank holds at once depends on the order: of two with the lowest limit either may fit alone.
+        if costs and limits and setting.counted != setting.held:
+            found.append({**shape, limited: limits[0]})
+    return found
 
 
 def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> dict[str, Any]:
