@@ -18,6 +18,7 @@ from fastpipe.planner.tasks import Floats, Ints, Tasks
 
 T = TypeVar("T")
 R = TypeVar("R")
+Annealing = native_plan.Search | Search
 
 
 def is_native() -> bool:
@@ -71,7 +72,7 @@ def measure(tasks: Tasks, order: Ints, span: bool) -> float:
     return float((last - begin).max())
 
 
-def search(tasks: Tasks, order: Ints, *, span: bool, seed: int) -> native_plan.Search | Search | None:
+def search(tasks: Tasks, order: Ints, *, span: bool, seed: int) -> Annealing | None:
     """An annealing that has begun; None if the order cannot run or fit into memory."""
     made = (native_plan.Search if is_native() else Search)(tasks, order, span, seed)
     return made if made.begin() else None

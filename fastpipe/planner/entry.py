@@ -37,7 +37,7 @@ many brought nothing in 80 cases."""
 _TRIES_WORK = 5e4
 _KEPT = 4
 _PYTHON_EFFORT = 0.01
-_NAMED = 0.6
+_NAMED = 0.7
 """Of a time limit: then the search begins with what there is."""
 _FINALISTS = 4
 _SEARCHED_COUNTS = 2

@@ -32,6 +32,8 @@ _COLD = 0.03
 _SLICES, _SLICE_WORK = 16, 1e7
 """Parts of an annealing, after each of which the clock is read, and attempts times tasks for which there is one more:
 what does not run out of time does not depend on it."""
+_LEGS = 4
+"""How often an annealing begins at the best order that it has found."""
 _FOR_ANNEALING = 0.9
 """Of the time that is left; the rest is for what comes behind."""
 
@@ -140,19 +142,28 @@ def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: 
 def _annealed(problem: Problem, job: _Annealing, clock: Clock) -> Member:
     """The order after an annealing, in slices between which the clock is seen: what is late cools down the sooner."""
     one, attempts, seconds, hot, seed = job
-    begin = clock.elapsed()
-    search = engine.search(one.tasks, one.order, span=problem.span, seed=seed)
+    begin, search = clock.elapsed(), None
     slices = min(attempts, _SLICES + int(attempts * len(one.tasks) / _SLICE_WORK))
-    if search is None or not slices:
-        return one
-    scale = float(one.tasks.seconds.mean()) / slices
-    number = 0
+    scale = float(one.tasks.seconds.mean()) / max(1, slices)
+    number, leg = 0, -1
     while number < slices and not clock.is_over():
+        if number * _LEGS // slices > leg:
+            one, leg = _found(one, search), number * _LEGS // slices
+            search = engine.search(one.tasks, one.order, span=problem.span, seed=seed * 17 + leg)
+        if search is None:
+            return one
         heat = [scale * (hot * (slices - at) + _COLD * at) for at in (number, number + 1)]
         search.improve(attempts // slices, *heat)
         number, late = number + 1, slices * (clock.elapsed() - begin) / seconds if seconds else slices
         if late > number + 1:
             clock.cut, number = True, int(min(slices, late))
+    return _found(one, search)
+
+
+def _found(one: Member, search: engine.Annealing | None) -> Member:
+    """What a search has found, if it is better than what it began with."""
+    if search is None:
+        return one
     order, value = search.found()
     return replace(one, order=order, value=value) if value < one.value else one
 

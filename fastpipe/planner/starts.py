@@ -21,16 +21,14 @@ from fastpipe.schedules.family import Family
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
 _LIMITS = ("memory_limit", "memory")
 _SMALLEST = ("loop_zb", "wave_zb")
-_LIKELY = ("zb_auto", "loop_zb", "zbv", "v_half", "v_min", "wave_zb")
-"""To be the best: they split backwards, and know costs or memory."""
+_LAST = "loop_zb"
+"""It takes longest to make and is seldom the best: a time limit may leave it out."""
 _LAST_COMPUTE = int(max(COMPUTE_KINDS))
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
 def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
     """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible.
-
-    The likely best come first, where there is no time for all.
 
     Args:
         problem: what is planned for.
@@ -39,7 +37,7 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
     """
     if problem.placement is not None and problem.placement.num_stages % problem.num_ranks:
         return
-    for family in sorted(list_schedules(), key=lambda family: family.name not in _LIKELY):
+    for family in sorted(list_schedules(), key=lambda family: family.name == _LAST):
         if family.name == "forward_only":
             continue
         for shape in _shapes(problem, family, allowed):
