@@ -1,6 +1,6 @@
 """Writes the table of docs/choosing-a-schedule.md: what the planner picks, and the best of the registry beside it.
 
-    python docs/write_choosing.py               rewrite the table (about a minute)
+    python docs/write_choosing.py               rewrite the table (less than half a minute)
 
 Nothing here needs torch.
 """

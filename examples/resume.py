@@ -3,7 +3,7 @@
 Start it as often as you like, with any schedule and any number of ranks or processes; it goes on where it stopped:
 
     python examples/resume.py --folder checkpoints --ranks 4 --schedule dualpipev --until 6
-    torchrun --nproc-per-node 2 examples/resume.py --folder checkpoints --schedule 1f1b --until 12
+    torchrun --standalone --nproc-per-node 2 examples/resume.py --folder checkpoints --schedule 1f1b --until 12
     python examples/resume.py --folder checkpoints --ranks 1 --schedule gpipe --until 18
 
 Every third step it saves in the background, into a folder of its own.
