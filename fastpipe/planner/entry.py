@@ -78,8 +78,10 @@ def plan(
             buffers included. None for no limit.
         objective: ``"makespan"``, or ``"span"`` where ranks do not wait for each other between steps.
         max_stages_per_rank: how finely the model may be cut.
-        placement: where the stages have to be; None to have that chosen. A schedule says it, too, and is then one of
-            the candidates: ``pipe.schedule`` for `Pipeline.replan`, which between processes can change the order alone.
+        placement: where the stages have to be; None to have that chosen. A schedule says it, too, and if it has as
+            many microbatches it is one of the candidates: ``pipe.schedule`` for `Pipeline.replan`, which between
+            processes can change the order alone. What it says of stages alone (UNSHARD, REDUCE_GRAD) a plan leaves to
+            the program.
         recompute: ``"none"``: stages keep what their forward made for its backward. ``"full"``: they keep their input,
             and their backward runs the forward again. ``"auto"``: some do, where memory asks for it and it is shorter;
             ``plan.recomputes`` says which, and ``Pipeline(recompute=plan.recompute)`` does so.
