@@ -12,7 +12,7 @@ from setuptools.modified import newer_group
 
 from building.toolchain import find_toolkit
 
-NUM_BUNDLES = 2
+BUNDLES = {"torch": 2, "core": 1}  # by folder of csrc/, what takes longest first
 
 # Python's own flags bring -g, which makes a file a third slower to compile and twenty times as large. What is in
 # FASTPIPE_CXXFLAGS comes last and wins: "-O0 -g" for a debugger, "-Werror" in CI.
@@ -52,21 +52,23 @@ def plan_extension(declared: Extension) -> Extension:
 
 
 def bundled(sources: list[str], folder: str) -> list[str]:
-    """Files that include those of csrc/torch, in their place: a compiler takes ten seconds for torch's headers alone.
+    """Files that include others, in their place: a compiler takes ten seconds for torch's headers alone, and of a small
+    file most is the standard library's.
 
-    So a name in an anonymous namespace must be the only one of its kind in csrc/torch.
+    So a name in an anonymous namespace must be the only one of its kind in its folder of csrc/.
     """
-    heavy = [source for source in sources if source.startswith("csrc/torch/")]
-    size = -(-len(heavy) // NUM_BUNDLES) or 1
     bundles = []
-    for start in range(0, len(heavy), size):
-        text = "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in heavy[start : start + size])
-        bundle = Path(folder, f"torch-{len(bundles) + 1}.cpp")
-        bundle.parent.mkdir(parents=True, exist_ok=True)
-        if not bundle.exists() or bundle.read_text() != text:  # a newer file would be compiled again
-            bundle.write_text(text)
-        bundles.append(bundle.as_posix())
-    return [source for source in sources if source not in heavy] + bundles
+    for name, number in BUNDLES.items():
+        files = [source for source in sources if source.startswith(f"csrc/{name}/")]
+        size = -(-len(files) // number) or 1
+        for start in range(0, len(files), size):
+            text = "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in files[start : start + size])
+            bundle = Path(folder, f"{name}-{start // size + 1}.cpp")
+            bundle.parent.mkdir(parents=True, exist_ok=True)
+            if not bundle.exists() or bundle.read_text() != text:  # a newer file would be compiled again
+                bundle.write_text(text)
+            bundles.append(bundle.as_posix())
+    return bundles
 
 
 def runtime_extension(declared: Extension, torch: ModuleType, folder: str) -> Extension:

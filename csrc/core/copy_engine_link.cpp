@@ -9,13 +9,13 @@ namespace fastpipe {
 namespace {
 
 constexpr std::chrono::seconds kMoment{1};
-constexpr std::chrono::milliseconds kPause{1};
+constexpr std::chrono::milliseconds kSweepPause{1};
 
 }  // namespace
 
 CopyEngineLink::~CopyEngineLink() {
   const Clock::time_point deadline = Clock::now() + kMoment;
-  for (sweep(); !graves_.empty() && Clock::now() < deadline; sweep()) std::this_thread::sleep_for(kPause);
+  for (sweep(); !graves_.empty() && Clock::now() < deadline; sweep()) std::this_thread::sleep_for(kSweepPause);
 }
 
 void CopyEngineLink::bury(std::shared_ptr<CopyMemory> memory, std::shared_ptr<SharedMemorySegment> segment,

@@ -9,12 +9,6 @@ namespace fastpipe {
 
 namespace {
 
-std::int32_t num_ranks(const std::vector<Channel>& channels) {
-  std::int32_t highest = -1;
-  for (const Channel& channel : channels) highest = std::max({highest, channel.source, channel.destination});
-  return highest + 1;
-}
-
 std::int32_t consumer(const Transfer& transfer, ChannelKind kind, bool is_send) {
   if (!is_send) return transfer.stage;
   return transfer.stage + (kind == ChannelKind::kActivation ? 1 : -1);

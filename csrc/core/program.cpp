@@ -21,6 +21,12 @@ std::string number(std::int32_t value) {
 
 }  // namespace
 
+std::int32_t num_ranks(const std::vector<Channel>& channels) {
+  std::int32_t highest = -1;
+  for (const Channel& channel : channels) highest = std::max({highest, channel.source, channel.destination});
+  return highest + 1;
+}
+
 bool is_compute(Op op) {
   return op <= Op::kOverlapFB;
 }

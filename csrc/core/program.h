@@ -41,6 +41,9 @@ struct Channel {
   std::string text() const;
 };
 
+// As many as the highest that a channel names tells of.
+std::int32_t num_ranks(const std::vector<Channel>& channels);
+
 struct Instruction {
   Op op;
   std::int32_t stage;

@@ -7,6 +7,9 @@
 
 namespace fastpipe {
 
+// How long a rank sleeps before it looks whether the one that it waits for still lives.
+constexpr int kSliceMilliseconds = 50;
+
 // What a rank sleeps for.
 constexpr std::uint32_t kNoSleeper = 0;
 constexpr std::uint32_t kForSpace = 1;  // a cell, or a place in a ring

@@ -8,13 +8,6 @@
 
 namespace fastpipe {
 
-namespace {
-
-// How long a rank sleeps before it looks whether the one that it waits for still lives.
-constexpr int kSliceMilliseconds = 50;
-
-}  // namespace
-
 void SharedMemoryExchange::connect(std::int32_t rank, const BoardAddress& address) {
   SharedMemoryProcess process(rank, address.process);
   SharedMemoryBoard<ExchangeBoard> board(process, address);

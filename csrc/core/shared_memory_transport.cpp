@@ -10,19 +10,11 @@ namespace fastpipe {
 
 namespace {
 
-// How long a rank sleeps before it looks whether its peer still lives.
-constexpr int kSliceMilliseconds = 50;
 // Entries beyond a step's messages, so that the next step can begin before the last is taken.
 constexpr std::uint64_t kSpareEntries = 8;
 
 std::int32_t consumer(const Transfer& transfer, ChannelKind kind) {
   return transfer.stage + (kind == ChannelKind::kActivation ? 1 : -1);
-}
-
-std::int32_t num_ranks(const std::vector<Channel>& channels) {
-  std::int32_t highest = -1;
-  for (const Channel& channel : channels) highest = std::max({highest, channel.source, channel.destination});
-  return highest + 1;
 }
 
 std::uint64_t num_entries(const ChannelNeeds& needs) {

@@ -1,22 +1,25 @@
-"""Builds the C++ tests of the core with a sanitizer: no torch, one compilation of the core for all of them."""
+"""Builds C++ with a sanitizer, without torch: the core with a stub in torch's place, and the planning library."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.promptly import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SANITIZERS = ["thread", "address,undefined"]
 FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror", "-Icsrc", "-Itests/native"]
 
 
-class SanitizedCore:
-    """The objects of csrc/core for one sanitizer, and the programs that are linked with them.
+class Sanitized:
+    """A compiler and one sanitizer; the test is skipped where either is missing.
 
     Args:
         sanitizer: what ``-fsanitize`` takes.
@@ -26,14 +29,20 @@ class SanitizedCore:
     def __init__(self, sanitizer: str, folder: Path) -> None:
         self.folder = folder
         self.flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-        sources = [*sorted(ROOT.glob("csrc/core/*.cpp")), *sorted(ROOT.glob("tests/native/*_test.cpp"))]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = dict(zip(sources, pool.map(self._compile, sources), strict=True))
-        self.core = [file for source, file in objects.items() if source.parent.name == "core"]
 
-    def _compile(self, source: Path) -> Path:
+    def compile(self, sources: Iterable[Path], *flags: str) -> list[Path]:
+        """Objects, made as many at a time as there are processors."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda source: self._compile(source, flags), sources))
+
+    def _compile(self, source: Path, flags: tuple[str, ...]) -> Path:
         made = self.folder / f"{source.stem}.o"
-        self._run([*FLAGS, "-c", str(source), "-o", str(made)])
+        self._run([*FLAGS, *flags, "-c", str(source), "-o", str(made)])
+        return made
+
+    def link(self, objects: Iterable[Path], name: str, *flags: str) -> Path:
+        made = self.folder / name
+        self._run(["-pthread", *flags, *map(str, objects), "-o", str(made)])
         return made
 
     def _run(self, arguments: list[str]) -> None:
@@ -45,9 +54,27 @@ class SanitizedCore:
             pytest.skip("the sanitizer's library is not installed")
         assert built.returncode == 0, built.stderr
 
-    def program(self, name: str) -> Path:
-        """The program of ``tests/native/NAME.cpp``."""
-        made = self.folder / name
-        if not made.exists():
-            self._run(["-pthread", str(self.folder / f"{name}.o"), *map(str, self.core), "-o", str(made)])
-        return made
+
+class SanitizedCore:
+    """The programs of tests/native with csrc/core, for one sanitizer, all of them running at once: they mostly sleep.
+
+    Args:
+        sanitizer: what ``-fsanitize`` takes.
+        folder: where objects and programs go.
+        arguments: of each program.
+    """
+
+    def __init__(self, sanitizer: str, folder: Path, arguments: list[str]) -> None:
+        build = Sanitized(sanitizer, folder)
+        core = folder / "core.cpp"  # in one piece, as setup.py has it compiled
+        core.write_text("".join(f'#include "core/{file.name}"\n' for file in sorted(ROOT.glob("csrc/core/*.cpp"))))
+        core_object, *tests = build.compile([core, *sorted(ROOT.glob("tests/native/*_test.cpp"))])
+        programs = [build.link([core_object, test], test.stem) for test in tests]
+        pool = ThreadPoolExecutor(len(programs))
+        self.runs: dict[str, Future[subprocess.CompletedProcess[str]]] = {
+            program.name: pool.submit(
+                subprocess.run, [program, *arguments], capture_output=True, text=True, timeout=PATIENCE
+            )
+            for program in programs
+        }
+        pool.shutdown(wait=False)

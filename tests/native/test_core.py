@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 
 import pytest
 
-from tests.native.build import SANITIZERS, SanitizedCore
-from tests.promptly import PATIENCE
+from tests.native.build import ROOT, SANITIZERS, SanitizedCore
 
 NUM_PROGRAMS = 60
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SanitizedCore]:
-    """``core(sanitizer)``: built when it is first asked for."""
+    """``core(sanitizer)``: built and started when it is first asked for."""
     built: dict[str, SanitizedCore] = {}
 
     def build(sanitizer: str) -> SanitizedCore:
         if sanitizer not in built:
-            built[sanitizer] = SanitizedCore(sanitizer, tmp_path_factory.mktemp("core"))
+            folder = tmp_path_factory.mktemp("core")
+            built[sanitizer] = SanitizedCore(sanitizer, folder, [str(NUM_PROGRAMS)])
         return built[sanitizer]
 
     return build
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["core_stub_test", "shared_memory_test", "mixed_test", "copy_engine_test", "exchange_test", "allocation_test"],
-)
+@pytest.mark.parametrize("name", sorted(file.stem for file in ROOT.glob("tests/native/*_test.cpp")))
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_random_programs_run_clean(sanitizer: str, name: str, core: Callable[[str], SanitizedCore]) -> None:
     """Loopback: threads, with and without delay. Shared memory, and the exchange beside it: threads and processes, some
     of which are killed. Both in one program, for ranks of several hosts. Copy engines: queues of threads.
     Allocations: none where nothing is new."""
-    program = core(sanitizer).program(name)
-    ran = subprocess.run([program, str(NUM_PROGRAMS)], capture_output=True, text=True, timeout=PATIENCE)
+    ran = core(sanitizer).runs[name].result()
     assert ran.returncode == 0, ran.stdout + ran.stderr
     what = "exchanges" if name == "exchange_test" else "programs"
     assert ran.stdout == f"{NUM_PROGRAMS} {what}: ok\n"

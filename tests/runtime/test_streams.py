@@ -7,9 +7,10 @@ the host waits. What a GPU does besides is not checked.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import pytest
 
 import fastpipe
 from fastpipe.runtime import native
+from tests import scripts
 from tests.conftest import skip_without_native
 from tests.promptly import PATIENCE
 from tests.runtime.devices.steps import CASES, NUM_STEPS, NUM_WEIGHTS, RECORDED, REPLICAS, SECONDS_PER_OPERATION
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
+STEPS = ROOT / "tests/runtime/devices/steps.py"
 CLOCKS = 1e-4
 """How far off the device's clock may be on the host's, in seconds."""
 FORWARD = 8 * SECONDS_PER_OPERATION - CLOCKS
@@ -104,30 +107,27 @@ print(*dict.fromkeys(account.faults()), sep="\\n")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake device, compiled in another process, since to load it here would give torch a device for good."""
     folder = tmp_path_factory.mktemp("fake_device")
-    run("-c", BUILD, str(ROOT / "tests/runtime/devices/fake_device.cpp"), str(folder), str(ROOT))
+    source = ROOT / "tests/runtime/devices/fake_device.cpp"
+    subprocess.run([sys.executable, "-c", BUILD, str(source), str(folder), str(ROOT)], check=True, timeout=PATIENCE)
     return folder / "fake_device.so"
 
 
-def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-    environment = os.environ | variables
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
-    )
+def run_text(text: str, library: Path, folder: Path) -> list[str]:
+    script = folder / "script.py"
+    script.write_text(text)
+    return scripts.run(script, str(library)).splitlines()
 
 
-def lines_of(process: subprocess.Popen[str]) -> list[str]:
-    out, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, errors[-3000:]
-    return out.splitlines()
+def run_steps(library: Path, name: str, cases: Iterable[str], processes: int = 0) -> list[tuple[str, dict[str, Any]]]:
+    """What every rank says of every case, with words for both."""
+    out = scripts.run(STEPS, str(library), name, *cases, processes=processes)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert sorted((it["case"], it["rank"]) for it in found) == sorted(product(cases, range(max(processes, 1))))
+    return [(f"{account['case']}, rank {account['rank']}", account) for account in found]
 
 
-def run(*arguments: str) -> list[str]:
-    return lines_of(start(*arguments))
-
-
-def test_the_account_finds_races(library: Path) -> None:
-    assert run("-c", RACES, str(library)) == [
+def test_the_account_finds_races(library: Path, tmp_path: Path) -> None:
+    assert run_text(RACES, library, tmp_path) == [
         "['aten::add'] is read before it is written",
         "[] after a wait",
         "['aten::mul'] is written while it is read",
@@ -136,9 +136,9 @@ def test_the_account_finds_races(library: Path) -> None:
     ]
 
 
-def test_the_account_finds_what_cannot_be_recorded(library: Path) -> None:
+def test_the_account_finds_what_cannot_be_recorded(library: Path, tmp_path: Path) -> None:
     assert [
-        line.replace("stream 1", "side").replace("stream 2", "other") for line in run("-c", FAULTS, str(library))
+        line.replace("stream 1", "side").replace("stream 2", "other") for line in run_text(FAULTS, library, tmp_path)
     ] == [
         "side, recorded, waits for what was before",
         "work on stream 0, which is not recorded",
@@ -154,8 +154,7 @@ def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, n
     and the bits are those of the unsplit model on that device."""
     if name == "native":
         skip_without_native()
-    lines = run("-m", "tests.runtime.devices.steps", str(library), name)
-    found: dict[str, dict[str, Any]] = dict(zip(CASES, map(json.loads, lines), strict=True))
+    found = {account["case"]: account for _, account in run_steps(library, name, CASES)}
     for case, account in found.items():
         assert account["same"], case
         assert account["races"] == [], case
@@ -185,24 +184,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         fastpipe.Pipeline([torch.nn.Linear(2, 2)], "gpipe", 2, num_ranks=1, device="cuda")
 
 
-def run_ranks(library: Path, name: str, cases: list[str], transport: str, folder: Path) -> list[list[str]]:
-    """What two ranks print."""
-    arguments = ("-m", "tests.runtime.devices.steps", str(library), name, *cases)
-    meeting = {"FILE": str(folder / "meeting"), "WORLD_SIZE": "2", "FASTPIPE_TRANSPORT": transport}
-    ranks = [start(*arguments, RANK=str(rank), **meeting) for rank in range(2)]
-    try:
-        return [lines_of(process) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-
-
 TRANSPORTS = [("process_group", "native"), ("process_group", "python"), ("cuda_ipc", "native"), ("cuda_ipc", "python")]
 
 
 @pytest.mark.parametrize(("transport", "name"), TRANSPORTS)
 def test_messages_between_processes_are_waited_for_by_streams(
-    library: Path, transport: str, name: str, tmp_path: Path
+    library: Path, transport: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process groups of a device, and its copy engine: what is sent stays until it is sent, what is received into
     is free, and who consumes it waits for it; gradients are averaged when they are complete. The hosts wait for
@@ -212,43 +199,35 @@ def test_messages_between_processes_are_waited_for_by_streams(
         skip_without_native()
     cases = ["one stage each of two", "pairs", "split backward", "several stages a rank", "trees", "two routes"]
     cases += REPLICAS if transport == "process_group" else []  # there each rank is a pipeline of its own
-    for rank, lines in enumerate(run_ranks(library, name, cases, transport, tmp_path)):
-        found: dict[str, dict[str, Any]] = dict(zip(cases, map(json.loads, lines), strict=True))
-        for case, account in found.items():
-            where = f"{case}, rank {rank}"
-            assert case in REPLICAS or account["transport"].startswith(transport), where
-            assert account["same"], where
-            assert account["races"] == [], where
-            if case in REPLICAS:
-                assert account["waits"] == dict.fromkeys(STATUS, 2 * NUM_STEPS), where
-            else:
-                assert account["waits"].get("synchronizeEvent", 0) <= NUM_STEPS, where
-                assert set(account["waits"]) <= {"synchronizeEvent"}, where
-
-
-def check_recorded(found: dict[str, Any], where: str) -> None:
-    assert found["same"], where
-    assert found["different"] == [], where
-    assert found["faults"] == [], where
-    assert found["text"].endswith("so far 1 recorded and 4 replayed"), where
+    monkeypatch.setenv("FASTPIPE_TRANSPORT", transport)
+    for where, account in run_steps(library, name, cases, processes=2):
+        replicas = account["case"] in REPLICAS
+        assert replicas or account["transport"].startswith(transport), where
+        assert account["same"], where
+        assert account["races"] == [], where
+        if replicas:
+            assert account["waits"] == dict.fromkeys(STATUS, 2 * NUM_STEPS), where
+        else:
+            assert account["waits"].get("synchronizeEvent", 0) <= NUM_STEPS, where
+            assert set(account["waits"]) <= {"synchronizeEvent"}, where
 
 
 @pytest.mark.parametrize("name", ["native", "python"])
-def test_recorded_steps_are_replayed(library: Path, name: str, tmp_path: Path) -> None:
+def test_recorded_steps_are_replayed(library: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is in a recording that CUDA would not let into a graph, and replays have the bits of the unsplit model's
     steps, on other inputs and with other parameters each; a model that makes the host wait runs as ever, and the reason
     is told."""
     if name == "native":
         skip_without_native()
+    monkeypatch.setenv("FASTPIPE_TRANSPORT", "process_group")
     alone = [case for case, (_, num_ranks, *_) in RECORDED.items() if num_ranks == 1]
-    lines = run("-m", "tests.runtime.devices.steps", str(library), name, *alone)
-    found: dict[str, dict[str, Any]] = dict(zip(alone, map(json.loads, lines), strict=True))
-    waiting = found.pop("a host that waits")
-    assert waiting["same"] and waiting["different"] == []
-    assert waiting["text"].startswith("cuda graph  no: recording a step failed: RuntimeError: the host waits")
-    for case, account in found.items():
-        check_recorded(account, case)
-    cases = [case for case in RECORDED if case not in alone]
-    for rank, lines in enumerate(run_ranks(library, name, cases, "process_group", tmp_path)):
-        for case, account in zip(cases, map(json.loads, lines), strict=True):
-            check_recorded(account, f"{case}, rank {rank}")
+    found = run_steps(library, name, alone)
+    found += run_steps(library, name, [case for case in RECORDED if case not in alone], processes=2)
+    for where, account in found:
+        assert account["same"], where
+        assert account["different"] == [], where
+        if account["case"] == "a host that waits":
+            assert account["text"].startswith("cuda graph  no: recording a step failed: RuntimeError: the host waits")
+        else:
+            assert account["faults"] == [], where
+            assert account["text"].endswith("so far 1 recorded and 4 replayed"), where

@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.native.build import ROOT, Sanitized
 from tests.promptly import PATIENCE
-
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "csrc" / "plan").glob("*.cpp"))
-FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 RUN = """
 import sys, warnings
@@ -74,10 +70,8 @@ def test_no_memory_error_and_no_undefined_behaviour(tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None or not all(map(os.path.isabs, libraries := runtime_libraries(compiler))):
         pytest.skip("no g++ with its sanitizers")
-    library = tmp_path / "_plan.so"
-    command = [compiler, *FLAGS, *SANITIZERS, f"-I{ROOT / 'csrc'}", *map(str, SOURCES), "-o", str(library)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert built.returncode == 0, built.stderr
+    build = Sanitized("address,undefined", tmp_path)
+    library = build.link(build.compile(sorted(ROOT.glob("csrc/plan/*.cpp")), "-fPIC"), "_plan.so", "-shared")
     environment = {
         **os.environ,
         "LD_PRELOAD": " ".join(libraries),

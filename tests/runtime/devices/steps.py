@@ -1,8 +1,8 @@
 """Steps of pipelines on the fake device, in a process of their own: torch's engine counts the devices once.
 
-``python -m tests.runtime.devices.steps LIBRARY EXECUTOR CASE...`` prints one JSON line a case: what the account says of
-steps in which nothing is new, and whether gradients and losses have the bits of the unsplit model. With RANK,
-WORLD_SIZE and FILE set it is one rank of several, which meet over Gloo in that file.
+``python tests/runtime/devices/steps.py LIBRARY EXECUTOR CASE...`` prints one JSON line a case: what the account says of
+steps in which nothing is new, and whether gradients and losses have the bits of the unsplit model. Under torchrun it is
+one rank of several, which meet over Gloo.
 """
 
 from __future__ import annotations
@@ -287,9 +287,7 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
 def meet(account: Any) -> None:
     """Join the other ranks; the pipelines' groups then take tensors of the fake device as NCCL would, and the device
     has a copy engine."""
-    dist.init_process_group(
-        "gloo", f"file://{os.environ['FILE']}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
+    dist.init_process_group("gloo")
 
     def on_device(make: Any) -> Any:
         def make_group(*arguments: Any) -> Any:
@@ -318,7 +316,8 @@ def main() -> None:
             found = run_recorded(account, executor, RECORDED[name])
         else:
             found = run(account, executor, (CASES | REPLICAS)[name])
-        print(json.dumps(found), flush=True)
+        found |= {"case": name, "rank": int(os.environ.get("RANK", 0))}
+        sys.stdout.write(json.dumps(found) + "\n")  # at once, as other ranks write, too
 
 
 if __name__ == "__main__":
