@@ -264,6 +264,8 @@ class ProcessGroups(Transport):
         store = member.store()
         names = ("activation up", "activation down", "gradient up", "gradient down")
         self.groups = [make_group(member, store, name, self.timeout) for name in names]
+        has_streams = member.device.type != "cpu"
+        self._streams = [torch.Stream(device=member.device) for _ in names] if has_streams else []
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side."""
@@ -274,7 +276,7 @@ class ProcessGroups(Transport):
         """One rank's side in C++."""
         self._warm_up(program)
         channels = [tuple(map(int, channel)) for channel in program.channels]
-        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device)
+        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams)
 
     def _warm_up(self, program: Program) -> None:
         """Where connections are made by the first message (NCCL), send one on every channel, all ranks in one order.
