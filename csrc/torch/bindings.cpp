@@ -200,7 +200,14 @@ void bind_copy_engine(py::module_& m) {
       .def("allocate", &CopyEngine::allocate, py::arg("bytes"), WithoutGil())
       .def("ticket", [](CopyEngine& engine, const CopyMemory& memory) { return to_bytes(engine.ticket(memory)); })
       .def("open", [](CopyEngine& engine, const std::string& ticket) { return engine.open(to_ticket(ticket)); })
-      .def("obstacle", &obstacle_to_flags, py::arg("timeout"), WithoutGil());
+      .def("obstacle", &obstacle_to_flags, py::arg("timeout"), WithoutGil())
+      .def(
+          "holds_up_current",
+          [](CopyEngine& engine, double timeout) {
+            const auto queue = engine.make_queue();
+            return holds_up(engine, *queue, {&engine.current()}, timeout);
+          },
+          py::arg("timeout"), WithoutGil());
   py::class_<CopyEngineLink, std::shared_ptr<CopyEngineLink>>(m, "CopyEngineLink")
       .def(py::init<std::shared_ptr<SharedMemoryLink>, std::shared_ptr<CopyEngine>>(), py::arg("host"),
            py::arg("engine"));
