@@ -179,7 +179,7 @@ class LocalRanks:
     def leave(self) -> None:
         """No step comes any more: end the connections, so that who waits for this process is told."""
         self.forget()
-        self.transport.close()
+        self.transport.leave()
 
     def forget(self) -> None:
         """The programs so far are run no more."""
