@@ -17,8 +17,8 @@ def test_streams_can_wait_for_flags_in_memory() -> None:
 
 
 def test_a_stream_that_waits_holds_up_no_other() -> None:
-    """The copy engine's streams share no queue of the hardware with any of torch's, nor with each other: one that waits
-    for another process would hold up what it shares a queue with."""
+    """The copy engine's streams share no queue of the hardware with any of torch's: one that waits for another process
+    would hold up what it shares a queue with."""
     runtime = native.load()
     assert runtime is not None
     engine = runtime.CudaCopyEngine(0)
