@@ -9,15 +9,15 @@
 namespace fastpipe {
 
 CopyIncoming::CopyIncoming(std::shared_ptr<CopyEngineLink> link, const CopyPlaces& places,
-                           std::shared_ptr<SharedMemorySegment> segment, CopyWords& words, std::int32_t peer,
+                           std::shared_ptr<SharedMemorySegment> segment, CopyWords& words, const Channel& channel,
                            CopyWatch& watch)
     : link_(std::move(link)),
       channel_(places),
       segment_(std::move(segment)),
       words_(words),
-      peer_(peer),
-      line_(watch.add(words.arrived, words.given_up, link_->host()->peer(peer))),
-      queue_(link_->engine()->make_queue()),
+      peer_(channel.source),
+      line_(watch.add(words.arrived, words.given_up, link_->host()->peer(peer_))),
+      queue_(link_->queue(channel)),
       granted_(link_->engine()->make_mark()),
       waited_(link_->engine()->make_mark()) {
   for (std::int32_t place = 0; place < channel_.count; ++place) {
@@ -49,9 +49,9 @@ std::uint64_t CopyIncoming::post() {
   const std::uint64_t message = posted_++;
   const CopyPlace& place = *places_[channel_.of(message)];
   if (place.lent) throw Error("a receive is posted into a slot that was not freed; lower the schedule again");
-  queue_->wait(*place.unused);
-  queue_->write(words_.granted, static_cast<std::uint32_t>(message + 1));
-  queue_->record(*granted_);
+  queue_.wait(*place.unused);
+  queue_.write(words_.granted, static_cast<std::uint32_t>(message + 1));
+  queue_.record(*granted_);
   return message;
 }
 

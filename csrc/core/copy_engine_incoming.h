@@ -18,7 +18,8 @@ class CopyIncoming final {
  public:
   // words: zeroed, in `segment`, which is exposed.
   CopyIncoming(std::shared_ptr<CopyEngineLink> link, const CopyPlaces& places,
-               std::shared_ptr<SharedMemorySegment> segment, CopyWords& words, std::int32_t peer, CopyWatch& watch);
+               std::shared_ptr<SharedMemorySegment> segment, CopyWords& words, const Channel& channel,
+               CopyWatch& watch);
   CopyIncoming(const CopyIncoming&) = delete;
   CopyIncoming& operator=(const CopyIncoming&) = delete;
   ~CopyIncoming();
@@ -45,7 +46,7 @@ class CopyIncoming final {
   CopyWords& words_;
   std::int32_t peer_;
   CopyWatch::Line& line_;
-  std::unique_ptr<CopyQueue> queue_;
+  CopyQueue& queue_;                   // the link's
   std::unique_ptr<CopyMark> granted_;  // of the last message that was posted
   std::unique_ptr<CopyMark> waited_;   // for the last that was taken: for the others there is nothing to wait then
   std::vector<std::shared_ptr<CopyPlace>> places_;

@@ -6,16 +6,15 @@
 
 namespace fastpipe {
 
-CopyOutgoing::CopyOutgoing(std::shared_ptr<CopyEngineLink> link, const CopyPlaces& places, std::int32_t peer)
+CopyOutgoing::CopyOutgoing(std::shared_ptr<CopyEngineLink> link, const CopyPlaces& places, const Channel& channel)
     : link_(std::move(link)),
       channel_(places),
-      peer_(peer),
-      queue_(link_->engine()->make_queue()),
+      peer_(channel.destination),
+      queue_(link_->queue(channel)),
       made_(link_->engine()->make_mark()),
       last_(link_->engine()->make_mark()) {}
 
 CopyOutgoing::~CopyOutgoing() {
-  queue_.reset();
   memories_.clear();
   if (words_ == nullptr) return;
   words_->given_up.store(1);
@@ -43,10 +42,10 @@ bool CopyOutgoing::prepare(std::size_t bytes) {
 
 void CopyOutgoing::send(const std::vector<CopyPart>& parts, CopyMark& copied) {
   link_->engine()->current().record(*made_);
-  queue_->wait(*made_);
+  queue_.wait(*made_);
   std::byte* to = begin();
   for (const CopyPart& part : parts) {
-    if (part.bytes > 0) queue_->copy(to, part.data, part.bytes);
+    if (part.bytes > 0) queue_.copy(to, part.data, part.bytes);
     to += whole_blocks(part.bytes);
   }
   end(copied);
@@ -57,21 +56,21 @@ void CopyOutgoing::stand_in(std::size_t bytes, CopyMark& copied) {
   const bool is_first = first == 0 || channel_.step_of(first - 1) != channel_.step_of(sent_);
   if (is_first) words_->stand_ins.store(sent_ + 1);
   std::byte* const to = begin();
-  if (bytes > 0) queue_->zero(to, bytes);
+  if (bytes > 0) queue_.zero(to, bytes);
   end(copied);
 }
 
 std::byte* CopyOutgoing::begin() {
   const auto count = static_cast<std::uint32_t>(sent_ + 1);
   line_->expect(count);
-  queue_->wait(words_->granted, count);
+  queue_.wait(words_->granted, count);
   return memories_.back()->data() + channel_.of(sent_) * place_bytes_;
 }
 
 void CopyOutgoing::end(CopyMark& copied) {
-  queue_->write(words_->arrived, static_cast<std::uint32_t>(++sent_));
-  queue_->record(copied);
-  queue_->record(*last_);
+  queue_.write(words_->arrived, static_cast<std::uint32_t>(++sent_));
+  queue_.record(copied);
+  queue_.record(*last_);
 }
 
 }  // namespace fastpipe

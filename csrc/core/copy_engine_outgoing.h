@@ -16,7 +16,7 @@ namespace fastpipe {
 
 class CopyOutgoing final {
  public:
-  CopyOutgoing(std::shared_ptr<CopyEngineLink> link, const CopyPlaces& places, std::int32_t peer);
+  CopyOutgoing(std::shared_ptr<CopyEngineLink> link, const CopyPlaces& places, const Channel& channel);
   CopyOutgoing(const CopyOutgoing&) = delete;
   CopyOutgoing& operator=(const CopyOutgoing&) = delete;
   ~CopyOutgoing();
@@ -43,7 +43,7 @@ class CopyOutgoing final {
   std::shared_ptr<CopyEngineLink> link_;
   const CopyPlaces& channel_;
   std::int32_t peer_;
-  std::unique_ptr<CopyQueue> queue_;
+  CopyQueue& queue_;  // the link's
   std::unique_ptr<CopyMark> made_;
   std::unique_ptr<CopyMark> last_;
   CopyWords* words_ = nullptr;

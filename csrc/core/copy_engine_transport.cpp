@@ -53,7 +53,7 @@ void CopyEngineTransport::make_incoming() {
     const std::size_t offset = table + i * sizeof(CopyWords);
     segment_->at<std::uint64_t>(0)[i] = offset;
     incoming_[i] = std::make_unique<CopyIncoming>(link_, places_[i], segment_, *segment_->at<CopyWords>(offset),
-                                                  channels[i].source, watch_);
+                                                  channels[i], watch_);
   }
   link_->host()->publish(number_, *segment_, fingerprint(places_));
 }
@@ -62,7 +62,7 @@ void CopyEngineTransport::make_outgoing() {
   const std::vector<Channel>& channels = program_.channels();
   for (std::size_t i = 0; i < channels.size(); ++i) {
     if (channels[i].local() || channels[i].source != program_.rank() || places_[i].count == 0) continue;
-    outgoing_[i] = std::make_unique<CopyOutgoing>(link_, places_[i], channels[i].destination);
+    outgoing_[i] = std::make_unique<CopyOutgoing>(link_, places_[i], channels[i]);
   }
 }
 

@@ -1,6 +1,8 @@
 #include "copy_engine_trial.h"
 
+#include <algorithm>
 #include <chrono>
+#include <memory>
 #include <thread>
 
 #include "clock.h"
@@ -19,6 +21,8 @@ struct Flags {
 
 constexpr std::chrono::milliseconds kGrace{10};  // in which a queue that does not wait would go on
 
+constexpr double kHeldUpSeconds = 0.25;  // after which a queue with nothing to do is taken to wait for another
+
 bool reached_in_time(const CopyMark& mark, double timeout_seconds) {
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds);
   while (!mark.reached()) {
@@ -26,6 +30,13 @@ bool reached_in_time(const CopyMark& mark, double timeout_seconds) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
   return true;
+}
+
+// All that they have now.
+bool pass_in_time(CopyEngine& engine, const std::vector<CopyQueue*>& queues, double timeout_seconds) {
+  std::vector<std::unique_ptr<CopyMark>> marks;
+  for (CopyQueue* queue : queues) queue->record(*marks.emplace_back(engine.make_mark()));
+  return std::all_of(marks.begin(), marks.end(), [&](const auto& m) { return reached_in_time(*m, timeout_seconds); });
 }
 
 }  // namespace
@@ -52,6 +63,18 @@ std::optional<std::string> obstacle_to_flags(CopyEngine& engine, double timeout_
   } catch (const Error& error) {
     return error.what();
   }
+}
+
+bool holds_up(CopyEngine& engine, CopyQueue& waiting, const std::vector<CopyQueue*>& others, double timeout_seconds) {
+  if (!pass_in_time(engine, others, timeout_seconds)) return false;
+  const auto segment = SharedMemorySegment::make(sizeof(Flags));
+  const auto exposed = engine.expose(segment);
+  SharedWord& go = segment->at<Flags>(0)->go;
+  waiting.wait(go, 1);
+  const bool pass = pass_in_time(engine, others, kHeldUpSeconds);
+  go.store(1);
+  pass_in_time(engine, {&waiting}, timeout_seconds);  // until then it looks at the flag
+  return !pass;
 }
 
 }  // namespace fastpipe

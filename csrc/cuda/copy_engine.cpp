@@ -1,5 +1,6 @@
 #include "copy_engine.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -22,7 +23,14 @@ class OwnMemory final : public CopyMemory {
   OwnMemory(int device, std::size_t bytes)
       : device_(device), size_((bytes + kGranularity - 1) / kGranularity * kGranularity) {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-    require(cudaMalloc(&data_, size_), "allocating memory that other processes can open");
+    cudaError_t code = cudaMalloc(&data_, size_);
+    if (code == cudaErrorMemoryAllocation) {
+      // torch keeps what was freed in the step that announced
+      static_cast<void>(cudaGetLastError());
+      c10::cuda::CUDACachingAllocator::emptyCache();
+      code = cudaMalloc(&data_, size_);
+    }
+    require(code, "allocating memory that other processes can open");
   }
   // Where it fails the device is lost, or the process is a forked child or ends: there is nobody to tell.
   ~OwnMemory() override {
@@ -143,10 +151,15 @@ class CudaCopyEngine::Stream : public CopyQueue {
 
 namespace {
 
+// Of the highest priority, as a message is little work and another process waits for it. torch's streams are of the
+// lowest four (c10/cuda/CUDAStream.h), and 32 of each, as many as there are queues in hardware.
 cudaStream_t make_stream(int device) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  int lowest = 0;
+  int highest = 0;
+  require(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking a device for its priorities");
   cudaStream_t stream = nullptr;
-  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+  require(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "making a stream");
   return stream;
 }
 

@@ -70,11 +70,11 @@ std::unique_ptr<Ranges> make_ranges() {
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
                                     TransportSource& transport, double timeout, const at::Device& device, int pairs,
-                                    bool several_streams) {
+                                    std::vector<c10::Stream> streams) {
   std::vector<StagePlace> places;
   for (const auto& [index, is_first, is_last, fused] : stages) places.push_back({index, is_first, is_last, fused});
   return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device,
-                                  static_cast<PairWay>(pairs), several_streams, make_ranges());
+                                  static_cast<PairWay>(pairs), std::move(streams), make_ranges());
 }
 
 // The programs of all ranks.
@@ -200,7 +200,14 @@ void bind_copy_engine(py::module_& m) {
       .def("allocate", &CopyEngine::allocate, py::arg("bytes"), WithoutGil())
       .def("ticket", [](CopyEngine& engine, const CopyMemory& memory) { return to_bytes(engine.ticket(memory)); })
       .def("open", [](CopyEngine& engine, const std::string& ticket) { return engine.open(to_ticket(ticket)); })
-      .def("obstacle", &obstacle_to_flags, py::arg("timeout"), WithoutGil());
+      .def("obstacle", &obstacle_to_flags, py::arg("timeout"), WithoutGil())
+      .def(
+          "holds_up_current",
+          [](CopyEngine& engine, double timeout) {
+            const auto queue = engine.make_queue();
+            return holds_up(engine, *queue, {&engine.current()}, timeout);
+          },
+          py::arg("timeout"), WithoutGil());
   py::class_<CopyEngineLink, std::shared_ptr<CopyEngineLink>>(m, "CopyEngineLink")
       .def(py::init<std::shared_ptr<SharedMemoryLink>, std::shared_ptr<CopyEngine>>(), py::arg("host"),
            py::arg("engine"));
@@ -331,10 +338,12 @@ void bind_transports(py::module_& m) {
            py::arg("num_ranks"), py::arg("channels"), py::arg("lanes"), py::arg("delay") = 0.0)
       .def("endpoint", [](const std::shared_ptr<LoopbackHub>& hub, std::int32_t) { return hub; }, py::arg("rank"));
   py::class_<ProcessGroups, TransportSource, std::shared_ptr<ProcessGroups>>(m, "ProcessGroupTransport")
-      .def(
-          py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t,
-                      const at::Device& device) { return std::make_shared<ProcessGroups>(std::move(groups), device); }),
-          py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU));
+      .def(py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t,
+                       const at::Device& device, std::vector<c10::Stream> streams) {
+             return std::make_shared<ProcessGroups>(std::move(groups), device, std::move(streams));
+           }),
+           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU),
+           py::arg("streams") = std::vector<c10::Stream>());
 }
 
 void bind_executor(py::module_& m) {
@@ -347,7 +356,7 @@ void bind_executor(py::module_& m) {
   py::class_<Runner>(m, "Executor")
       .def(py::init(&make_runner), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("stages"),
            py::arg("transport"), py::arg("timeout"), py::arg("device") = at::Device(at::kCPU), py::arg("pairs") = 0,
-           py::arg("several_streams") = false)
+           py::arg("streams") = std::vector<c10::Stream>())
       .def("pair_counts",
            [](const Runner& runner) {
              const PairCounts& counts = runner.pair_counts();

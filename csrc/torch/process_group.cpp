@@ -42,25 +42,30 @@ std::string first_line(const char* text) {
 
 }  // namespace
 
-ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device)
-    : groups_(std::move(groups)), device_(device) {
-  if (groups_.size() == kNumGroups) return;
-  throw ArgumentError("groups has " + std::to_string(groups_.size()) +
-                      " entries; give four, by kind * 2 + (destination < source)");
+ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams)
+    : groups_(std::move(groups)), device_(device), streams_(std::move(streams)) {
+  if (groups_.size() != kNumGroups) {
+    throw ArgumentError("groups has " + std::to_string(groups_.size()) +
+                        " entries; give four, by kind * 2 + (destination < source)");
+  }
+  if (!device_.is_cpu() && streams_.size() != kNumGroups) {
+    throw ArgumentError("streams has " + std::to_string(streams_.size()) + " entries; give one a group");
+  }
 }
 
 std::unique_ptr<Transport> ProcessGroups::connect(const RankProgram& program, double timeout_seconds) {
-  return std::make_unique<ProcessGroupTransport>(groups_, device_, program, timeout_seconds);
+  return std::make_unique<ProcessGroupTransport>(groups_, device_, streams_, program, timeout_seconds);
 }
 
 ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device,
-                                             const RankProgram& program, double timeout_seconds)
+                                             std::vector<c10::Stream> streams, const RankProgram& program,
+                                             double timeout_seconds)
     : groups_(std::move(groups)),
       device_(device),
       program_(program),
       timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(as_duration(timeout_seconds))),
       specs_(program.size()),
-      side_streams_(device, kNumGroups),
+      side_streams_(device, std::move(streams)),
       receives_(program.num_slots()),
       sends_(program.num_sends()),
       queues_(program.channels().size()),

@@ -28,18 +28,20 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 // rank.
 class ProcessGroups final : public TransportSource {
  public:
-  ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device);
+  // streams: for the receives that each group posts early, on a device that has any.
+  ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams);
   std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
 
  private:
   std::vector<ProcessGroupPtr> groups_;
   at::Device device_;
+  std::vector<c10::Stream> streams_;
 };
 
 class ProcessGroupTransport final : public Transport {
  public:
-  ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device, const RankProgram& program,
-                        double timeout_seconds);
+  ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
+                        const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;

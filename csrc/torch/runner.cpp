@@ -24,12 +24,13 @@ std::size_t count(const std::vector<StagePlace>& stages) {
 }  // namespace
 
 Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-               double timeout_seconds, at::Device device, PairWay pairs, bool several_streams,
+               double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams,
                std::unique_ptr<Ranges> ranges)
-    : process_(::getpid()),
-      ranges_(std::move(ranges)),
-      device_(device),
-      streams_(device, several_streams ? stages.size() : 0) {
+    : process_(::getpid()), ranges_(std::move(ranges)), device_(device), streams_(device, std::move(streams)) {
+  if (streams_.any() && streams_.size() != stages.size()) {
+    throw ArgumentError("streams has " + std::to_string(streams_.size()) + " entries for " +
+                        std::to_string(stages.size()) + " stages; give one a stage, or none");
+  }
   Stages owned(count(stages));
   for (const auto& [index, is_first, is_last, fused] : stages) {
     auto stage = std::make_unique<TorchStage>(index, is_first, is_last, fused, program);

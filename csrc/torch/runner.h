@@ -41,8 +41,9 @@ struct StagePlace {
 // It holds no Python object between steps: the callables come with each step, so no cycle can run through it.
 class Runner final : public Observer {
  public:
+  // streams: one a stage, or none.
   Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-         double timeout_seconds, at::Device device, PairWay pairs, bool several_streams,
+         double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams,
          std::unique_ptr<Ranges> ranges);
   // With the GIL held.
   ~Runner() override;

@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <utility>
+
 namespace fastpipe {
 
 c10::Stream current_stream(c10::Device device) {
@@ -18,12 +20,8 @@ void Fence::wait() const {
   if (recorded_) event_->block(current_stream(event_->device()));
 }
 
-StageStreams::StageStreams(c10::Device device, std::size_t count) : device_(device) {
-  if (device.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  for (std::size_t i = 0; i < count; ++i) streams_.push_back(guard.getNewStream(device));
-  ends_.resize(streams_.size());
-}
+StageStreams::StageStreams(c10::Device device, std::vector<c10::Stream> streams)
+    : device_(device), streams_(std::move(streams)), ends_(streams_.size()) {}
 
 std::optional<c10::Stream> StageStreams::of(std::size_t stage) const {
   return streams_.empty() ? std::nullopt : std::optional(streams_[stage]);

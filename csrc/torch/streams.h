@@ -42,11 +42,14 @@ class InStream {
 };
 
 // Those of one rank's stages. Or none: then all its work goes into the stream that is current when a step is called.
+// They are given, for all programs of a rank use the same: torch keeps memory by stream, and cuBLAS's workspaces too,
+// and has only 32 streams, which it hands out in turns.
 class StageStreams {
  public:
-  StageStreams(c10::Device device, std::size_t count);
+  StageStreams(c10::Device device, std::vector<c10::Stream> streams);
 
   bool any() const { return !streams_.empty(); }
+  std::size_t size() const { return streams_.size(); }
   std::optional<c10::Stream> of(std::size_t stage) const;
   // Around a step: the stages' streams come after what the caller's has, and the caller's after theirs.
   void fork();

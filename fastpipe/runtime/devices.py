@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sized
@@ -48,13 +49,25 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-def wait_until_done(device: torch.device, seconds: float) -> None:
-    """Wait until the device has done what its current stream has, but no longer than so many seconds."""
-    event = torch.Event(device)
-    event.record()
+def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:
+    """An event behind what the device's current stream has.
+
+    (Without a stream `torch.Event.record` takes that of the current device, whichever the event was made for.)
+    """
+    event = torch.Event(device, enable_timing=timing)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def wait_until_done(device: torch.device, seconds: float) -> bool:
+    """Wait until the device has done what its current stream has, no longer than so many seconds; whether it has."""
+    event = recorded(device)
     until = time.monotonic() + seconds
-    while not event.query() and time.monotonic() < until:
+    while not event.query():
+        if time.monotonic() >= until:
+            return False
         time.sleep(_PAUSE)
+    return True
 
 
 class Clock(ABC):
@@ -87,19 +100,23 @@ class HostClock(Clock):
 _MEETINGS = 8
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    """Where nobody works; always the same, as torch hands out 32 in turns."""
+    return torch.Stream(device=device)
+
+
 class StreamClock(Clock):
     """The moment is when the device has done what its current stream has now; csrc/torch/device_times.h is the same."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._moments: list[torch.Event] = []
-        self._side = torch.Stream(device=device)  # where nobody works
+        self._side = _side_stream(device)
 
     def note(self) -> None:
         """Now."""
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        self._moments.append(event)
+        self._moments.append(recorded(self.device, timing=True))
 
     def read(self) -> list[float]:
         """All moments; the host waits for the device."""

@@ -40,7 +40,7 @@ class Executor(ABC):
         num_threads: intra-op threads, the same on every rank.
         pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.pairs`.
         device: what the stages compute on.
-        several_streams: whether each stage may have a stream of its own.
+        streams: those of the stages, by index; empty where all work goes into the caller's.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Executor(ABC):
         num_threads: int,
         pairs: str = IN_ORDER,
         device: torch.device = CPU,
-        several_streams: bool = False,
+        streams: Mapping[int, torch.Stream] | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -66,7 +66,7 @@ class Executor(ABC):
         self.num_threads = num_threads
         self.pairs = pairs
         self.device = device
-        self.several_streams = several_streams
+        self.streams = streams or {}
         columns = program.columns[rank]
         self.last = {index: last_microbatches(columns, index) for index in stages}
         self._prepare()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastpipe.runtime.control import Alone, Control, Reply
+from fastpipe.runtime.devices import recorded
 from fastpipe.runtime.mail import Mail
 from fastpipe.runtime.reports import Values, packing
 from fastpipe.runtime.result import packing_tensors
@@ -51,12 +52,13 @@ class Found:
         return {name: pack() for name, pack in self._packing(wait=True).items()}
 
     def packed_later(self, device: torch.device) -> Callable[[], Reply]:
-        """The same, for another thread to call: nothing waits until then."""
+        """The same, for a thread that does nothing else to call: nothing waits until then."""
         packing = self._packing(wait=False)
-        copied = torch.Event(device)
-        copied.record()
+        copied = recorded(device)
 
         def ready() -> Reply:
+            # a thread begins on the first device, on which the call would make this process a context
+            torch.accelerator.set_device_index(device.index or 0)
             copied.synchronize()
             return {name: pack() for name, pack in packing.items()}
 

@@ -139,8 +139,8 @@ def _seconds(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
 
 
 def _now(layer: nn.Module) -> float:
-    if cuda_devices([layer]):
-        torch.cuda.synchronize()
+    for device in cuda_devices([layer]):
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.boundary import from_tensors, to_tensors
 from fastpipe.runtime.chain import Chain, chosen
+from fastpipe.runtime.layer_costs import cuda_devices
 from fastpipe.runtime.sharded import Sharded
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
@@ -135,7 +136,7 @@ class _Probe:
         self._targets = None if targets is None or not part.is_last else [targets[microbatch]]
         self._carried = chosen({**stage.losses.carried, **kwargs}, part.losses.names)
         self._kwargs = [{k: v for k, v in chosen(kwargs, part.accepts).items() if k not in self._carried}]
-        self._cuda = any(parameter.is_cuda for parameter in part.module.parameters())
+        self._devices = cuda_devices([part.module])
 
     @contextlib.contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
@@ -214,6 +215,6 @@ class _Probe:
         return sum(found.values())
 
     def _now(self) -> float:
-        if self._cuda:
-            torch.cuda.synchronize()
+        for device in self._devices:
+            torch.cuda.synchronize(device)
         return time.perf_counter()

@@ -81,6 +81,10 @@ class Mixed(Transport):
         """Let go of the groups. The memory goes with the last tensor in it."""
         self.groups.close()
 
+    def leave(self) -> None:
+        """The same when a rank is lost."""
+        self.groups.leave()
+
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         shared = ", ".join(f"({_listed(circle)})" for circle in self.circles if len(circle) > 1)

@@ -45,7 +45,7 @@ class NativeExecutor(Executor):
             self.timeout,
             self.device,
             pairs=WAYS.index(self.pairs),
-            several_streams=self.several_streams,
+            streams=[self.streams[index] for index in self.stages] if self.streams else [],
         )
 
     def run(self, signature: int, announce: bool, trace: bool = False) -> tuple[Seconds, Seconds]:

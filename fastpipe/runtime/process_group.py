@@ -10,6 +10,7 @@ and TORCH_NCCL_*, then say when a silent peer is given up.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
@@ -232,6 +233,33 @@ def swap(
     return theirs
 
 
+def settle(member: Membership, store: Any, timeout: timedelta) -> None:
+    """Before groups of a GPU are ended: wait until the devices of all ranks are done with their messages.
+
+    NCCL may still have to send what a device has handed to it, and ending a group drops that.
+    """
+    seconds = min(timeout.total_seconds(), _CLOSING)
+    if member.device.type != "cpu" and wait_until_done(member.device, seconds):
+        meet(store, member.rank, member.size, seconds)
+
+
+def meet(store: Any, rank: int, size: int, seconds: float) -> None:
+    """Wait until as many ranks have come here, but no longer than so many seconds; without the store not at all."""
+    with contextlib.suppress(RuntimeError):
+        own = store.clone()  # a pipeline may be closed in any thread
+        own.set(f"closing/{rank}", "")
+        own.wait([f"closing/{other}" for other in range(size)], timedelta(seconds=seconds))
+
+
+def end_groups(groups: Sequence[Any], device: torch.device) -> None:
+    """End groups that only this pipeline has.
+
+    NCCL's destructor would abort them as well, and warn that the default group was not ended.
+    """
+    for group in groups if device.type == "cuda" else ():
+        group._get_backend(device).abort()
+
+
 def dead_or_silent(peer: int, error: RuntimeError) -> TransportError:
     """What to raise when c10d says that of a peer, in many lines."""
     return TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
@@ -261,9 +289,12 @@ class ProcessGroups(Transport):
         self.device = member.device
         self.backend = "nccl" if member.device.type == "cuda" else str(dist.get_backend(member.group))
         self._warm: set[Channel] = set()
-        store = member.store()
+        store = self._store = member.store()
+        self._member = member
         names = ("activation up", "activation down", "gradient up", "gradient down")
         self.groups = [make_group(member, store, name, self.timeout) for name in names]
+        has_streams = member.device.type != "cpu"
+        self._streams = [torch.Stream(device=member.device) for _ in names] if has_streams else []
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side."""
@@ -274,7 +305,7 @@ class ProcessGroups(Transport):
         """One rank's side in C++."""
         self._warm_up(program)
         channels = [tuple(map(int, channel)) for channel in program.channels]
-        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device)
+        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams)
 
     def _warm_up(self, program: Program) -> None:
         """Where connections are made by the first message (NCCL), send one on every channel, all ranks in one order.
@@ -304,9 +335,14 @@ class ProcessGroups(Transport):
         return swap(out, back, (self.rank, peer), tensors, self.timeout)
 
     def close(self) -> None:
-        """End the four groups, on a GPU when it is done with the messages that peers still wait for."""
-        if self.groups and self.device.type != "cpu":
-            wait_until_done(self.device, min(self.timeout.total_seconds(), _CLOSING))
+        """End the four groups, on a GPU when all ranks' devices are done with their messages."""
+        if self.groups:
+            settle(self._member, self._store, self.timeout)
+        self.leave()
+
+    def leave(self) -> None:
+        """End the four groups, whatever is under way."""
+        end_groups(self.groups, self.device)
         self.groups = []
 
     def describe(self) -> str:

@@ -79,7 +79,11 @@ class LocalRanks:
         self.publish = publish
         self.pairs = pairs
         self.device = device
-        self.several_streams = several_streams
+        # of all programs the same: memory that one has done with is another's only on its own stream
+        self._streams = {
+            rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
+            for rank, held in stages.items()
+        }
         self.num_threads = torch.get_num_threads()
         self._executors: dict[int, list[Executor]] = {}
         self._programs: list[Program] = []
@@ -112,7 +116,7 @@ class LocalRanks:
             num_threads=self.num_threads,
             pairs=self.pairs,
             device=self.device,
-            several_streams=self.several_streams,
+            streams=self._streams[rank],
         )
 
     def run(self, program: Program, signature: int, announce: bool, trace: bool = False) -> Outcome:
@@ -175,7 +179,7 @@ class LocalRanks:
     def leave(self) -> None:
         """No step comes any more: end the connections, so that who waits for this process is told."""
         self.forget()
-        self.transport.close()
+        self.transport.leave()
 
     def forget(self) -> None:
         """The programs so far are run no more."""

@@ -18,7 +18,7 @@ from fastpipe.program import Program
 from fastpipe.runtime import native
 from fastpipe.runtime.group import Membership, make_group
 from fastpipe.runtime.native_endpoint import NativeEndpoint
-from fastpipe.runtime.process_group import dead_or_silent, swap
+from fastpipe.runtime.process_group import dead_or_silent, end_groups, settle, swap
 from fastpipe.runtime.transport import Endpoint, Transport
 
 
@@ -39,6 +39,7 @@ class SharedMemory(Transport):
         self.member = member
         self.timeout = timedelta(seconds=timeout)
         self._group: Any = None
+        self._store: Any = None  # the group's
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side. Every rank makes those of its programs in the same order."""
@@ -72,10 +73,19 @@ class SharedMemory(Transport):
     def prepare_exchange(self) -> None:
         """Make the group that exchanges take, which needs every rank."""
         if self._group is None:
-            self._group = make_group(self.member, self.member.store(), "exchange", self.timeout)
+            self._store = self.member.store()
+            self._group = make_group(self.member, self._store, "exchange", self.timeout)
 
     def close(self) -> None:
         """Let go of the group. The memory goes with the last tensor in it."""
+        if self._group is not None:
+            settle(self.member, self._store, self.timeout)
+        self.leave()
+
+    def leave(self) -> None:
+        """The same when a rank is lost."""
+        if self._group is not None:
+            end_groups([self._group], self.member.device)
         self._group = None
 
     def describe(self) -> str:

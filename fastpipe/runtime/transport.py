@@ -157,6 +157,10 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Let go of connections. Called once, when the pipeline is gone."""
 
+    def leave(self) -> None:
+        """The same when a rank is lost, so that nobody is waited for; `close` is still called."""
+        self.close()
+
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         return f"{self.kind}, lanes {self.lanes}" + (f" ({self.why})" if self.why else "")

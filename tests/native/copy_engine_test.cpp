@@ -192,6 +192,61 @@ void test_trial() {
   expect(obstacle_to_flags(deaf, 5) == "not on this machine", "and what it says itself is passed on");
 }
 
+// Its queues share a few threads, in turns.
+class NarrowEngine final : public CopyEngine {
+ public:
+  explicit NarrowEngine(std::size_t width) {
+    for (std::size_t i = 0; i < width; ++i) threads_.push_back(std::make_shared<ThreadQueue>(0));
+    current_ = std::make_unique<Sharing>(threads_.front());
+  }
+  std::shared_ptr<CopyMemory> allocate(std::size_t bytes) override { return host_.allocate(bytes); }
+  CopyTicket ticket(const CopyMemory& memory) override { return host_.ticket(memory); }
+  std::shared_ptr<CopyMemory> open(const CopyTicket& ticket) override { return host_.open(ticket); }
+  std::shared_ptr<void> expose(std::shared_ptr<SharedMemorySegment> segment) override { return segment; }
+  std::unique_ptr<CopyQueue> make_queue() override {
+    return std::make_unique<Sharing>(threads_[made_++ % threads_.size()]);
+  }
+  std::unique_ptr<CopyMark> make_mark() override { return host_.make_mark(); }
+  CopyQueue& current() override { return *current_; }
+  std::size_t num_made() const { return made_; }
+
+ private:
+  class Sharing final : public HostQueue {
+   public:
+    explicit Sharing(std::shared_ptr<ThreadQueue> thread) : thread_(std::move(thread)) {}
+    void give(std::function<void()> work) override { thread_->give(std::move(work)); }
+
+   private:
+    std::shared_ptr<ThreadQueue> thread_;
+  };
+
+  HostCopyEngine host_;
+  std::vector<std::shared_ptr<ThreadQueue>> threads_;
+  std::size_t made_ = 1;
+  std::unique_ptr<Sharing> current_;
+};
+
+void test_queues_that_hold_up_others() {
+  const Channel up{0, 1, ChannelKind::kActivation};
+  const Channel down{1, 0, ChannelKind::kGradient};
+  const auto wide = std::make_shared<NarrowEngine>(3);
+  const auto narrow = std::make_shared<NarrowEngine>(2);
+  const auto links = make_links({2, 2, 1}, [](std::int32_t, std::int32_t) { return true; });
+  CopyEngineLink link(links[0], wide);
+  expect(&link.queue(up) == &link.queue(up), "a channel has one queue, whichever the program");
+  expect(&link.queue(down) != &link.queue(up), "and each its own");
+  expect(wide->num_made() == 3, "none was made in vain");
+  CopyEngineLink other(links[0], narrow);
+  other.queue(up);
+  try {
+    other.queue(down);
+    expect(false, "two channels and the current queue cannot share two threads");
+  } catch (const Error& error) {
+    expect(std::string(error.what()).find("share queues of the hardware") != std::string::npos, error.what());
+  }
+  expect(narrow->num_made() > 4, "others were tried");
+}
+
 // --- processes ---------------------------------------------------------------------------------------------------
 
 const ProcessRanks kProcesses(20, [](const Link& link, const RandomPrograms& programs, const RankProgram& program,
@@ -214,6 +269,7 @@ int main(int argc, char** argv) {
   test_silent_peer();
   test_peer_that_leaves();
   test_trial();
+  test_queues_that_hold_up_others();
   test_streams(first, count / 15);
   for (int seed = first; seed < first + count / 8; ++seed) test_random_program(static_cast<std::uint32_t>(seed));
   std::printf("%d programs: ok\n", count);

@@ -255,15 +255,17 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
     same = [torch.equal(p.grad.cpu(), expected[name]) for name, p in pipe.named_parameters()]
     same.append(torch.equal(result.loss.cpu(), reference.loss.cpu()))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    pipe.eval_step(x)
     account.reset()
     Asking.told.clear()  # the unsplit model's
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         result = pipe.step(x, target=target)
         optimizer.step()
-    races, waits = account.races(), account.host_waits()
+    races, waits, events = account.races(), account.host_waits(), account.num_events()
     assert result.loss.device.type == "cpu"
-    streams, events = account.num_streams(), account.num_events()
+    pipe.eval_step(x)  # another program
+    streams = account.num_streams()
     waits_to_read = sum(account.host_waits().values()) - sum(waits.values())
     account.set_seconds_per_operation(SECONDS_PER_OPERATION)
     timeline = pipe.step(x, target=target, trace=True).timeline
