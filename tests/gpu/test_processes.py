@@ -95,14 +95,15 @@ def finish(ranks: list[Rank]) -> None:
 
 
 def selected_beside(item: pytest.Item) -> list[str]:
-    """The cases of a test's launch."""
+    """The cases of a test's launch, the native executor's first."""
 
     def facts(one: pytest.Item) -> tuple:
         given = one.callspec.params  # type: ignore[attr-defined]
         return one.originalname, given.get("num_ranks"), given.get("transport")  # type: ignore[attr-defined]
 
     others = [one for one in item.session.items if one.path == item.path and hasattr(one, "callspec")]
-    return [case_of(one.callspec.params) for one in others if facts(one) == facts(item)]
+    cases = [one.callspec.params for one in others if facts(one) == facts(item)]
+    return [case_of(given) for given in sorted(cases, key=lambda given: given["executor"])]
 
 
 def case_of(given: dict[str, str]) -> str:
