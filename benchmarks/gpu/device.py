@@ -94,10 +94,15 @@ def rounds_of(steps: dict[str, Step], device: str, rounds: int, warm_up: int) ->
         for _ in range(warm_up):
             step()
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for number in range(rounds):
-        names = list(steps)
-        for name in names if number % 2 else reversed(names):
-            found[name].append(seconds(steps[name], device))
+    gc.collect()
+    gc.freeze()  # to look at all that is there takes Python as long as many a step
+    try:
+        for number in range(rounds):
+            names = list(steps)
+            for name in names if number % 2 else reversed(names):
+                found[name].append(seconds(steps[name], device))
+    finally:
+        gc.unfreeze()
     return found
 
 
