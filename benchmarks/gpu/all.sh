@@ -21,7 +21,6 @@ results=${RESULTS:-benchmarks/gpu/results}
 options=${OPTIONS:-}
 all="build tests processes launch overlap transfers copies predicted weight_grad"
 parts=${*:-$all}
-mkdir -p "$results" || exit 1
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 FASTPIPE_BUILD_EXT=1 FASTPIPE_REQUIRE_NATIVE=1 CUDA_DEVICE_MAX_CONNECTIONS=32
 SECONDS=0
 summary=()
@@ -68,6 +67,7 @@ for name in $parts; do
         ;;
     esac
 done
+mkdir -p "$results" || exit 1
 machine 2>&1 | tee "$results/machine.txt"
 part build 300 "$python" setup.py --quiet build_ext --inplace
 if ! "$python" - <<'END'; then
