@@ -59,8 +59,8 @@ format: setup  ## rewrite files in the house's format
 
 # Beside the build in this folder, which is for another torch: everything goes into build/cuda. The tests are those that
 # may go wrong with another torch, or with the library for GPUs; of tests/gpu they leave out what needs one.
-CUDA_TESTS ?= tests/gpu $(addprefix tests/runtime/test_, bits.py checkpoint.py clip.py failure.py native_core.py \
-  native_core_process_group.py nvtx.py pairs.py random_numbers.py shared_memory.py step.py streams.py tied.py weight_grad.py)
+CUDA_TESTS ?= tests/gpu $(addprefix tests/runtime/test_, bits.py checkpoint.py clip.py failure.py gpu_benchmarks.py native_core.py \
+  native_core_process_group.py nvtx.py pairs.py random_numbers.py recording.py shared_memory.py step.py streams.py tied.py weight_grad.py)
 CUDA_PYTHON = $(abspath $(VENV_CUDA))/bin/python
 
 cuda-build:  ## build for GPUs (with nvcc; no GPU is needed), import it, and run the tests that need none

@@ -17,9 +17,9 @@ from fastpipe import Schedule, make_schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from contenders import TORCH_NAMES, Alone, Work, fastpipe_step, torch_step
-from device import alone, chosen, options, rounds_of
+from device import Rows, alone, chosen, forget, options, rounds_of
 from overlap import make_work
-from tables import ratio, spread, table
+from tables import ratio, spread
 
 SIZE = (64, 1, 32)
 """Width, rows of a microbatch, tokens."""
@@ -62,17 +62,17 @@ def row(schedule: Schedule, work: Work, device: str, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    made = options(__doc__, rounds=15)
+    made = options(__doc__, rounds=31)
     made.add_argument("--microbatches", type=int, default=8)
     given = chosen(made)
     alone()
-    rows = []
+    rows = Rows(HEADS, markdown=given.markdown)
     for name in SCHEDULES:
         more = {} if name == "dualpipev" else {"stages_per_rank": 4}
         schedule = make_schedule(name, num_ranks=1, num_microbatches=given.microbatches, **more)
         work = make_work(given.device, SIZE, 1, given.microbatches)
-        rows.append(row(schedule, work, given.device, given.rounds))
-    print(table(HEADS, rows, markdown=given.markdown))
+        rows.add(row(schedule, work, given.device, given.rounds))
+        forget(given.device)
 
 
 if __name__ == "__main__":

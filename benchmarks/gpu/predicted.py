@@ -22,9 +22,9 @@ import fastpipe
 from fastpipe import CostModel, Schedule, make_schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from device import chosen, finish, options
+from device import Rows, chosen, finish, forget, options
 from sleeping import WIDTH, SleepingStage
-from tables import ratio, spread, table
+from tables import ratio, spread
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipev")
 HEADS = ["schedule", "predicted, ms", "measured, ms", "measured/predicted"]
@@ -74,11 +74,11 @@ def main() -> None:
     made.add_argument("--microbatches", type=int, default=16)
     made.add_argument("--milliseconds", type=float, default=1.0, help="of a rank's F, its I and its W (1)")
     given = chosen(made)
-    rows = []
+    rows = Rows(HEADS, markdown=given.markdown)
     for name in SCHEDULES:
         schedule = make_schedule(name, num_ranks=given.ranks, num_microbatches=given.microbatches)
-        rows.append(row(schedule, given.device, given.milliseconds / 1e3, given.rounds))
-    print(table(HEADS, rows, markdown=given.markdown))
+        rows.add(row(schedule, given.device, given.milliseconds / 1e3, given.rounds))
+        forget(given.device)
 
 
 if __name__ == "__main__":

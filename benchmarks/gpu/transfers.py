@@ -11,7 +11,11 @@ already, so a message is the transfer and nothing else. For every transport and 
   a transfer, in per cent of all transfers' time. The first and the last message are 100 / microbatches of it;
 * compute beside it: the median span of F under such messages over that under small ones, on the slower of the ranks.
 
-The three steps take turns; figures are medians of rounds.
+The three steps take turns; figures are medians of rounds, of which there are fewer where a step takes long (--seconds).
+
+Two processes that share a device compute in turns, a few milliseconds each, and NCCL, which would refuse them, talks
+over sockets: of its messages only the smaller ones are measured there, and none of its figures is one of NCCL's speed.
+What copies take from compute, without turns, is what copies.py measures in one process.
 """
 
 from __future__ import annotations
@@ -32,11 +36,13 @@ import fastpipe
 from fastpipe.program import Op
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from device import chosen, options, seconds
-from tables import table
+from device import Rows, chosen, forget, options, seconds
 
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
+OVER_SOCKETS = 2
+"""So many of them."""
 SMALL = 64
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 TRANSPORTS = {"cuda": ("cuda_ipc", "process_group"), "cpu": ("shared_memory", "process_group")}
 HEADS = ["transport", "MiB", "transfer, us", "GB/s", "compute of F, us", "exposed, %", "compute beside it"]
 
@@ -45,7 +51,7 @@ class Load:
     """What a rank's stage does and hands on; changed between steps."""
 
     def __init__(self, device: str, side: int) -> None:
-        self.matrix = torch.randn(side, side, device=device)
+        self.matrix = torch.randn(side, side, device=device, dtype=DTYPES[device])
         self.product = torch.empty_like(self.matrix)
         self.memory = torch.zeros(max(SIZES), dtype=torch.uint8, device=device).view(torch.float32)
         self.multiplications = 0
@@ -116,14 +122,22 @@ class Bench:
     def times(self, *loads: tuple[int, int]) -> list[float]:
         """Median seconds of a step under each of them, of the slower rank."""
         for load in loads:
-            for _ in range(3):
+            for _ in range(2):
                 self.step(*load)
         found: list[list[float]] = [[] for _ in loads]
-        for _ in range(self.given.rounds):
+        for _ in range(self.rounds(sum(agreed([self.time(load) for load in loads])))):
             for load, times in zip(loads, found, strict=True):
-                dist.barrier()
-                times.append(seconds(lambda load=load: self.step(*load), self.given.device)[1])  # type: ignore[misc]
+                times.append(self.time(load))
         return agreed([statistics.median(times) for times in found])
+
+    def time(self, load: tuple[int, int]) -> float:
+        """Seconds of a step that both begin together."""
+        dist.barrier()
+        return seconds(lambda: self.step(*load), self.given.device)[1]
+
+    def rounds(self, seconds: float) -> int:
+        """How many rounds that take so long are worth it."""
+        return max(1, min(self.given.rounds, int(self.given.seconds / seconds)))
 
     def forwards(self, load: tuple[int, int]) -> list[float]:
         """The median span of F by rank."""
@@ -151,7 +165,8 @@ def row(bench: Bench, transport: str, size: int) -> list[str]:
     count = max(1, math.ceil(2 * transfer / one))
     small, large = (count, SMALL), (count, size)
     without, beside = bench.times(small, large)
-    spans = [[bench.forwards(load) for load in (small, large)] for _ in range(bench.given.rounds)]
+    rounds = bench.rounds(without + beside)
+    spans = [[bench.forwards(load) for load in (small, large)] for _ in range(rounds)]
     slowed = [statistics.median(b[rank] / a[rank] for a, b in spans) for rank in range(2)]
     return [
         transport,
@@ -164,13 +179,19 @@ def row(bench: Bench, transport: str, size: int) -> list[str]:
     ]
 
 
+def shared(device: str) -> bool:
+    """Whether both processes are on one device."""
+    return device == "cuda" and torch.cuda.device_count() < 2
+
+
 def place(device: str) -> Callable[[], None]:
     """This rank's device; two ranks on one pass NCCL's check when each seems to be on a host of its own."""
     rank = int(os.environ["RANK"])
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if device == "cuda":
-        if torch.cuda.device_count() < 2:
-            os.environ["NCCL_HOSTID"] = str(rank)
+        if shared(device):
+            os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0"}
+            os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo")
     return dist.destroy_process_group
@@ -179,18 +200,23 @@ def place(device: str) -> Callable[[], None]:
 def main() -> None:
     made = options(__doc__, rounds=7)
     made.add_argument("--microbatches", type=int, default=64)
-    made.add_argument("--side", type=int, default=1024, help="of the matrices that are multiplied (1024)")
+    made.add_argument("--side", type=int, default=2048, help="of the matrices that are multiplied (2048)")
+    made.add_argument("--seconds", type=float, default=8.0, help="for the rounds of one comparison (8)")
     made.add_argument("--sizes", type=int, default=len(SIZES), help="only so many, the smallest first")
     if os.environ.get("WORLD_SIZE") != "2":
         raise SystemExit("two processes measure: torchrun --nproc-per-node 2 benchmarks/gpu/transfers.py")
     given = chosen(made)
     end = place(given.device)
-    rows = []
+    rows = Rows(HEADS, markdown=given.markdown, width=17) if dist.get_rank() == 0 else None
     for transport in TRANSPORTS[given.device]:
         bench = Bench(transport, given)
-        rows += [row(bench, transport, size) for size in SIZES[: given.sizes]]
-    if dist.get_rank() == 0:
-        print(table(HEADS, rows, markdown=given.markdown))
+        few = transport == "process_group" and shared(given.device)
+        for size in SIZES[: min(given.sizes, OVER_SOCKETS) if few else given.sizes]:
+            cells = row(bench, transport, size)
+            if rows is not None:
+                rows.add(cells)
+        del bench
+        forget(given.device)
     end()
 
 

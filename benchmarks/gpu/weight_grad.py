@@ -3,8 +3,8 @@
 python benchmarks/gpu/weight_grad.py
 
 A stage in the middle of one rank's three is a run of linears; their gradients are fp32, and their operands bf16
-(``grad_dtype``). Times are the spans of W, by events on the device, of steps in turns. "Difference" is the largest of
-any gradient's, relative to the norm of the plain one.
+(``grad_dtype``). Times are the spans of W, by events on the device, of steps in turns; of the smallest size they are
+times of launches. "Difference" is the largest of any gradient's, relative to the norm of the plain one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastpipe import Pipeline, make_schedule
 from fastpipe.program import Op
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from device import chosen, options
-from tables import ratio, spread, table
+from device import Rows, chosen, forget, options
+from tables import ratio, spread
 
 SIZES = ((256, 256), (1024, 1024), (4096, 4096), (8192, 2048))
 """Width, and rows of a microbatch."""
@@ -60,8 +60,13 @@ class Contender:
 def row(device: str, width: int, rows: int, linears: int, microbatches: int, rounds: int) -> list[str]:
     plain, fused = (Contender(kind, device, width, linears, microbatches) for kind in (False, True))
     x = torch.randn(microbatches * rows, width, device=device, dtype=torch.bfloat16)
-    times: list[tuple[float, float]] = [(plain.seconds(x), fused.seconds(x)) for _ in range(rounds + 3)][3:]
-    ones, others = zip(*times, strict=True)
+    ones: list[float] = []
+    others: list[float] = []
+    for number in range(-3, rounds):  # the first ones warm up
+        for contender, times in ((plain, ones), (fused, others))[:: 1 if number % 2 else -1]:
+            taken = contender.seconds(x)
+            if number >= 0:
+                times.append(taken)
     pairs = zip(plain.gradients(), fused.gradients(), strict=True)
     difference = max(float((one - other).norm() / one.norm()) for one, other in pairs)
     return [
@@ -79,11 +84,10 @@ def main() -> None:
     made.add_argument("--microbatches", type=int, default=4)
     made.add_argument("--sizes", type=int, default=len(SIZES), help="only so many, the smallest first")
     given = chosen(made)
-    rows = [
-        row(given.device, width, rows, given.linears, given.microbatches, given.rounds)
-        for width, rows in SIZES[: given.sizes]
-    ]
-    print(table(HEADS, rows, markdown=given.markdown))
+    found = Rows(HEADS, markdown=given.markdown)
+    for width, rows in SIZES[: given.sizes]:
+        found.add(row(given.device, width, rows, given.linears, given.microbatches, given.rounds))
+        forget(given.device)
 
 
 if __name__ == "__main__":

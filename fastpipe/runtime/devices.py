@@ -34,14 +34,15 @@ def located(device: torch.device) -> torch.device:
 
 
 def wants_streams(device: torch.device, overlap: str, held: Iterable[Sized]) -> bool:
-    """Whether every stage of a rank has a stream of its own, so that a forward and a backward can overlap.
+    """Whether every stage of this process has a stream of its own, so that a forward and a backward can overlap, and
+    ranks that are threads do not wait for each other's work.
 
     Args:
         device: what is computed on.
         overlap: of the Pipeline.
         held: the stages of each local rank.
     """
-    return device.type != "cpu" and overlap != "never" and any(len(stages) > 1 for stages in held)
+    return device.type != "cpu" and overlap != "never" and sum(len(stages) for stages in held) > 1
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:

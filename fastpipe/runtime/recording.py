@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,13 +40,26 @@ class CudaGraph(Recording):
 
     def record(self, stream: Any, work: Callable[[], None]) -> None:
         """See `Recording.record`."""
-        # other threads, NCCL's and those that tell losses, ask events meanwhile
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            work()
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            # other threads, NCCL's and those that tell losses, ask events meanwhile
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                work()
+        except BaseException:
+            _end_allocations(stream.device, pool)
+            raise
 
     def replay(self) -> None:
         """See `Recording.replay`."""
         self._graph.replay()
+
+
+def _end_allocations(device: torch.device, pool: Any) -> None:
+    """After a recording that failed: torch's allocator may think that it still goes on, and then memory that several
+    streams have used is never used again."""
+    with contextlib.suppress(RuntimeError):  # where it did end that
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 Makers = tuple[Callable[[torch.device], Any], Callable[[], Recording]]

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import fastpipe
+
+SCHEDULES = [family.name for family in fastpipe.list_schedules() if family.name != "forward_only"]
+"""All that train."""
+
 
 class Block(nn.Module):
     """A block of a transformer, without attention."""

@@ -1,4 +1,7 @@
-"""One rank of a pipeline on a GPU that it shares: ``python -m tests.gpu.ranks SCHEDULE DTYPE EXECUTOR``.
+"""One rank of pipelines on a GPU that it shares: ``python -m tests.gpu.ranks SCHEDULE:DTYPE:EXECUTOR ...``.
+
+The cases run one after the other in the same processes, since to start these takes longer than most cases. Of each a
+line is printed: the case, a tab, and ``ok`` or ``failed`` with the details.
 
 NCCL refuses two ranks on one device of a host. With another NCCL_HOSTID each they pass for several hosts and talk over
 sockets: that is for correctness, and says nothing about speed.
@@ -7,12 +10,16 @@ sockets: that is for correctness, and says nothing about speed.
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import sys
 import time
+import traceback
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fastpipe
@@ -20,35 +27,58 @@ from fastpipe.testing import reference_step
 from tests.gpu.models import batch, layers, loss_fn
 from tests.runtime.checks import same_bits
 
+TIMEOUT = 40.0
+RECORDED = "RECORDED" in os.environ
+
 
 def main() -> None:
-    schedule, name, executor = sys.argv[1:]
-    dtype = getattr(torch, name)
     torch.cuda.set_device(0)
-    model = layers(2 * int(os.environ["WORLD_SIZE"]), dtype)
+    for case in sys.argv[1:]:
+        try:
+            said = f"ok {run(*case.split(':'))}"
+        except Exception as error:  # the others have failed with it, or time out; all go on with the next case
+            traceback.print_exc()
+            said = f"failed {type(error).__name__}: {' '.join(str(error).split())}"
+        print(case, said, sep="\t", flush=True)
+        gc.collect()  # of a pipeline the groups, too
+        if "VICTIM" not in os.environ:
+            meet(case)
+
+
+def meet(case: str) -> None:
+    """Wait for the other ranks: the one where a case fails is through with it before they are."""
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(f"through with {case}", 1) == dist.get_world_size():
+        store.set(f"all are through with {case}", "")
+    store.wait([f"all are through with {case}"], timedelta(seconds=2 * TIMEOUT))
+
+
+def run(schedule: str, name: str, executor: str) -> str:
+    """Steps that must have the bits of the unsplit model's; gives what the transport, and recordings, say of them."""
+    dtype = getattr(torch, name)
+    model = layers(4 * int(os.environ["WORLD_SIZE"]), dtype)
     unsplit = nn.Sequential(*copy.deepcopy(model))
-    recorded = "RECORDED" in os.environ
     pipe = fastpipe.Pipeline(
-        model, schedule, 8, loss_fn, executor=executor, device="cuda", timeout=100, cuda_graph=recorded
+        model, schedule, 8, loss_fn, executor=executor, device="cuda", timeout=TIMEOUT, cuda_graph=RECORDED
     )
     x, target = batch(32, dtype)
     reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
     expected = {key: parameter.grad for key, parameter in unsplit.named_parameters()}
-    for _ in range(8 if recorded else 3):
+    wrong = []
+    for step in range(8 if RECORDED else 3):
         for parameter in pipe.parameters():
             parameter.grad = None
         result = pipe.step(x, target=target)
-        assert same_bits(result.loss.cpu(), reference.loss.cpu()), "the loss differs"
-        for key, parameter in pipe.named_parameters():
-            assert same_bits(parameter.grad.cpu(), expected[key].cpu()), f"the gradient of {key} differs"
-    print("ok", pipe.transport.describe())
-    if recorded:
-        print(pipe.describe())
+        found = {key: (parameter.grad, expected[key]) for key, parameter in pipe.named_parameters()}
+        found["loss"] = (result.loss, reference.loss)
+        wrong += [f"{key} in step {step}" for key, pair in found.items() if not same_bits(*(t.cpu() for t in pair))]
+    assert not wrong, f"other bits, or no gradient, of {wrong}"
     if "VICTIM" in os.environ:
-        lose(pipe, x, target)
+        return lose(pipe, x, target)
+    return " ".join([pipe.transport.describe(), *(pipe.describe().split() if RECORDED else [])])
 
 
-def lose(pipe: fastpipe.Pipeline, x: torch.Tensor, target: torch.Tensor) -> None:
+def lose(pipe: fastpipe.Pipeline, x: torch.Tensor, target: torch.Tensor) -> str:
     """One more step, in which the rank VICTIM is killed while the others wait for what it has not computed."""
     if os.environ["RANK"] == os.environ["VICTIM"]:
         module = next(iter(pipe.stage_modules.values()))
@@ -59,7 +89,8 @@ def lose(pipe: fastpipe.Pipeline, x: torch.Tensor, target: torch.Tensor) -> None
         torch.cuda.synchronize()
     except fastpipe.StepError as error:
         torch.cuda.synchronize()
-        print("lost", error.rank, time.perf_counter() - start < 20)
+        return f"lost {error.rank} {time.perf_counter() - start < 20}"
+    return "lost nobody"
 
 
 if __name__ == "__main__":

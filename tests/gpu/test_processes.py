@@ -1,4 +1,8 @@
-"""Steps of several processes that share one GPU, over NCCL and by its copy engines."""
+"""Steps of several processes that share one GPU, over NCCL and by its copy engines.
+
+To start processes takes longer than most cases, so one launch runs all those of a test that are selected and have the
+same ranks and transport. A case fails by itself; those after one that hangs, or loses the device, fail with it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.gpu.models import SCHEDULES
 
 pytestmark = pytest.mark.gpu
 
@@ -19,12 +27,18 @@ SECONDS = 240
 # Several ranks on one device pass NCCL's check when each seems to be on a host of its own. (With copy engines, too,
 # NCCL sums the gradients of stages that two ranks hold.)
 OVER_SOCKETS = {
+    "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
+    "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
+FEW = ["1f1b", "zbv", "dualpipev", "dualpipe"]
+CASES = [(name, "float32") for name in SCHEDULES] + [(name, "bfloat16") for name in FEW]
 
 
 def free_port() -> int:
@@ -33,67 +47,130 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def start(num_ranks: int, *arguments: str, **variables: str) -> list[subprocess.Popen[str]]:
-    port = free_port()
+@dataclass
+class Rank:
+    """A process, and the file into which it writes all it has to say."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def said_of(self, case: str) -> str:
+        """The end of its line about a case, or of all it said if there is none."""
+        text = self.log.read_text(errors="replace")
+        lines = (line.split("\t", 1) for line in text.splitlines() if "\t" in line)
+        found = next((rest for name, rest in lines if name == case), None)
+        return found or f"it did not come to {case} (exit status {self.process.returncode}):\n{text[-3000:]}"
+
+
+def start(folder: Path, num_ranks: int, cases: Iterable[str], **variables: str) -> list[Rank]:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     ranks = []
     for rank in range(num_ranks):
-        meeting = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "NCCL_HOSTID": str(rank)}
-        meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.ranks", *arguments],
+        own = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "NCCL_HOSTID")}
+        log = folder / f"rank{rank}.txt"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.ranks", *cases],
                 cwd=ROOT,
-                env=os.environ | OVER_SOCKETS | meeting | variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                env=os.environ | OVER_SOCKETS | meeting | own | variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
-        )
+        ranks.append(Rank(process, log))
     return ranks
 
 
-def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What the ranks print, all of which have to end well; none is left behind."""
-    printed = []
+def finish(ranks: list[Rank]) -> None:
+    """Wait for all, as long as one launch may take, and leave none behind."""
+    until = time.monotonic() + SECONDS
     try:
-        for process in ranks:
-            out, errors = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, errors[-3000:]
-            printed.append(out)
+        for rank in ranks:
+            rank.process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass  # the cases that it did not come to say so
     finally:
-        for process in ranks:
-            process.kill()
-    return printed
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.wait()
+
+
+def selected_beside(item: pytest.Item) -> list[str]:
+    """The cases of a test's launch, the native executor's first."""
+
+    def facts(one: pytest.Item) -> tuple:
+        given = one.callspec.params  # type: ignore[attr-defined]
+        return one.originalname, given.get("num_ranks"), given.get("transport")  # type: ignore[attr-defined]
+
+    others = [one for one in item.session.items if one.path == item.path and hasattr(one, "callspec")]
+    cases = [one.callspec.params for one in others if facts(one) == facts(item)]
+    return [case_of(given) for given in sorted(cases, key=lambda given: given["executor"])]
+
+
+def case_of(given: dict[str, str]) -> str:
+    return f"{given['schedule']}:{given.get('dtype', 'float32')}:{given['executor']}"
+
+
+Said = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[tuple, list[Rank]]:
+    return {}
+
+
+@pytest.fixture
+def said(
+    request: pytest.FixtureRequest, launches: dict[tuple, list[Rank]], tmp_path_factory: pytest.TempPathFactory
+) -> Said:
+    """What every rank says of a test's case: ``said(num_ranks, **variables)``."""
+
+    def ask(num_ranks: int, **variables: str) -> list[str]:
+        key = (num_ranks, *sorted(variables.items()))
+        if key not in launches:
+            cases = selected_beside(request.node)
+            launches[key] = start(tmp_path_factory.mktemp("ranks"), num_ranks, cases, **variables)
+            finish(launches[key])
+        return [rank.said_of(case_of(request.node.callspec.params)) for rank in launches[key]]
+
+    return ask
 
 
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("transport", ["process_group", "cuda_ipc"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe"])
-def test_bits(schedule: str, num_ranks: int, dtype: str, transport: str, executor: str) -> None:
-    """Processes, over NCCL and by copy engines, have the bits of the same kernels run unsplit, for three steps."""
-    for out in outputs(start(num_ranks, schedule, dtype, executor, FASTPIPE_TRANSPORT=transport)):
-        assert out.startswith(f"ok {transport}")
+@pytest.mark.parametrize("transport", ["cuda_ipc"])
+@pytest.mark.parametrize(("schedule", "dtype"), CASES)
+def test_bits(schedule: str, dtype: str, transport: str, num_ranks: int, executor: str, said: Said) -> None:
+    """Processes that copy by the GPU's engines have the bits of the same kernels run unsplit, for three steps."""
+    for text in said(num_ranks, FASTPIPE_TRANSPORT=transport):
+        assert text.startswith(f"ok {transport}"), text
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("transport", ["process_group"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("schedule", FEW)
+def test_bits_over_nccl(schedule: str, dtype: str, transport: str, num_ranks: int, executor: str, said: Said) -> None:
+    """Processes that talk by NCCL have the bits of the same kernels run unsplit, for three steps."""
+    for text in said(num_ranks, FASTPIPE_TRANSPORT=transport):
+        assert text.startswith(f"ok {transport}"), text
 
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-def test_recorded_steps(schedule: str, executor: str) -> None:
+def test_recorded_steps(schedule: str, executor: str, said: Said) -> None:
     """CUDA graphs with NCCL's messages in them have the bits of the same kernels run unsplit."""
-    for out in outputs(start(2, schedule, "float32", executor, FASTPIPE_TRANSPORT="process_group", RECORDED="1")):
-        assert "1 recorded and 5 replayed" in out
+    for text in said(2, FASTPIPE_TRANSPORT="process_group", RECORDED="1"):
+        assert text.startswith("ok process_group"), text
+        assert "1 recorded and 5 replayed" in text
 
 
 @pytest.mark.timeout(SECONDS + 60)
-def test_streams_that_wait_for_a_killed_process_are_released(executor: str) -> None:
+def test_streams_that_wait_for_a_killed_process_are_released(executor: str, tmp_path: Path) -> None:
     """A process that shares the GPU is killed in mid-step: the other's streams, which wait for flags that the dead one
     would have set, come to their end, and the step fails with its rank."""
-    first, victim = start(2, "1f1b", "float32", executor, FASTPIPE_TRANSPORT="cuda_ipc", VICTIM="1")
-    try:
-        out, errors = first.communicate(timeout=SECONDS)
-        assert out.splitlines()[1:] == ["lost 1 True"], errors[-3000:]
-        assert victim.wait(timeout=SECONDS) == -signal.SIGKILL
-    finally:
-        first.kill()
-        victim.kill()
+    case = f"1f1b:float32:{executor}"
+    first, victim = ranks = start(tmp_path, 2, [case], FASTPIPE_TRANSPORT="cuda_ipc", VICTIM="1")
+    finish(ranks)
+    assert first.said_of(case) == "ok lost 1 True"
+    assert victim.process.returncode == -signal.SIGKILL
