@@ -1,6 +1,6 @@
-// The planning library's C interface: plain structs and arrays, no torch, no Python header. fastpipe/native_plan.py
-// is its only caller; the Python code in fastpipe/{validate,lower,simulate,validate_program}.py says what is computed.
-// A function that does not say yes says nothing else: the Python code then finds the words.
+// The planning library's C interface: plain structs and arrays, no torch, no Python header. Its only
+// callers are fastpipe/native_plan.py and native.py in fastpipe/schedules and fastpipe/planner; the Python code beside
+// them says what is computed. A function that does not say yes says nothing else: the Python code then finds the words.
 #pragma once
 
 #include <cstdint>

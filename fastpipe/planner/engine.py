@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from fastpipe import native_plan
+from fastpipe.planner import native
 from fastpipe.planner.construct import Constructor
 from fastpipe.planner.retime import retime as _retime
 from fastpipe.planner.search import Search
@@ -18,7 +19,7 @@ from fastpipe.planner.tasks import Floats, Ints, Tasks
 
 T = TypeVar("T")
 R = TypeVar("R")
-Annealing = native_plan.Search | Search
+Annealing = native.Search | Search
 
 
 def is_native() -> bool:
@@ -56,7 +57,7 @@ def at_once(call: Callable[[T], R], items: Sequence[T]) -> Iterator[Iterator[R]]
 def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
     """Starts and ends of every task, or None if the order cannot run."""
     if is_native():
-        return native_plan.retime(tasks, order)
+        return native.retime(tasks, order)
     found = _retime(tasks, order)
     return None if found is None else (np.array(found[0]), np.array(found[1]))
 
@@ -74,7 +75,7 @@ def measure(tasks: Tasks, order: Ints, span: bool) -> float:
 
 def search(tasks: Tasks, order: Ints, *, span: bool, seed: int) -> Annealing | None:
     """An annealing that has begun; None if the order cannot run or fit into memory."""
-    made = (native_plan.Search if is_native() else Search)(tasks, order, span, seed)
+    made = (native.Search if is_native() else Search)(tasks, order, span, seed)
     return made if made.begin() else None
 
 
@@ -83,7 +84,7 @@ def construct(
 ) -> list[tuple[Ints, float]]:
     """The orders that list scheduling gives, and their objectives: infinite where it came to a stop."""
     if is_native():
-        found = native_plan.construct(tasks, np.array(keys), np.array(reserves), np.array(patience), span)
+        found = native.construct(tasks, np.array(keys), np.array(reserves), np.array(patience), span)
         if found is None:
             raise MemoryError("no memory for list scheduling")
         return found

@@ -18,6 +18,7 @@ from fastpipe import native_plan
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Columns, Schedule
+from fastpipe.schedules import native
 from fastpipe.schedules.rounds import NEVER, Seconds
 from fastpipe.schedules.words import columns_of
 
@@ -85,7 +86,7 @@ def filled(spread: Spread, limit: int, seconds: Seconds) -> Filled | None:
         columns = [columns_of([step[1:] for step in steps]) for steps in ranks]
         return Filled(columns, makespan(ranks, placement, seconds))
     times = seconds.forward, seconds.backward_input, seconds.backward_weight, seconds.comm
-    found = native_plan.fill(placement.routes[0], spread.num_microbatches, spread.first, spread.columns, limit, times)
+    found = native.fill(placement.routes[0], spread.num_microbatches, spread.first, spread.columns, limit, times)
     if found is None:
         return None
     rows, length = found

@@ -17,8 +17,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe import native_plan
 from fastpipe.placement import Placement
+from fastpipe.schedules import native
 
 Groups = tuple[int, ...]
 """Sizes of groups of microbatches, in order: a whole group starts its first rounds, then its second ones, and so on."""
@@ -86,12 +86,12 @@ def stream(first_round: int, num_rounds: int, groups: Groups) -> tuple[int, ...]
 
 
 @lru_cache(maxsize=4)
-def streams(num_rounds: int, groups: Groups) -> native_plan.Streams:
+def streams(num_rounds: int, groups: Groups) -> native.Streams:
     """The rounds of F and of I, for the library: `stream` by a sort that keeps the order within a group."""
     total = sum(groups)
     group = np.repeat(np.arange(len(groups)), groups)
     forward = np.argsort(np.tile(group, num_rounds), kind="stable")
-    return native_plan.Streams(forward, forward + num_rounds * total, total)
+    return native.Streams(forward, forward + num_rounds * total, total)
 
 
 def num_timed(placement: Placement, num_microbatches: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastpipe import native_plan
+from fastpipe.schedules import native
 from fastpipe.schedules.wave_ticks import Job, Starts, length_of
 
 _ALIKE = 3
@@ -44,7 +45,7 @@ class Beam:
         if native_plan.library() is not None:
             job = self.job
             shape = job.num_ranks, job.num_rounds, sum(job.groups), job.limit
-            rounds, ticks, left = native_plan.search_beam(*shape, self.width, length, budget)
+            rounds, ticks, left = native.search_beam(*shape, self.width, length, budget)
             return None if rounds is None else _starts(job, rounds, ticks), left
         return _Search(self, length).run(budget)
 

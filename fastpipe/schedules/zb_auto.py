@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fastpipe import native_plan
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
+from fastpipe.schedules import native
 from fastpipe.schedules.costs import COSTS, PerRank, memory_limit, per_rank
 from fastpipe.schedules.family import Family
 from fastpipe.schedules.words import columns_of
@@ -214,7 +214,7 @@ def generate(
     seconds = [per_rank(name, value, num_ranks) for name, value in costs.items()]
     limit = per_rank("memory_limit", num_ranks if memory_limit is None else memory_limit, num_ranks)
     problem = Problem(num_microbatches, (seconds[F], seconds[I], seconds[W]), float(comm), limit)
-    orders = native_plan.zero_bubble("zb_auto", num_ranks, num_microbatches, seconds, problem.comm, limit)
+    orders = native.zero_bubble("zb_auto", num_ranks, num_microbatches, seconds, problem.comm, limit)
     columns = []
     for rank, order in enumerate(search(problem) if orders is None else orders):
         counts = [0, 0, 0]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fastpipe import native_plan
+from fastpipe.schedules import native
 
 F0, F1, I1, I0, W1, W0 = range(6)
 """What a rank does for one microbatch, in the order of the V: 0 is its stage on the way down, 1 on the way up."""
@@ -191,7 +191,7 @@ def search(num_ranks: int, num_microbatches: int, costs: Costs) -> list[list[tup
     """Every rank's order of (kind, microbatch)."""
     given = costs.forward, costs.backward_input, costs.backward_weight
     seconds = [[value] for value in given]
-    kinds = native_plan.zero_bubble("zbv", num_ranks, num_microbatches, seconds, costs.comm, [costs.limit])
+    kinds = native.zero_bubble("zbv", num_ranks, num_microbatches, seconds, costs.comm, [costs.limit])
     if kinds is not None:
         return [_numbered(order) for order in kinds]
     found = []

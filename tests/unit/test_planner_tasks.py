@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fastpipe
 from fastpipe import CostModel, Schedule, native_plan
-from fastpipe.planner import engine, retime, search
+from fastpipe.planner import engine, native, retime, search
 from fastpipe.planner.construct import Constructor
 from fastpipe.planner.keys import Keys, unordered
 from fastpipe.planner.starts import joined, split
@@ -151,13 +151,13 @@ def test_both_languages_take_the_same_way(case: tuple[str, int, int, dict[str, i
     schedule = made(*case)
     tasks = tight(schedule, uneven(schedule.num_stages))
     for seed in (0, 2**40 + 7):
-        both = [kind(tasks, tasks.start, span, seed) for kind in (native_plan.Search, search.Search)]
+        both = [kind(tasks, tasks.start, span, seed) for kind in (native.Search, search.Search)]
         assert all(one.begin() for one in both)
         for attempts, hot, cold in ((300, 0.5, 0.1), (100, 0.1, 0.01)):
             for one in both:
                 one.improve(attempts, hot, cold)
-            (native, length), (python, same) = (one.found() for one in both)
-            assert (native.tolist(), length) == (python.tolist(), same)
+            (order, length), (python, same) = (one.found() for one in both)
+            assert (order.tolist(), length) == (python.tolist(), same)
 
 
 @pytest.mark.parametrize("span", [False, True])
@@ -216,7 +216,7 @@ def test_both_languages_construct_the_same(limit: float) -> None:
     rng = np.random.default_rng(1)
     keys, reserves = rng.random((20, len(tasks))), 0.5 * rng.integers(0, 2, (20, len(tasks)))
     patience = rng.random(20)
-    found = native_plan.construct(tasks, keys, reserves, patience, span=True)
+    found = native.construct(tasks, keys, reserves, patience, span=True)
     assert found is not None
     for key, reserve, wait, (order, objective) in zip(keys, reserves, patience, found, strict=True):
         python = Constructor(tasks, key, reserve, wait).run()
