@@ -49,17 +49,22 @@ def ratio(ones: Sequence[float], others: Sequence[float], digits: int = 2) -> st
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool) -> str:
     """The first column to the left, the others to the right."""
-    if markdown:
-        lines = [heads, [":--", *["---:"] * (len(heads) - 1)], *rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    widths = [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in [heads, *rows]
-    )
+    widths = None if markdown else [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
+    return "\n".join([*header(heads, widths), *(aligned(row, widths) for row in rows)])
+
+
+def header(heads: Sequence[str], widths: Sequence[int] | None) -> list[str]:
+    """The first lines of a table, for a terminal if there are widths, else for README.md."""
+    rule = [":--", *["---:"] * (len(heads) - 1)]
+    return [aligned(line, widths) for line in ([heads] if widths else [heads, rule])]
+
+
+def aligned(cells: Sequence[str], widths: Sequence[int] | None) -> str:
+    """A row of it."""
+    if widths is None:
+        return "| " + " | ".join(cells) + " |"
+    first, *others = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
 
 
 def machine() -> str:

@@ -21,7 +21,7 @@ results=${RESULTS:-benchmarks/gpu/results}
 options=${OPTIONS:-}
 all="build tests processes launch overlap transfers copies predicted weight_grad"
 parts=${*:-$all}
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 FASTPIPE_BUILD_EXT=1 FASTPIPE_REQUIRE_NATIVE=1 CUDA_DEVICE_MAX_CONNECTIONS=32
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 FASTPIPE_BUILD_EXT=1 FASTPIPE_REQUIRE_NATIVE=1
 SECONDS=0
 summary=()
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import machine, parser
+from tables import aligned, header, machine, parser
 
 # As the copy-engine transport wants it, and so that streams that wait hold up no others; CUDA looks when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -116,20 +116,12 @@ class Rows:
     """
 
     def __init__(self, heads: Sequence[str], *, markdown: bool, width: int = 25) -> None:
-        self.markdown = markdown
-        self.widths = [max(len(head), width) for head in heads]
-        self.add(heads)
-        if markdown:
-            self.add([":--", *["---:"] * (len(heads) - 1)])
+        self.widths = None if markdown else [max(len(head), width) for head in heads]
+        print(*header(heads, self.widths), sep="\n", flush=True)
 
     def add(self, cells: Sequence[str]) -> None:
         """Print a row."""
-        if self.markdown:
-            print("| " + " | ".join(cells) + " |", flush=True)
-            return
-        first, *others = zip(cells, self.widths, strict=True)
-        aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        print("  ".join(aligned).rstrip(), flush=True)
+        print(aligned(cells, self.widths), flush=True)
 
 
 __all__ = ["Rows", "Step", "alone", "chosen", "finish", "forget", "options", "rounds_of", "seconds"]

@@ -19,8 +19,7 @@ constexpr double kIdleSeconds = 10;  // in which what was queued before should b
 }  // namespace
 
 CopyEngineLink::~CopyEngineLink() {
-  if (::getpid() != process_) {
-    // A forked child has copies of what is the parent's to end.
+  if (!home_.here()) {
     for (auto& [channel, queue] : queues_) static_cast<void>(queue.release());
   }
   const Clock::time_point deadline = Clock::now() + kMoment;

@@ -1,9 +1,6 @@
 // A rank's device and the memory of its host, for all the programs of a pipeline.
 #pragma once
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -13,6 +10,7 @@
 
 #include "copy_engine.h"
 #include "copy_engine_layout.h"
+#include "home.h"
 #include "program.h"
 #include "shared_memory_link.h"
 
@@ -21,7 +19,7 @@ namespace fastpipe {
 class CopyEngineLink final {
  public:
   CopyEngineLink(std::shared_ptr<SharedMemoryLink> host, std::shared_ptr<CopyEngine> engine)
-      : process_(::getpid()), host_(std::move(host)), engine_(std::move(engine)) {}
+      : host_(std::move(host)), engine_(std::move(engine)) {}
   CopyEngineLink(const CopyEngineLink&) = delete;
   CopyEngineLink& operator=(const CopyEngineLink&) = delete;
   // Waits a moment for those who have not closed what they opened.
@@ -53,7 +51,7 @@ class CopyEngineLink final {
   void sweep();
   std::unique_ptr<CopyQueue> make_queue();
 
-  const pid_t process_;
+  const Home home_;
   std::shared_ptr<SharedMemoryLink> host_;
   std::shared_ptr<CopyEngine> engine_;
   std::map<ChannelKey, std::unique_ptr<CopyQueue>> queues_;

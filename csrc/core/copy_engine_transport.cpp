@@ -1,7 +1,5 @@
 #include "copy_engine_transport.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -21,8 +19,7 @@ constexpr double kLastSeconds = 30;               // at the end, for what is und
 
 CopyEngineTransport::CopyEngineTransport(const CopyEngineSource& source, const RankProgram& program,
                                          double timeout_seconds)
-    : process_(::getpid()),
-      link_(source.link()),
+    : link_(source.link()),
       codec_(source.codec()),
       program_(program),
       places_(source.places()),
@@ -67,7 +64,7 @@ void CopyEngineTransport::make_outgoing() {
 }
 
 CopyEngineTransport::~CopyEngineTransport() {
-  if (::getpid() == process_) {
+  if (home_.here()) {
     finish();
     return;
   }

@@ -2,8 +2,6 @@
 // processes, and no host takes part.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -17,6 +15,7 @@
 #include "copy_engine_outgoing.h"
 #include "copy_engine_source.h"
 #include "copy_engine_watch.h"
+#include "home.h"
 #include "payload.h"
 #include "program.h"
 #include "shared_memory_transport.h"
@@ -88,7 +87,7 @@ class CopyEngineTransport final : public Transport {
   void finish() noexcept;
   bool busy() const noexcept;
 
-  const pid_t process_;
+  const Home home_;
   std::shared_ptr<CopyEngineLink> link_;
   std::shared_ptr<const CopyCodec> codec_;
   RankProgram program_;

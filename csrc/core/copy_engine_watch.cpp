@@ -1,7 +1,5 @@
 #include "copy_engine_watch.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -15,12 +13,10 @@ constexpr std::chrono::milliseconds kSlice{50};
 }  // namespace
 
 CopyWatch::CopyWatch(double timeout_seconds)
-    : process_(::getpid()),
-      timeout_seconds_(timeout_seconds),
-      thread_(std::make_unique<std::thread>([this] { work(); })) {}
+    : timeout_seconds_(timeout_seconds), thread_(std::make_unique<std::thread>([this] { work(); })) {}
 
 CopyWatch::~CopyWatch() {
-  if (::getpid() != process_) {
+  if (!home_.here()) {
     static_cast<void>(thread_.release());
     return;
   }

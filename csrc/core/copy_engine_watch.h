@@ -2,8 +2,6 @@
 // the device.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -17,6 +15,7 @@
 
 #include "clock.h"
 #include "copy_engine_layout.h"
+#include "home.h"
 #include "shared_memory_peer.h"
 
 namespace fastpipe {
@@ -69,7 +68,7 @@ class CopyWatch final {
   void give_up_locked(std::int32_t peer, const std::string& why);
   bool broken_locked(std::int32_t peer) const;
 
-  const pid_t process_;
+  const Home home_;
   const double timeout_seconds_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -1,7 +1,5 @@
 #include "helper.h"
 
-#include <unistd.h>
-
 #include <condition_variable>
 #include <mutex>
 #include <optional>
@@ -78,10 +76,10 @@ void Helper::Thread::work() {
   }
 }
 
-Helper::Helper() : process_(::getpid()), thread_(std::make_unique<Thread>()) {}
+Helper::Helper() : thread_(std::make_unique<Thread>()) {}
 
 Helper::~Helper() {
-  if (::getpid() != process_) static_cast<void>(thread_.release());
+  if (!home_.here()) static_cast<void>(thread_.release());
 }
 
 void Helper::start(FunctionRef<void()> job) {

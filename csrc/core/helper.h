@@ -1,12 +1,11 @@
 // A thread that does one job at a time for another thread.
 #pragma once
 
-#include <sys/types.h>
-
 #include <exception>
 #include <memory>
 
 #include "function_ref.h"
+#include "home.h"
 
 namespace fastpipe {
 
@@ -27,7 +26,7 @@ class Helper {
  private:
   class Thread;
 
-  pid_t process_;
+  Home home_;
   std::unique_ptr<Thread> thread_;
 };
 

@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <pybind11/numpy.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -26,7 +25,7 @@ std::size_t count(const std::vector<StagePlace>& stages) {
 Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
                double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams,
                std::unique_ptr<Ranges> ranges)
-    : process_(::getpid()), ranges_(std::move(ranges)), device_(device), streams_(device, std::move(streams)) {
+    : ranges_(std::move(ranges)), device_(device), streams_(device, std::move(streams)) {
   if (streams_.any() && streams_.size() != stages.size()) {
     throw ArgumentError("streams has " + std::to_string(streams_.size()) + " entries for " +
                         std::to_string(stages.size()) + " stages; give one a stage, or none");
@@ -52,7 +51,7 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
 Runner::~Runner() {
   executor_.reset();  // the helper has ended
   // An interpreter that ends, or begins as a fork, has deleted the states of all other threads.
-  if (python_state_ == nullptr || Py_IsInitialized() == 0 || ::getpid() != process_) return;
+  if (python_state_ == nullptr || Py_IsInitialized() == 0 || !home_.here()) return;
   PyThreadState_Clear(python_state_);
   PyThreadState_Delete(python_state_);
 }

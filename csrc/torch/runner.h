@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
-#include <sys/types.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "core/executor.h"
+#include "core/home.h"
 #include "core/observer.h"
 #include "core/ranges.h"
 #include "device_times.h"
@@ -75,7 +75,7 @@ class Runner final : public Observer {
   bool noted_here(std::size_t position) const;
   void note_broken(const std::exception_ptr& error);
 
-  pid_t process_;
+  Home home_;
   std::unique_ptr<Ranges> ranges_;                                    // null where there are none
   std::vector<TorchStage*> stages_;                                   // owned by the executor
   std::vector<std::string> labels_;                                   // by position; empty where no label is wanted

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sized
 
 import torch
+from torch import nn
 
 CPU = torch.device("cpu")
 _PAUSE = 1e-3
@@ -31,6 +32,18 @@ def located(device: torch.device) -> torch.device:
     if index >= module.device_count():
         raise ValueError(f"device = {str(device)!r}: there are {module.device_count()}; give an index below that")
     return torch.device(device.type, index)
+
+
+def cuda_devices(modules: Iterable[nn.Module]) -> list[torch.device]:
+    """The GPUs that hold parameters: those on which modules work, and whose random numbers they draw."""
+    return list({p.device for module in modules for p in module.parameters() if p.device.type == "cuda"})
+
+
+def time_when_idle(devices: Iterable[torch.device]) -> float:
+    """The host's time, once these GPUs have done all they were given; in seconds."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def wants_streams(device: torch.device, overlap: str, held: Iterable[Sized]) -> bool:

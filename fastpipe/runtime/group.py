@@ -8,7 +8,6 @@ import logging
 import os
 from collections import Counter
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fastpipe.runtime.devices import CPU
-from fastpipe.runtime.forked import Home, keep_in_children
+from fastpipe.runtime.forked import Home
 from fastpipe.runtime.host import Crowd
 
 logger = logging.getLogger("fastpipe")
@@ -54,47 +53,6 @@ def crowd() -> Crowd:
     if not dist.is_initialized():
         return Crowd(None, 0)
     return Crowd(distributed_c10d._get_default_store(), dist.get_rank())
-
-
-def make_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
-    """Another group of the same processes.
-
-    A Gloo group stays outside torch's registry, which has two merits: it ends when nobody holds it, and it can be made
-    by processes that have made different numbers of groups before (`dist.new_group` would name it differently on
-    each, and they would wait for each other).
-    """
-    if member.device.type == "cuda":
-        return _nccl_group(member, distributed_c10d.PrefixStore(name, store), name, timeout)
-    backend = str(dist.get_backend(member.group))
-    if backend != "gloo":
-        return dist.new_group(
-            list(member.ranks), backend=backend, use_local_synchronization=True, group_desc=f"fastpipe {name}"
-        )
-    store = distributed_c10d.PrefixStore(name, store)
-    group = dist.ProcessGroup(store, member.rank, member.size)
-    gloo = dist.ProcessGroupGloo(store, member.rank, member.size, timeout=timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    keep_in_children(group)
-    return group
-
-
-def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
-    """The same with NCCL, and with Gloo for what is on the host.
-
-    It is not bound to its device: a bound one has one communicator, and with it one stream, for all pairs of ranks;
-    this one makes one for a pair when they first speak. Its streams are of high priority so that none of them is a
-    stage's, too: torch hands out those of either priority in turns. Nothing has been run on a GPU yet.
-    """
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    options.is_high_priority_stream = True
-    options.global_ranks_in_group = list(member.ranks)
-    group = dist.ProcessGroup(store, member.rank, member.size)
-    nccl = dist.ProcessGroupNCCL(store, member.rank, member.size, options)
-    group._register_backend(member.device, dist.ProcessGroup.BackendType.NCCL, nccl)
-    gloo = dist.ProcessGroupGloo(distributed_c10d.PrefixStore("host", store), member.rank, member.size, timeout=timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return group
 
 
 def membership(group: Any, device: torch.device) -> Membership:

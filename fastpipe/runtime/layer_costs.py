@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.runtime.carried import apart, as_arguments
 from fastpipe.runtime.chain import WholeNames, accepted_names, chosen
+from fastpipe.runtime.devices import cuda_devices, time_when_idle
 
 _REPEATS = 5
 logger = logging.getLogger("fastpipe")
@@ -130,18 +130,12 @@ def _flops(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) 
 
 def _seconds(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
     _forward_and_backward(layer, inputs, named)
-    times = []
+    devices, times = cuda_devices([layer]), []
     for _ in range(_REPEATS):
-        start = _now(layer)
+        start = time_when_idle(devices)
         _forward_and_backward(layer, inputs, named)
-        times.append(_now(layer) - start)
+        times.append(time_when_idle(devices) - start)
     return statistics.median(times)
-
-
-def _now(layer: nn.Module) -> float:
-    for device in cuda_devices([layer]):
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _activation_bytes(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
@@ -184,11 +178,6 @@ def _leaves_of_a_graph(value: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
     return pytree.tree_map(cut, value)
-
-
-def cuda_devices(layers: Sequence[nn.Module]) -> list[torch.device]:
-    """The GPUs that hold parameters: those whose random numbers layers draw."""
-    return list({p.device for layer in layers for p in layer.parameters() if p.device.type == "cuda"})
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.boundary import from_tensors, to_tensors
 from fastpipe.runtime.chain import Chain, chosen
-from fastpipe.runtime.layer_costs import cuda_devices
+from fastpipe.runtime.devices import cuda_devices, time_when_idle
 from fastpipe.runtime.sharded import Sharded
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
@@ -180,14 +179,14 @@ class _Probe:
 
     def _run(self) -> tuple[float, float, float]:
         """Seconds of F, I and W."""
-        inputs, times = self._begin(), [self._now()]
+        inputs, times = self._begin(), [time_when_idle(self._devices)]
         outputs = self.part.forward(0, inputs, splits=True)
-        times.append(self._now())
+        times.append(time_when_idle(self._devices))
         if torch.is_grad_enabled():
             self.part.backward_input(0, tuple(torch.ones_like(t) for t in outputs if t.requires_grad))
-            times.append(self._now())
+            times.append(time_when_idle(self._devices))
             self.part.backward_weight(0)
-        times += [self._now()] * (4 - len(times))
+        times += [time_when_idle(self._devices)] * (4 - len(times))
         return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
     def _held_bytes(self) -> int:
@@ -213,8 +212,3 @@ class _Probe:
                 found[tensor.untyped_storage().data_ptr()] = tensor.nbytes
         self.outputs = () if self.part.is_last else tuple(output.detach() for output in outputs)
         return sum(found.values())
-
-    def _now(self) -> float:
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()

@@ -10,7 +10,6 @@ and TORCH_NCCL_*, then say when a silent peer is given up.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
@@ -20,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.program import Channel, Program
-from fastpipe.runtime.devices import wait_until_done
-from fastpipe.runtime.group import Membership, make_group
+from fastpipe.runtime.group import Membership
+from fastpipe.runtime.own_groups import OwnGroups
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
 from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError, peer_of
 
@@ -50,8 +49,6 @@ _DTYPES = (
     torch.float8_e5m2fnuz,
 )
 _POISON, _GOOD = 0, 1
-_CLOSING = 10.0
-"""Seconds that a device is given to finish when a transport is closed; a peer that died keeps it for ever."""
 
 
 def write_header(specs: Specs | None) -> torch.Tensor:
@@ -233,33 +230,6 @@ def swap(
     return theirs
 
 
-def settle(member: Membership, store: Any, timeout: timedelta) -> None:
-    """Before groups of a GPU are ended: wait until the devices of all ranks are done with their messages.
-
-    NCCL may still have to send what a device has handed to it, and ending a group drops that.
-    """
-    seconds = min(timeout.total_seconds(), _CLOSING)
-    if member.device.type != "cpu" and wait_until_done(member.device, seconds):
-        meet(store, member.rank, member.size, seconds)
-
-
-def meet(store: Any, rank: int, size: int, seconds: float) -> None:
-    """Wait until as many ranks have come here, but no longer than so many seconds; without the store not at all."""
-    with contextlib.suppress(RuntimeError):
-        own = store.clone()  # a pipeline may be closed in any thread
-        own.set(f"closing/{rank}", "")
-        own.wait([f"closing/{other}" for other in range(size)], timedelta(seconds=seconds))
-
-
-def end_groups(groups: Sequence[Any], device: torch.device) -> None:
-    """End groups that only this pipeline has.
-
-    NCCL's destructor would abort them as well, and warn that the default group was not ended.
-    """
-    for group in groups if device.type == "cuda" else ():
-        group._get_backend(device).abort()
-
-
 def dead_or_silent(peer: int, error: RuntimeError) -> TransportError:
     """What to raise when c10d says that of a peer, in many lines."""
     return TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
@@ -289,12 +259,15 @@ class ProcessGroups(Transport):
         self.device = member.device
         self.backend = "nccl" if member.device.type == "cuda" else str(dist.get_backend(member.group))
         self._warm: set[Channel] = set()
-        store = self._store = member.store()
-        self._member = member
         names = ("activation up", "activation down", "gradient up", "gradient down")
-        self.groups = [make_group(member, store, name, self.timeout) for name in names]
+        self._own = OwnGroups(member, names, self.timeout)
         has_streams = member.device.type != "cpu"
         self._streams = [torch.Stream(device=member.device) for _ in names] if has_streams else []
+
+    @property
+    def groups(self) -> list[Any]:
+        """The four of them."""
+        return self._own.groups
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side."""
@@ -336,14 +309,11 @@ class ProcessGroups(Transport):
 
     def close(self) -> None:
         """End the four groups, on a GPU when all ranks' devices are done with their messages."""
-        if self.groups:
-            settle(self._member, self._store, self.timeout)
-        self.leave()
+        self._own.close()
 
     def leave(self) -> None:
         """End the four groups, whatever is under way."""
-        end_groups(self.groups, self.device)
-        self.groups = []
+        self._own.end()
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

@@ -16,9 +16,10 @@ import torch
 
 from fastpipe.program import Program
 from fastpipe.runtime import native
-from fastpipe.runtime.group import Membership, make_group
+from fastpipe.runtime.group import Membership
 from fastpipe.runtime.native_endpoint import NativeEndpoint
-from fastpipe.runtime.process_group import dead_or_silent, end_groups, settle, swap
+from fastpipe.runtime.own_groups import OwnGroups
+from fastpipe.runtime.process_group import dead_or_silent, swap
 from fastpipe.runtime.transport import Endpoint, Transport
 
 
@@ -38,8 +39,7 @@ class SharedMemory(Transport):
         self.link = link
         self.member = member
         self.timeout = timedelta(seconds=timeout)
-        self._group: Any = None
-        self._store: Any = None  # the group's
+        self._own: OwnGroups | None = None
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side. Every rank makes those of its programs in the same order."""
@@ -65,28 +65,31 @@ class SharedMemory(Transport):
             TransportError: when the peer is dead or silent.
         """
         try:
-            self.prepare_exchange()
+            group = self._exchange_group()
         except RuntimeError as error:
             raise dead_or_silent(peer, error) from error
-        return swap(self._group, self._group, (self.member.rank, peer), tensors, self.timeout)
+        return swap(group, group, (self.member.rank, peer), tensors, self.timeout)
 
     def prepare_exchange(self) -> None:
         """Make the group that exchanges take, which needs every rank."""
-        if self._group is None:
-            self._store = self.member.store()
-            self._group = make_group(self.member, self._store, "exchange", self.timeout)
+        self._exchange_group()
+
+    def _exchange_group(self) -> Any:
+        if self._own is None:
+            self._own = OwnGroups(self.member, ["exchange"], self.timeout)
+        return self._own.groups[0]
 
     def close(self) -> None:
         """Let go of the group. The memory goes with the last tensor in it."""
-        if self._group is not None:
-            settle(self.member, self._store, self.timeout)
-        self.leave()
+        if self._own is not None:
+            self._own.close()
+        self._own = None
 
     def leave(self) -> None:
         """The same when a rank is lost."""
-        if self._group is not None:
-            end_groups([self._group], self.member.device)
-        self._group = None
+        if self._own is not None:
+            self._own.end()
+        self._own = None
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

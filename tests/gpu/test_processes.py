@@ -35,7 +35,6 @@ OVER_SOCKETS = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
     "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
 FEW = ["1f1b", "zbv", "dualpipev", "dualpipe"]
 CASES = [(name, "float32") for name in SCHEDULES] + [(name, "bfloat16") for name in FEW]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.chain import Layers, as_layers
-from fastpipe.runtime.layer_costs import cuda_devices, left_alone
+from fastpipe.runtime.devices import cuda_devices
+from fastpipe.runtime.layer_costs import left_alone
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers
 from fastpipe.runtime.split.trial import row_of_modules

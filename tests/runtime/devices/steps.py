@@ -24,7 +24,7 @@ import fastpipe
 from fastpipe.action import ActionKind
 from fastpipe.dependencies import needs, produces
 from fastpipe.program import Op
-from fastpipe.runtime import cuda_ipc, native, process_group, recording, shared_memory
+from fastpipe.runtime import cuda_ipc, native, own_groups, recording
 from fastpipe.testing import reference_step
 from tests.runtime.devices import fake
 
@@ -300,8 +300,7 @@ def meet(account: Any) -> None:
 
         return make_group
 
-    process_group.make_group, dist.new_group = on_device(process_group.make_group), on_device(dist.new_group)
-    shared_memory.make_group = process_group.make_group
+    own_groups.make_group, dist.new_group = on_device(own_groups.make_group), on_device(dist.new_group)
     if native.load() is not None:
         account.bind_engine()
         cuda_ipc.ENGINES[fake.NAME] = lambda runtime, device: account.Engine()
