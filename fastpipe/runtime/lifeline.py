@@ -58,13 +58,16 @@ class Lifeline:
     Args:
         rank: this process.
 
+    Attributes:
+        silence: seconds after which a host that has not answered is taken to be gone.
+
     Raises:
         ValueError: when the variable FASTPIPE_SILENCE is not a number of seconds.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._silence = _silence_seconds()
+        self.silence = _silence_seconds()
         self._token = secrets.token_hex(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
         self._ties: dict[int, socket.socket] = {}
@@ -129,7 +132,7 @@ class Lifeline:
         tie.setblocking(False)
         tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._silence))
+            tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.silence))
         self._ties[rank] = tie
 
     def keep(self, ranks: Sequence[int]) -> None:
@@ -151,7 +154,8 @@ class Lifeline:
         """Send a byte, if it is time; to be called at least every `BEAT_SECONDS`."""
         if time.monotonic() < self._next_beat:
             return
-        self._next_beat = time.monotonic() + BEAT_SECONDS / 2  # who wakes up a little early need not wait for another
+        # at every look into the store, which may itself be with a host that has vanished, and keep this thread waiting
+        self._next_beat = time.monotonic() + BEAT_SECONDS / 5
         with self._lock:
             self._listen()
             for rank, tie in self._living():

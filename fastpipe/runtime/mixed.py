@@ -85,6 +85,10 @@ class Mixed(Transport):
         """The same when a rank is lost."""
         self.groups.leave()
 
+    def end_silent(self) -> None:
+        """See `Transport.end_silent`."""
+        self.groups.end_silent()
+
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         shared = ", ".join(f"({_listed(circle)})" for circle in self.circles if len(circle) > 1)

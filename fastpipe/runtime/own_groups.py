@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fastpipe.runtime.connections import made_by
 from fastpipe.runtime.devices import wait_until_done
 from fastpipe.runtime.forked import keep_in_children
 from fastpipe.runtime.group import Membership
@@ -35,7 +37,9 @@ class OwnGroups:
         self._member = member
         self._store = member.store()
         self._seconds = min(timeout.total_seconds(), _CLOSING)
-        self.groups = [make_group(member, self._store, name, timeout) for name in names]
+        make = functools.partial(make_group, member, self._store)
+        self.groups, connections = made_by(lambda: [make(name, timeout) for name in names])
+        self._connections = connections.ask()
 
     def close(self) -> None:
         """End them, on a GPU when the devices of all ranks are done with their messages.
@@ -46,6 +50,10 @@ class OwnGroups:
         if self.groups and device.type != "cpu" and wait_until_done(device, self._seconds):
             meet(self._store, self._member.rank, self._member.size, self._seconds)
         self.end()
+
+    def end_silent(self) -> None:
+        """End Gloo's connections with hosts that have vanished, so that nobody waits for their messages."""
+        self._connections.end_silent()
 
     def end(self) -> None:
         """End them, whatever is under way.

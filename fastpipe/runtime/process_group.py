@@ -315,6 +315,10 @@ class ProcessGroups(Transport):
         """End the four groups, whatever is under way."""
         self._own.end()
 
+    def end_silent(self) -> None:
+        """See `Transport.end_silent`. Of NCCL's nothing is ended: there it is streams that wait, and not the host."""
+        self._own.end_silent()
+
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         return f"{super().describe()}, four {self.backend} groups"

@@ -335,6 +335,10 @@ class Steps:
         if self.elsewhere is None:
             self.elsewhere = failure
         self.ranks.fail()
+        if failure.dead:
+            self.ranks.transport.end_silent()
+        if failure.dead:
+            self.ranks.transport.end_silent()
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         """What the others need to know of this process's step."""

@@ -161,6 +161,9 @@ class Transport(ABC):
         """The same when a rank is lost, so that nobody is waited for; `close` is still called."""
         self.close()
 
+    def end_silent(self) -> None:  # noqa: B027 - most are told by the kernel
+        """A rank is gone: who waits for one whose host has vanished is let go. From any thread, more than once."""
+
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         return f"{self.kind}, lanes {self.lanes}" + (f" ({self.why})" if self.why else "")

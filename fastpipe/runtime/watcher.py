@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from fastpipe.runtime.connections import connections_with, made_by
 from fastpipe.runtime.failure import DIED, Failure, first_line
 from fastpipe.runtime.host import Neighbours
 from fastpipe.runtime.lifeline import BEAT_SECONDS, GONE, Lifeline
 
 _LOOK_SECONDS = 0.1
-_GRACE_SECONDS = 0.5
+_GRACE_SECONDS = 1.0
 
 OnFailure = Callable[[Failure], None]
 OnDeath = Callable[[Any, Failure, int], None]
@@ -52,7 +53,11 @@ class Watcher:
         self._dead: dict[int, str] = {}
         self._lock = threading.Lock()
         self._stopping = False
-        self._thread = threading.Thread(target=self._watch, args=(store.clone(),), name="fastpipe-watch", daemon=True)
+        # the store's host may vanish, too
+        self._connections = connections_with(store).ask()
+        own, connections = made_by(store.clone)
+        connections.end_after(lifeline.silence)
+        self._thread = threading.Thread(target=self._watch, args=(own,), name="fastpipe-watch", daemon=True)
 
     def start(self, polls: bool) -> None:
         """From now on deaths are seen, and failures in steps reported."""
@@ -94,6 +99,7 @@ class Watcher:
         deadline = time.monotonic() + _GRACE_SECONDS
         while not (died := self._find_dead(self.step)) and time.monotonic() < deadline:
             time.sleep(0.01)
+        self._connections.end_silent()
         if died:
             return Failure(min(died), died[min(died)], dead=True)
         return Failure(None, f"the store of the process group is gone: {first_line(error)}", dead=True)
@@ -143,6 +149,8 @@ class Watcher:
 
     def _look(self, store: Any, step: int) -> bool:
         """Report what is wrong in a step; False when there is no store to look into."""
+        if self._dead:
+            self._connections.end_silent()
         try:
             for rank, cause in sorted(self._dead.items()):
                 death = Failure(rank, cause, dead=True)
