@@ -94,7 +94,7 @@ class LocalCopies(Replicas):
     def after_step(self, succeeded: bool) -> None:
         """First half plus second half, added to what was there."""
         for (first, second), kept in zip(self.parameters, self.kept, strict=True):
-            first.grad = _added(kept, _added(first.grad, second.grad))
+            first.grad = _accumulated(kept, _added(first.grad, second.grad))
             second.grad = None
         self.kept = []
 
@@ -146,7 +146,7 @@ class RemoteCopies(Replicas):
             if succeeded:
                 self._sum(module, holders)
             for parameter, before in zip(module.parameters(), kept, strict=True):
-                parameter.grad = _added(before, parameter.grad)
+                parameter.grad = _accumulated(before, parameter.grad)
         self.kept = []
 
     def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
@@ -164,6 +164,14 @@ def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Ten
     if first is None or second is None:
         return second if first is None else first
     return first + second
+
+
+def _accumulated(grad: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    """As autograd does it: in place, since somebody may hold the gradient, in a bucket of all gradients say."""
+    if grad is None or more is None or grad.layout is not torch.strided:
+        return _added(grad, more)
+    with torch.no_grad():
+        return grad.add_(more)
 
 
 def make_replicas(
