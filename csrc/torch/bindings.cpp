@@ -286,7 +286,8 @@ void bind_random_numbers(py::module_& m) {
              const py::gil_scoped_release no_gil;
              GeneratorsLock::enter();
            })
-      .def("__exit__", [](const GeneratorsLock&, const py::args&) { GeneratorsLock::exit(); });
+      .def("__exit__", [](const GeneratorsLock&, const py::args&) { GeneratorsLock::exit(); })
+      .def("held_here", [](const GeneratorsLock&) { return GeneratorsMutex::held_here(); });
   py::class_<Generators, std::shared_ptr<Generators>>(m, "Generators")
       .def(py::init<const at::Device&, std::optional<std::uint64_t>>(), py::arg("device"), py::arg("seed"))
       .def("begin", &Generators::begin, py::arg("step"))

@@ -26,8 +26,26 @@ bool is_python(const torch::autograd::Node& node) {
 
 }  // namespace
 
-std::mutex& generators_mutex() {
-  static std::mutex mutex;
+namespace {
+thread_local bool holds_generators = false;
+}  // namespace
+
+void GeneratorsMutex::lock() {
+  mutex_.lock();
+  holds_generators = true;
+}
+
+void GeneratorsMutex::unlock() {
+  holds_generators = false;
+  mutex_.unlock();
+}
+
+bool GeneratorsMutex::held_here() {
+  return holds_generators;
+}
+
+GeneratorsMutex& generators_mutex() {
+  static GeneratorsMutex mutex;
   return mutex;
 }
 
@@ -101,7 +119,7 @@ RandomRegion::RandomRegion(StageRandom* random, Kind kind, std::int32_t microbat
 
 void RandomRegion::enter(std::int32_t microbatch) {
   Generators& generators = *random_->generators;
-  lock_ = std::unique_lock<std::mutex>(generators_mutex());
+  lock_ = std::unique_lock<GeneratorsMutex>(generators_mutex());
   before_ = generators.states();
   if (!same(before_, generators.expected_)) generators.moved_elsewhere_ = true;
   if (generators.seed_) generators.seed(random_->stage, microbatch);

@@ -14,8 +14,18 @@
 
 namespace fastpipe {
 
-// One for the process, as the generators are.
-std::mutex& generators_mutex();
+// One for the process, as the generators are. It knows whether the thread that asks holds it.
+class GeneratorsMutex {
+ public:
+  void lock();
+  void unlock();
+  static bool held_here();
+
+ private:
+  std::mutex mutex_;
+};
+
+GeneratorsMutex& generators_mutex();
 
 // 64 bits from four numbers, as `microbatch_seed` of Python.
 std::uint64_t microbatch_seed(std::uint64_t seed, std::int64_t step, std::int32_t stage, std::int32_t microbatch);
@@ -78,7 +88,7 @@ class RandomRegion {
 
   StageRandom* random_;
   Kind kind_;
-  std::unique_lock<std::mutex> lock_;
+  std::unique_lock<GeneratorsMutex> lock_;
   Generators::States before_;
   Generators::States start_;  // while watching
   std::uint64_t sequence_ = 0;

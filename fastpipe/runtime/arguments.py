@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torch import nn
+
 from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
 from fastpipe.runtime.grad_dtype import check_grad_dtype
@@ -55,6 +57,21 @@ def check_arguments(
     for name, wanted in (("fused_weight_grad", fused_weight_grad), ("cuda_graph", cuda_graph)):
         if not isinstance(wanted, bool):
             raise ValueError(f"{name} = {wanted!r}: give True or False")
+
+
+def check_loss_parameters(loss_fn: Any, schedule: Schedule) -> None:
+    """Refuse a loss with parameters where two ranks compute it: nobody would add up its gradients.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    learns = isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters())
+    if learns and schedule.placement.num_routes > 1:
+        raise ValueError(
+            f"loss_fn has parameters, and {schedule.name} computes the loss on two ranks, of which each would have a "
+            "part of their gradients: make it the last layer, which takes the target by a keyword of step and returns "
+            "the loss, or use a schedule with one route"
+        )
 
 
 def asked_transport(transport: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,6 +31,12 @@ class Evaluates:
     _steps: Steps
     _settings: Settings
     _member: Membership
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Pipeline cannot be copied or pickled, since it has threads and connections: copy or pickle its layers "
+            "or its state_dict(), or use fastpipe.save_checkpoint"
+        )
 
     def eval_step(
         self,

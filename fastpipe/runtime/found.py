@@ -119,7 +119,17 @@ class Telling:
 
 def _given(found: Mapping[str, Any]) -> Part:
     """What is here already."""
-    return lambda: found
+    return _Given(found)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A class, so that results can be pickled."""
+
+    found: Mapping[str, Any]
+
+    def __call__(self) -> Mapping[str, Any]:
+        return self.found
 
 
 class _Here(dict[str, Any]):

@@ -22,7 +22,6 @@ from torch.autograd.graph import get_gradient_edge
 from fastpipe.runtime import native
 
 _WORD = 2**64 - 1
-_python_lock = threading.Lock()
 
 States = list[torch.Tensor]
 
@@ -52,12 +51,35 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
     return found
 
 
-def generators_lock() -> AbstractContextManager[Any]:
+class GeneratorsLock:
+    """The lock of this process's default generators, where there is no extension."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._holder = None
+        self._lock.release()
+
+    def held_here(self) -> bool:
+        """Whether this thread is in one of its regions."""
+        return self._holder == threading.get_ident()
+
+
+_python_lock = GeneratorsLock()
+
+
+def generators_lock() -> GeneratorsLock:
     """The lock of this process's default generators; the native executor's own where there is one."""
     runtime: Any = native.load()
     if runtime is None:
         return _python_lock
-    lock: AbstractContextManager[Any] = runtime.GeneratorsLock()
+    lock: GeneratorsLock = runtime.GeneratorsLock()
     return lock
 
 

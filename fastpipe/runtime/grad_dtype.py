@@ -68,6 +68,11 @@ def alias_of(parameter: torch.Tensor) -> nn.Parameter:
     return alias
 
 
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as it is swapped with another process: both ends know the shape of one that is not sparse."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
 def zero_grad_of(parameter: torch.Tensor) -> torch.Tensor:
     """A gradient of zeros."""
     return torch.zeros_like(parameter, dtype=grad_dtype_of(parameter))

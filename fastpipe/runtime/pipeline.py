@@ -17,6 +17,7 @@ from fastpipe.runtime.arguments import (
     alike_text,
     asked_transport,
     check_arguments,
+    check_loss_parameters,
     check_transport,
     checked_timeout,
     find_num_microbatches,
@@ -207,6 +208,7 @@ class Pipeline(Trains, Replannable):
             options = options_with_stages(schedule, schedule_options, stages_per_rank)
             plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
             self._settle(plans, find_num_microbatches(num_microbatches, schedule))
+            check_loss_parameters(loss_fn, self.schedule)
             self._costs = costs_here(stages, partition, example, self._member.rank)
         with agreeing(self._control, self._setup_message, self._adopt, part="stages"):
             self._partition = cut_by(partition, self._costs, self.schedule.num_stages)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.generators import Generators, StageRandom
+from fastpipe.runtime.generators import Generators, StageRandom, generators_lock
 from fastpipe.runtime.stage import Stage
 
 PER_MICROBATCH = "per_microbatch"
@@ -83,6 +83,25 @@ class RandomNumbers:
         self._generators = made.Generators(device, seed)
         self._randoms = [made.StageRandom(self._generators, stage.index) for stage in stages]
 
+    def check_free(self, has_pairs: bool) -> None:
+        """Before a step: refuse one that would wait for the generators, for ever, since its own caller has them.
+
+        Args:
+            has_pairs: whether there are pairs among its actions.
+
+        Raises:
+            RuntimeError: in a layer, loss function or hook of another pipeline where actions are regions.
+        """
+        if self._has_regions(has_pairs) and generators_lock().held_here():
+            raise RuntimeError(
+                "this step was called by a layer, loss function or hook of another pipeline, and the ranks of both are "
+                "threads, or draw by rng=: they use torch's random generators one at a time, and this step would wait "
+                "for its caller to let them go; give the inner pipeline num_ranks=1 and no rng, or call its layers"
+            )
+
+    def _has_regions(self, has_pairs: bool) -> bool:
+        return bool(self._randoms) and (self.threads or (self.pairs and has_pairs) or self.seed is not None)
+
     def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> None:
         """A step begins: decide which actions are regions.
 
@@ -93,7 +112,7 @@ class RandomNumbers:
         """
         pairs = self.pairs and has_pairs
         concurrent = self.threads or pairs
-        self._active = bool(self._randoms) and (concurrent or self.seed is not None)
+        self._active = self._has_regions(has_pairs)
         if not self._active:
             for stage in self.stages:
                 stage.random = None

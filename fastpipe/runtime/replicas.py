@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.grad_dtype import zero_grad_of
+from fastpipe.runtime.grad_dtype import dense, zero_grad_of
 
 Exchange = Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors)`` to the peer's tensors, which look alike."""
@@ -94,7 +94,7 @@ class LocalCopies(Replicas):
     def after_step(self, succeeded: bool) -> None:
         """First half plus second half, added to what was there."""
         for (first, second), kept in zip(self.parameters, self.kept, strict=True):
-            first.grad = _added(kept, _added(first.grad, second.grad))
+            first.grad = _accumulated(kept, _added(first.grad, second.grad))
             second.grad = None
         self.kept = []
 
@@ -146,24 +146,44 @@ class RemoteCopies(Replicas):
             if succeeded:
                 self._sum(module, holders)
             for parameter, before in zip(module.parameters(), kept, strict=True):
-                parameter.grad = _added(before, parameter.grad)
+                parameter.grad = _accumulated(before, parameter.grad)
         self.kept = []
 
     def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
         parameters = list(module.parameters())
-        has = torch.tensor([p.grad is not None for p in parameters] or [False])
-        own = [zero_grad_of(p) if p.grad is None else p.grad for p in parameters]
-        (their_has, *theirs) = self.exchange(self._peer(holders), [has, *own])
+        kinds = torch.tensor([_kind(p.grad) for p in parameters] or [_NONE])
+        own = [zero_grad_of(p) if p.grad is None else dense(p.grad) for p in parameters]
+        (their_kinds, *theirs) = self.exchange(self._peer(holders), [kinds, *own])
         for i, parameter in enumerate(parameters):
-            mine = own[i] if has[i] else None
-            given = theirs[i] if their_has[i] else None
-            parameter.grad = _added(mine, given) if holders[0] == self.rank else _added(given, mine)
+            mine = own[i] if kinds[i] else None
+            given = theirs[i] if their_kinds[i] else None
+            total = _added(mine, given) if holders[0] == self.rank else _added(given, mine)
+            stays_sparse = _DENSE not in (kinds[i], their_kinds[i])
+            parameter.grad = total.to_sparse(1) if total is not None and stays_sparse else total
+
+
+_NONE, _DENSE, _SPARSE = range(3)
+
+
+def _kind(grad: torch.Tensor | None) -> int:
+    """What the other holder has to know of a gradient, beside its numbers."""
+    if grad is None:
+        return _NONE
+    return _DENSE if grad.layout is torch.strided else _SPARSE
 
 
 def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first + second
+
+
+def _accumulated(grad: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    """As autograd does it: in place, since somebody may hold the gradient, in a bucket of all gradients say."""
+    if grad is None or more is None or grad.layout is not torch.strided:
+        return _added(grad, more)
+    with torch.no_grad():
+        return grad.add_(more)
 
 
 def make_replicas(

@@ -15,12 +15,12 @@ from fastpipe.runtime.agreement import prepare_together
 from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among, tell
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure, LostError
-from fastpipe.runtime.forked import Home
 from fastpipe.runtime.found import Found, Telling
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_digests, check_given, stage_works, take_inputs
 from fastpipe.runtime.interrupt import Interrupts
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import flags_of
+from fastpipe.runtime.one_at_a_time import OneAtATime
 from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.random_numbers import RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks, Outcome
@@ -104,12 +104,11 @@ class Steps:
         self.broken: Failure | None = None
         self._telling = Telling(control, settings.device)
         self._interrupts = Interrupts(ranks.interrupt)
-        self._home = Home()
+        self._calls = OneAtATime()
 
     def run(self, request: Request, trace: bool) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
-        self._home.check()
-        with self._interrupts.deferred():
+        with self._calls.entered(), self._interrupts.deferred():
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
@@ -180,6 +179,7 @@ class Steps:
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
             self.plans.program(request.num_microbatches, not request.training)
+            self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
                 if stage.parallel is not None:
                     stage.parallel.prepare()
@@ -219,7 +219,10 @@ class Steps:
             StepError: when another process could not give its message, or is dead or silent.
             ValueError: when the ranks do not make the same call.
         """
-        self._home.check()
+        with self._calls.entered():
+            return self._meet(call, make)
+
+    def _meet(self, call: str, make: Callable[[], Reply]) -> list[Reply]:
         if self.broken is not None:
             raise self.broken.error()
         message: Reply = {"call": call}
@@ -306,14 +309,16 @@ class Steps:
         self.replicas.follow()
         if request.training:
             self.replicas.before_step()
-        pairs = request.training and self.plans.has_pairs(request.num_microbatches)
         # a stage that computes nothing in a window of a stream shows nothing of its habits
         window = () if request.window is None else tuple(request.window.computes(stage.index) for stage in stages)
-        self.random.begin(request.training, (*self._flags, *window), pairs)
+        self.random.begin(request.training, (*self._flags, *window), self._has_pairs(request))
         outcome = self.ranks.run(program, number, announce, trace)
         if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
             outcome.refuse(self.random.check())
         return outcome
+
+    def _has_pairs(self, request: Request) -> bool:
+        return request.training and self.plans.has_pairs(request.num_microbatches)
 
     def _number(self, signature: tuple[Any, ...]) -> int:
         """What transports call these shapes; the number of the oldest is given again when many are known."""

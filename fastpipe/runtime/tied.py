@@ -22,7 +22,7 @@ from torch import nn
 
 from fastpipe.placement import Placement
 from fastpipe.runtime.chain import Chain
-from fastpipe.runtime.grad_dtype import grad_dtype_of
+from fastpipe.runtime.grad_dtype import dense, grad_dtype_of
 from fastpipe.runtime.replicas import Exchange, Replicas, holders_of
 from fastpipe.runtime.shared_weight import (
     Places,
@@ -300,7 +300,7 @@ class Swaps:
         mine = [own[stage] for stage in sorted(own)] + [None] * (count - len(own))
         there = torch.tensor([grad is not None for grad in mine])
         empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
-        tensors = [empty if grad is None else local_part(grad) for grad in mine]
+        tensors = [empty if grad is None else dense(local_part(grad)) for grad in mine]
         given, *theirs = self.exchange(peer, [there, *tensors])
         return {stage: with_local_part(like, theirs[i]) if given[i] else None for i, stage in enumerate(stages)}
 

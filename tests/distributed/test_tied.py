@@ -1,11 +1,15 @@
 """Tied weights whose stages are processes: every holder's copy is the same to the last bit, and counts once."""
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
+from fastpipe.testing import reference_step
 from tests.distributed.test_step import GroupOf, caught
 from tests.runtime.test_tied import (
     EMBEDDING,
@@ -79,3 +83,31 @@ def test_declared_where_each_process_has_one_of_the_layers(group_of: GroupOf, tm
     assert one["none"][0] == "ValueError" and "1.bias is no parameter of the model" in one["none"][1]
     assert zero["none"][0] == "StepError"
     assert zero["unlike"][0] in ("KeyError", "StepError")
+
+
+def train_sparse(schedule: str, tied: bool, executor: str) -> list[torch.Tensor]:
+    """Two steps of a model whose embedding has sparse gradients; that weight's gradient after each, made dense."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(13, 4, sparse=True), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 13, bias=False)]
+    if tied:
+        layers[3].weight = layers[0].weight
+    unsplit = copy.deepcopy(layers)
+    pipe = Pipeline(layers, schedule, 4, loss_fn, executor=executor)
+    found = []
+    for x in torch.randint(13, (2, 8, 3)):
+        pipe.step(x, target=x.roll(-1, dims=1))
+        reference_step(unsplit, (x, x.roll(-1, dims=1)), pipe.schedule, loss_fn, ties=pipe._ties)
+        grad, expected = layers[0].weight.grad, unsplit[0].weight.grad
+        if grad is not None and expected is not None and 0 in pipe.stage_modules:
+            assert grad.is_sparse == expected.is_sparse == (not tied)
+            torch.testing.assert_close(grad.to_dense(), expected.to_dense())
+            found.append(grad.to_dense())
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "tied"), [("dualpipe", False), ("dualpipe", True), ("1f1b", True)])
+def test_sparse_gradients_are_swapped(schedule: str, tied: bool, executor: str, group_of: GroupOf) -> None:
+    first, second = group_of(2).run(train_sparse, schedule, tied, executor)
+    assert len(first) == 2
+    assert len(second) == (2 if schedule == "dualpipe" else 0)  # else a copy that no optimizer sees
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=False))

@@ -40,6 +40,10 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "ranks a str": ({"num_ranks": "two"}, "num_ranks = 'two'"),
     "ranks a bool": ({"num_ranks": True}, "num_ranks = True"),
     "loss_fn": ({"loss_fn": 3}, "loss_fn = 3"),
+    "loss_fn that two ranks would train": (
+        {"schedule": "dualpipe", "loss_fn": nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 9, [3])},
+        "loss_fn has parameters, and dualpipe computes the loss on two ranks.*a schedule with one route",
+    ),
     "loss_reduction": ({"loss_reduction": "max"}, "loss_reduction = 'max'.*'mean', 'sum'"),
     "timeout": ({"timeout": 0}, "timeout = 0"),
     "timeout that is a flag": ({"timeout": True}, "timeout = True"),

@@ -1,5 +1,6 @@
 """What a step is trained on: accumulation, and losses that stages add. Metrics are in test_metrics.py."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -368,3 +369,29 @@ def test_parity_misses_no_added_loss() -> None:
             block.router = balanced.router  # so that there are as many parameters
     listed = {(d.what, d.name) for d in fastpipe.check_parity(pipe, model, (batch.args, batch.target)).differences}
     assert {("added loss", "balance"), ("added loss", "size")} <= listed
+
+
+class Weighted(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (self.weight * (output - target).square()).mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_a_loss_with_parameters_has_their_gradients(schedule: str, executor: str) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Block() for _ in range(4)]
+    loss_fn = Weighted()
+    twin, twins_loss = copy.deepcopy((layers, loss_fn))
+    pipe = fastpipe.Pipeline(layers, schedule, 4, loss_fn, num_ranks=2, executor=executor)
+    x, y = torch.randn(2, 8, WIDTH)
+    for _ in range(2):
+        pipe.step(x, target=y)
+        reference_step(twin, (x, y), pipe.schedule, twins_loss)
+    assert same_bits(loss_fn.weight.grad, twins_loss.weight.grad)
+    assert all(p is not loss_fn.weight for p in pipe.parameters())  # as the guide says

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from functools import partial
 
 import pytest
@@ -62,3 +63,12 @@ def test_losses_of_several_ranks_are_put_in_order_when_they_are_read() -> None:
     assert result.losses is result.losses and result.loss is not None and result.loss.item() == 6
     nothing = StepResult([], None, None, program, {})
     assert nothing.losses is None and nothing.loss is None and repr(nothing) == "<StepResult>"
+
+
+def test_a_result_can_be_pickled() -> None:
+    layers = [torch.nn.Linear(4, 4) for _ in range(4)]
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, torch.nn.functional.mse_loss, num_ranks=2)
+    result = pipe.step(torch.randn(8, 4), target=torch.randn(8, 4), trace=True)
+    again = pickle.loads(pickle.dumps(result))
+    assert torch.equal(again.loss, result.loss) and torch.equal(again.outputs, result.outputs)
+    assert again.timeline.makespan == result.timeline.makespan

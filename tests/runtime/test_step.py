@@ -391,3 +391,16 @@ def test_a_forward_only_schedule_has_no_reference_step() -> None:
     schedule = make_schedule("forward_only", num_ranks=2, num_microbatches=4)
     with pytest.raises(ValueError, match="no backward"):
         reference_step(CASE.layers(4), (batch_of().args[0], batch_of().target), schedule, squared)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe", "dualpipev"])
+def test_gradients_are_added_to_in_place(schedule: str, executor: str) -> None:
+    """As by `backward()`: they may be parts of one buffer, which is reduced or clipped as a whole."""
+    pipe = pipeline([Block() for _ in range(4)], schedule, 4, executor=executor)
+    batch = batch_of(8)
+    pipe.step(batch.args[0], target=batch.target)
+    first = grads(pipe)
+    before = {name: grad.clone() for name, grad in first.items()}
+    pipe.step(batch.args[0], target=batch.target)
+    for name, grad in grads(pipe).items():
+        assert grad is first[name] and not torch.equal(grad, before[name])

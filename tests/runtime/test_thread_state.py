@@ -1,0 +1,72 @@
+"""What torch keeps by thread is for ranks that are threads what it is for the caller."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastpipe
+from tests.runtime.models import WIDTH, Block, squared
+
+ROWS = 8
+
+
+def step(schedule: str, num_ranks: int, executor: str, layers: list[nn.Module] | None = None) -> None:
+    layers = [Block() for _ in range(8)] if layers is None else layers
+    # overlapped, so that halves of pairs run in threads of their own
+    pipe = fastpipe.Pipeline(layers, schedule, 8, squared, num_ranks=num_ranks, executor=executor, overlap="always")
+    pipe.step(torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_hooks_of_saved_tensors_see_all_ranks(schedule: str, executor: str) -> None:
+    packed, unpacked = [0, 0], [0, 0]
+    for i, num_ranks in enumerate((1, 4)):
+
+        def pack(tensor: torch.Tensor, i: int = i) -> torch.Tensor:
+            packed[i] += 1
+            return tensor.clone()
+
+        def unpack(tensor: torch.Tensor, i: int = i) -> torch.Tensor:
+            unpacked[i] += 1
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            step(schedule, num_ranks, executor)
+    assert packed[0] == packed[1] > 0 and unpacked[0] == unpacked[1] > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_a_dispatch_mode_sees_all_ranks_and_ends_there(schedule: str, executor: str) -> None:
+    layers: list[nn.Module] = [Block() for _ in range(8)]
+    # F, and in the backward the weights' half and, but for the first layer's, the inputs'
+    expected = 2 * ROWS * WIDTH * WIDTH * (8 * 3 - 1)
+    with FlopCounterMode(display=False) as counter:
+        step(schedule, 4, executor, layers)
+    assert counter.get_total_flops() == expected
+    step(schedule, 4, executor, layers)
+    assert counter.get_total_flops() == expected
+
+
+class Makes(nn.Module):
+    """Makes a tensor on the default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[str] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.devices.add(torch.empty(1).device.type)
+        return x + 1
+
+
+def test_the_default_device_is_the_callers(executor: str) -> None:
+    layers: list[nn.Module] = [Block(), Makes(), Makes(), Block()]
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, squared, num_ranks=4, executor=executor)
+    x, y = torch.randn(2, 4, WIDTH)
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            pipe.step(x, target=y)
+        for layer in layers[1:3]:
+            assert isinstance(layer, Makes) and layer.devices == {device}
+            layer.devices.clear()
