@@ -1,5 +1,6 @@
 """What all tests share. It imports no torch: the tests of planning run without it."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -35,6 +36,11 @@ def pytest_report_header() -> list[str]:
 
     torch = "" if HAS_TORCH else "torch is not installed: only planning is tested\n"
     return [f"{torch}fastpipe: {native_status()}"]
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays, so that to collect what tests leave in cycles does not go through all of torch."""
+    gc.freeze()
 
 
 @pytest.fixture(params=["python", "native"])
