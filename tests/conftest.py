@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+from collections.abc import Generator
 
 import pytest
 
@@ -38,9 +39,15 @@ def pytest_report_header() -> list[str]:
     return [f"{torch}fastpipe: {native_status()}"]
 
 
-def pytest_collection_finish() -> None:
-    """What is there now stays, so that to collect what tests leave in cycles does not go through all of torch."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is there after collection, all of torch say, stays: to look for cycles in it would only take time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(params=["python", "native"])
