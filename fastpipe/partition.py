@@ -24,6 +24,8 @@ def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
     """
     weights = _weights(costs)
     _check(weights, num_stages)
+    if isinstance(costs, Integral):
+        return _even_ranges(len(weights), int(num_stages))
     prefix = [0.0]
     for weight in weights:
         prefix.append(prefix[-1] + weight)
@@ -56,6 +58,12 @@ def _check(weights: list[float], num_stages: Any) -> None:
         raise ValueError(
             f"num_stages = {num_stages}: there are only {len(weights)} layers; give at most as many stages"
         )
+
+
+def _even_ranges(num_layers: int, num_stages: int) -> list[range]:
+    """Of layers that cost the same: what the search finds, without one."""
+    length, longer = divmod(num_layers, num_stages)
+    return _ranges([(stage + 1) * length + min(stage + 1, longer) for stage in range(num_stages)])
 
 
 def _best_ends(prefix: list[float], num_layers: int, num_stages: int) -> list[int]:

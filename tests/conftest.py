@@ -1,8 +1,10 @@
 """What all tests share. It imports no torch: the tests of planning run without it."""
 
+import gc
 import importlib.util
 import os
 import signal
+from collections.abc import Generator
 
 import pytest
 
@@ -35,6 +37,17 @@ def pytest_report_header() -> list[str]:
 
     torch = "" if HAS_TORCH else "torch is not installed: only planning is tested\n"
     return [f"{torch}fastpipe: {native_status()}"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is there after collection, all of torch say, stays: to look for cycles in it would only take time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(params=["python", "native"])

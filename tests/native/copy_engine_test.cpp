@@ -1,6 +1,6 @@
 // The executor's loop over copy engines of threads, with a stub in place of torch: ranks as threads, under the
 // sanitizers, and as processes, some of which die.
-// tests/native/build.py builds it. Run: copy_engine_test [number of programs] [first seed]
+// Run: programs copy_engine_test [number of programs] [first seed]
 
 #include <cstdio>
 #include <cstdlib>
@@ -18,7 +18,7 @@
 #include "process_ranks.h"
 #include "stream_stage.h"
 
-namespace fastpipe::testing {
+namespace fastpipe::testing::copy_engine_test {
 
 namespace {
 
@@ -256,10 +256,7 @@ const ProcessRanks kProcesses(20, [](const Link& link, const RandomPrograms& pro
 
 }  // namespace
 
-}  // namespace fastpipe::testing
-
-int main(int argc, char** argv) {
-  using namespace fastpipe::testing;
+int run(int argc, char** argv) {
   const int count = argc > 1 ? std::atoi(argv[1]) : 100;
   const int first = argc > 2 ? std::atoi(argv[2]) : 0;
   // Before any thread, since a sanitizer cannot follow a process forked beside them.
@@ -275,3 +272,5 @@ int main(int argc, char** argv) {
   std::printf("%d programs: ok\n", count);
   return 0;
 }
+
+}  // namespace fastpipe::testing::copy_engine_test

@@ -1,5 +1,5 @@
 // The executor's loop over loopback with a stub in place of torch, for the thread and address sanitizers.
-// tests/native/build.py builds it. Run: core_stub_test [number of programs] [first seed]
+// Run: programs core_stub_test [number of programs] [first seed]
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -9,7 +9,7 @@
 #include "harness.h"
 #include "loopback_ranks.h"
 
-namespace fastpipe::testing {
+namespace fastpipe::testing::core_stub_test {
 
 namespace {
 
@@ -51,10 +51,7 @@ void test_silent_peer() {
 
 }  // namespace
 
-}  // namespace fastpipe::testing
-
-int main(int argc, char** argv) {
-  using namespace fastpipe::testing;
+int run(int argc, char** argv) {
   const int count = argc > 1 ? std::atoi(argv[1]) : 100;
   const int first = argc > 2 ? std::atoi(argv[2]) : 0;
   test_changed_size_is_refused();
@@ -65,3 +62,5 @@ int main(int argc, char** argv) {
   std::printf("%d programs: ok\n", count);
   return 0;
 }
+
+}  // namespace fastpipe::testing::core_stub_test

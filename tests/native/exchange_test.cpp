@@ -1,5 +1,5 @@
 // The exchange of a host's ranks: as threads, under the sanitizers, and as processes, one of which dies or is silent.
-// Usage: exchange_test [number of exchanges] [first seed]
+// Run: programs exchange_test [number of exchanges] [first seed]
 #include <signal.h>
 #include <unistd.h>
 
@@ -20,7 +20,7 @@
 #include "core/shared_memory_exchange.h"
 #include "processes.h"
 
-namespace fastpipe::testing {
+namespace fastpipe::testing::exchange_test {
 
 namespace {
 
@@ -157,10 +157,7 @@ void test_killed_process() {
 
 }  // namespace
 
-}  // namespace fastpipe::testing
-
-int main(int argc, char** argv) {
-  using namespace fastpipe::testing;
+int run(int argc, char** argv) {
   const int count = argc > 1 ? std::atoi(argv[1]) : 200;
   const auto first = static_cast<std::uint32_t>(argc > 2 ? std::atoi(argv[2]) : 0);
   // Before any thread, since a sanitizer cannot follow a process forked beside them.
@@ -173,3 +170,5 @@ int main(int argc, char** argv) {
   std::printf("%d exchanges: ok\n", count);
   return 0;
 }
+
+}  // namespace fastpipe::testing::exchange_test

@@ -1,5 +1,5 @@
 // The executor's loop over shared memory within hosts and loopback between them, with a stub in place of torch.
-// tests/native/build.py builds it. Run: mixed_test [number of programs] [first seed]
+// Run: programs mixed_test [number of programs] [first seed]
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +12,7 @@
 #include "core/mixed_transport.h"
 #include "mixed_ranks.h"
 
-namespace fastpipe::testing {
+namespace fastpipe::testing::mixed_test {
 
 namespace {
 
@@ -103,10 +103,7 @@ void test_near_messages_move_while_a_rank_waits_for_a_far_one() {
 
 }  // namespace
 
-}  // namespace fastpipe::testing
-
-int main(int argc, char** argv) {
-  using namespace fastpipe::testing;
+int run(int argc, char** argv) {
   const int count = argc > 1 ? std::atoi(argv[1]) : 100;
   const int first = argc > 2 ? std::atoi(argv[2]) : 0;
   test_changed_size_is_refused({0, 0});
@@ -116,3 +113,5 @@ int main(int argc, char** argv) {
   std::printf("%d programs: ok\n", count);
   return 0;
 }
+
+}  // namespace fastpipe::testing::mixed_test

@@ -1,6 +1,6 @@
 // The executor's loop over shared memory with a stub in place of torch: ranks as threads, under the sanitizers, and as
 // processes, some of which die.
-// tests/native/build.py builds it. Run: shared_memory_test [number of programs] [first seed]
+// Run: programs shared_memory_test [number of programs] [first seed]
 #include <unistd.h>
 
 #include <cstdio>
@@ -12,7 +12,7 @@
 #include "process_ranks.h"
 #include "shared_memory_ranks.h"
 
-namespace fastpipe::testing {
+namespace fastpipe::testing::shared_memory_test {
 
 namespace {
 
@@ -51,10 +51,7 @@ void test_foreign_memory_is_refused() {
 
 }  // namespace
 
-}  // namespace fastpipe::testing
-
-int main(int argc, char** argv) {
-  using namespace fastpipe::testing;
+int run(int argc, char** argv) {
   const int count = argc > 1 ? std::atoi(argv[1]) : 100;
   const int first = argc > 2 ? std::atoi(argv[2]) : 0;
   test_foreign_memory_is_refused();
@@ -66,3 +63,5 @@ int main(int argc, char** argv) {
   std::printf("%d programs: ok\n", count);
   return 0;
 }
+
+}  // namespace fastpipe::testing::shared_memory_test

@@ -1,6 +1,7 @@
 """What a pipelined step must equal: the unsplit model's, bit for bit."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.utils import _pytree as pytree
 from fastpipe import Pipeline, StepResult
 from fastpipe.runtime.microbatch import merge
 from fastpipe.runtime.stage import Chain
-from fastpipe.testing import Reference, reference_step
+from fastpipe.schedule import Schedule
+from fastpipe.testing import Reference, backward_order, reference_step
 from tests.runtime.models import CASES, Batch, Case
 
 
@@ -77,6 +79,52 @@ def rows_for(num_microbatches: int) -> int:
     return 2 * num_microbatches + 1
 
 
+@dataclass(frozen=True)
+class Unsplit:
+    """Steps of an unsplit model, which accumulate. They are computed once for all pipelines that must equal them.
+
+    Attributes:
+        model: which has the gradients of the step that was looked at last.
+        references: what each step gave.
+        grads: of the parameters, after each step.
+        input_grads: of the tensors in each batch's arguments.
+    """
+
+    model: Chain
+    references: list[Reference]
+    grads: list[list[torch.Tensor | None]]
+    input_grads: list[list[torch.Tensor | None]]
+
+    def __iter__(self) -> Iterator[tuple[Reference, list[torch.Tensor | None]]]:
+        for reference, grads, input_grads in zip(self.references, self.grads, self.input_grads, strict=True):
+            for parameter, grad in zip(self.model.parameters(), grads, strict=True):
+                parameter.grad = grad
+            yield reference, input_grads
+
+
+_unsplit: dict[tuple[Any, ...], Unsplit] = {}
+
+
+def unsplit_steps(name: str, num_layers: int, steps: int, schedule: Schedule) -> Unsplit:
+    """Those that belong to a schedule: of it they know the microbatches, their order, and the routes they take.
+
+    Convolutions may sum in another order with another number of threads.
+    """
+    count, case = schedule.num_microbatches, CASES[name]
+    routes = tuple(schedule.placement.route_of(i, count) for i in range(count))
+    key = (name, num_layers, steps, count, tuple(backward_order(schedule)), routes, torch.get_num_threads())
+    if key not in _unsplit:
+        made = Unsplit(Chain(dict(enumerate(case.layers(num_layers)))), [], [], [])
+        for batch in case.batches(steps, rows_for(count)):
+            pair = (batch.args, batch.target)
+            options: Any = {"loss_fn": case.loss_fn, "split_rules": case.split, "kwargs": batch.kwargs}
+            made.references.append(reference_step(made.model, pair, schedule, **options))
+            made.grads.append([None if p.grad is None else p.grad.clone() for p in made.model.parameters()])
+            made.input_grads.append([tensor.grad for tensor in tensors_in(batch.args)])
+        _unsplit[key] = made
+    return _unsplit[key]
+
+
 def train_and_compare(
     name: str, schedule: str, num_microbatches: int, *, steps: int = 3, num_layers: int | None = None, **options: Any
 ) -> Pipeline:
@@ -84,21 +132,20 @@ def train_and_compare(
     case = CASES[name]
     ranks = options.get("num_ranks") or torch.distributed.get_world_size()
     count = 2 * ranks * max(2, options.get("stages_per_rank") or 0) + 1 if num_layers is None else num_layers
-    layers = case.layers(count)
-    unsplit = Chain(dict(enumerate(case.layers(count))))
-    pipe = Pipeline(layers, schedule, num_microbatches, case.loss_fn, split=case.split, **options)
-    for batch, twin in zip(*(case.batches(steps, rows_for(num_microbatches)) for _ in "ab"), strict=True):
+    pipe = Pipeline(case.layers(count), schedule, num_microbatches, case.loss_fn, split=case.split, **options)
+    unsplit = unsplit_steps(name, count, steps, pipe.schedule)
+    for batch, (reference, input_grads) in zip(case.batches(steps, rows_for(num_microbatches)), unsplit, strict=True):
         result = pipe.step(*batch.args, target=batch.target, **batch.kwargs)
-        assert_same(pipe, result, unsplit, reference_of(unsplit, twin, pipe, case))
-        assert_same_input_grads(pipe, batch, twin)
+        assert_same(pipe, result, unsplit.model, reference)
+        assert_same_input_grads(pipe, batch, input_grads)
     return pipe
 
 
-def assert_same_input_grads(pipe: Pipeline, batch: Batch, twin: Batch) -> None:
+def assert_same_input_grads(pipe: Pipeline, batch: Batch, expected: Iterable[torch.Tensor | None]) -> None:
     """An input that requires a gradient gets it, on the rank that has the first stage."""
-    for found, expected in zip(tensors_in(batch.args), tensors_in(twin.args), strict=True):
-        if expected.grad is not None and pipe.is_first:
-            assert found.grad is not None and same_bits(found.grad, expected.grad)
+    for found, grad in zip(tensors_in(batch.args), expected, strict=True):
+        if grad is not None and pipe.is_first:
+            assert found.grad is not None and same_bits(found.grad, grad)
 
 
 def tensors_in(values: Iterable[Any] | Sequence[Any]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from tests.runtime.checks import assert_same, reference_of, rows_for
 from tests.runtime.models import CASES
 
 NEVER = -1
+MOST_STAGES = 8
 
 
 class Boom(Exception):  # noqa: N818 - as users name theirs, or do not
@@ -60,6 +61,7 @@ class FaultyTraining:
     def __init__(self, scenario: Scenario, **options: Any) -> None:
         self.scenario = scenario
         self.case = CASES["plain"]
+        self._layers, plain = self.case.layers(MOST_STAGES), self.case.layers(MOST_STAGES)
         self.pipe = Pipeline(
             self._stage,
             scenario.schedule,
@@ -68,7 +70,7 @@ class FaultyTraining:
             executor=scenario.executor,
             **options,
         )
-        layers = [self._layer(i, NEVER) for i in range(self.pipe.num_stages)]
+        layers = [self._layer(plain[i], i, NEVER) for i in range(self.pipe.num_stages)]
         self.unsplit = Chain(dict(enumerate(layers)))
         self.batches = iter(self.case.batches(8, rows_for(scenario.num_microbatches)))
 
@@ -78,16 +80,15 @@ class FaultyTraining:
         return self.scenario.stage % self.pipe.num_stages
 
     def _stage(self, index: int) -> nn.Module:
-        num_stages = 2 * 4 if self.scenario.schedule in ("dualpipev", "interleaved_1f1b", "zbv") else 4
+        num_stages = MOST_STAGES if self.scenario.schedule in ("dualpipev", "interleaved_1f1b", "zbv") else 4
         fails = index == self.scenario.stage % num_stages
         if self.scenario.num_routes > 1 and dist.is_initialized():
             fails = fails and dist.get_rank() == index
         at_call = self.scenario.at_call if fails else NEVER
-        return self._layer(index, at_call)
+        return self._layer(self._layers[index], index, at_call)
 
-    def _layer(self, index: int, at_call: int) -> nn.Module:
-        error = Boom(f"stage {index} fails on purpose")
-        return Fault(self.case.layers(8)[index], at_call, error, backward=self.scenario.backward)
+    def _layer(self, layer: nn.Module, index: int, at_call: int) -> nn.Module:
+        return Fault(layer, at_call, Boom(f"stage {index} fails on purpose"), backward=self.scenario.backward)
 
     def good_step(self) -> None:
         """A step from zero gradients that must equal the unsplit model's."""

@@ -4,8 +4,8 @@ What crosses a boundary is what the cases are about: gradients or none, one tens
 input, nothing that requires a gradient. They serve the tests of one process and those of several.
 """
 
-import copy
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,12 +237,21 @@ def _keywords(rows: int) -> Batch:
     return Batch((_rows(rows, WIDTH),), _rows(rows, WIDTH), {"scale": torch.rand(rows, 1) + 0.5, "offset": 0.25})
 
 
+@contextlib.contextmanager
+def _numbers_from(seed: int) -> Iterator[None]:
+    """Random numbers of the host from a seed. `torch.manual_seed` walks the whole stack for devices that are not there,
+    which under pytest is a long one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and its batches.
 
     Attributes:
-        make: the layers, `num_layers` of them.
+        make: the layers, `num_layers` of them, new at every call.
         batch: a batch of so many rows.
         loss_fn: its loss.
         split: how its arguments are cut.
@@ -255,14 +264,12 @@ class Case:
 
     def layers(self, num_layers: int) -> list[nn.Module]:
         """The same layers at every call, in memory of their own."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            return [copy.deepcopy(layer) for layer in self.make(num_layers)]
+        with _numbers_from(7):
+            return self.make(num_layers)
 
     def batches(self, steps: int, rows: int) -> list[Batch]:
         """The same batches at every call."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
+        with _numbers_from(11):
             return [self.batch(rows) for _ in range(steps)]
 
 

@@ -158,7 +158,7 @@ def test_everything_weighs_like_the_loss(reduction: str, schedule: str, executor
     """Over microbatches of 1, 5, 2 and 4 rows."""
     layers = [Balanced(), Block(), Balanced(), Balanced()]
     parts = [[torch.randn(n, WIDTH) for n in (1, 5, 2, 4)] for _ in "xy"]
-    case = Case(lambda n: layers, loss_fn=measured)
+    case = Case(lambda n: copy.deepcopy(layers), loss_fn=measured)
     unsplit = whole(case, 4)
     options = {
         "loss_reduction": REDUCTIONS[reduction],
@@ -239,7 +239,7 @@ def test_an_evaluation_reports_what_is_added(target: bool, executor: str) -> Non
 def test_with_the_gradients_of_the_outputs(executor: str) -> None:
     x, grad = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     layers = [Balanced() for _ in range(4)]
-    unsplit = whole(Case(lambda n: layers), 4)
+    unsplit = whole(Case(lambda n: copy.deepcopy(layers)), 4)
     pipe = Pipeline(layers, "1f1b", 4, num_ranks=2, executor=executor)
     result = pipe.step(x, output_grad=grad)
     for part, given in zip(x.tensor_split(4), grad.tensor_split(4), strict=True):

@@ -44,8 +44,15 @@ def test_floats() -> None:
     assert partition([0.1, 0.2, 0.3], 1) == [range(3)]
 
 
+def test_layers_that_cost_the_same_are_cut_as_if_their_costs_were_given() -> None:
+    for num_layers in range(1, 17):
+        for num_stages in range(1, num_layers + 1):
+            assert partition(num_layers, num_stages) == partition([1] * num_layers, num_stages)
+
+
 def test_many_layers() -> None:
-    assert [len(part) for part in partition(200, 16)] == [13] * 8 + [12] * 8
+    for costs in (200, [1] * 200):
+        assert [len(part) for part in partition(costs, 16)] == [13] * 8 + [12] * 8
 
 
 @pytest.mark.parametrize(
