@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from fastpipe.errors import StepError
 from fastpipe.runtime.control import Control, Reply, tell
-from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.failure import Failure, LostError, cause_text, first_line
+from fastpipe.runtime.meeting import waiting
 from fastpipe.runtime.random_numbers import check_seeds
+from fastpipe.runtime.transport import TransportError
 
 Value = TypeVar("Value")
+_GRACE_SECONDS = 0.5
+_LOST = (LostError, TransportError, dist.DistError)
+"""What is raised where another process is lost, or the store with it."""
 
 
 class Postponed:
@@ -42,27 +50,31 @@ def agreeing(
     """Within this context a pipeline is built; at its end all have built the same, or all raise.
 
     Args:
-        control: the way to the other processes; closed when the pipeline is not built.
+        control: the way to the other processes.
         message: what the others need to know of this process: ``plan``, the same on all, ``seed`` and more.
         adopt: takes the messages of all.
         part: what is built, where it is not the first thing that they agree on.
     """
     error: Exception | None = None
-    with closing_on_error(control, lambda: error):
-        own: Reply = {}
-        try:
-            yield
-            own = message()
-        except Exception as found:
-            error = found
-        exchange = control.setup if part is None else functools.partial(control.exchange, part)
+    own: Reply = {}
+    try:
+        yield
+        own = message()
+    except Exception as found:
+        error = found
+    exchange = control.setup if part is None else functools.partial(control.exchange, part)
+    try:
         replies, refused = tell(exchange, own, error)
-        if error is not None:
-            raise error
-        if refused is not None:
-            raise _not_built(*refused)
-        _check_alike(replies)
-        adopt(replies)
+    except LostError as lost:
+        if error is None:
+            raise
+        raise error from lost  # says more than that another is lost
+    if error is not None:
+        raise error
+    if refused is not None:
+        raise _not_built(*refused)
+    _check_alike(replies)
+    adopt(replies)
 
 
 def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
@@ -87,24 +99,46 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def closing_on_error(control: Control, own: Callable[[], Exception | None] = lambda: None) -> Iterator[None]:
-    """Within this context whatever is raised ends the control.
+def building(control: Control) -> Iterator[list[Callable[[], None]]]:
+    """Within this context a pipeline is built. Who raises leaves word for the others, so that nobody waits for it.
 
     Args:
-        control: the way to the other processes.
-        own: this process's error, if it has one, which says more than that another is lost.
+        control: the way to the other processes; closed when the pipeline is not built.
+
+    Yields:
+        What is to be called when the pipeline is not built, to let go of connections.
 
     Raises:
-        StepError: for a process that is dead or silent.
+        StepError: for a process that is dead or silent, or does not build the pipeline.
     """
+    undo: list[Callable[[], None]] = []
     try:
-        yield
-    except LostError as lost:
+        yield undo
+    except BaseException as error:
+        failure = _failure(control, error)
+        control.give_up(failure)
+        for let_go in undo:
+            let_go()
         control.close()
-        raise (own() or _not_built(lost.failure.rank, lost.failure.cause)) from lost
-    except BaseException:
-        control.close()
+        if isinstance(error, _LOST):
+            raise _not_built(failure.rank, failure.cause) from error
         raise
+
+
+def _failure(control: Control, error: BaseException) -> Failure:
+    """What is behind an error. A connection that breaks does not say why; a little later that is known."""
+    if isinstance(error, LostError):
+        return error.failure
+    if isinstance(error, StepError):
+        return Failure(error.rank, error.cause or str(error), dead=True)
+    if not isinstance(error, _LOST):
+        return Failure(control.rank, cause_text(error), dead=True)
+    try:
+        for pause in waiting(_GRACE_SECONDS, control.lost):
+            time.sleep(pause)
+    except LostError as lost:
+        return lost.failure
+    return Failure(getattr(error, "peer", None), first_line(error), dead=True)
 
 
 def _not_built(rank: int | None, cause: str) -> StepError:

@@ -15,7 +15,7 @@ from fastpipe.runtime import native
 from fastpipe.runtime.control import DEAD, Reply
 from fastpipe.runtime.failure import DIED, Failure, LostError, first_line
 from fastpipe.runtime.host import Crowd
-from fastpipe.runtime.meeting import Meeting, patiently
+from fastpipe.runtime.meeting import Lost, Meeting, patiently
 
 _SLICE_SECONDS = 0.5
 """After which Python is asked whether it has been interrupted."""
@@ -29,10 +29,12 @@ class Board(Meeting):
         size: how many there are.
         timeout: seconds to wait for the others.
         crowd: the ranks of this host.
+        lost: see `Control.lost`.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, crowd: Crowd) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, crowd: Crowd, lost: Lost) -> None:
         super().__init__(rank, size, timeout)
+        self._lost = lost
         self._crowd = crowd
         self._native: Any = None
 
@@ -83,6 +85,9 @@ class Board(Meeting):
         left = self.timeout
         while not self._native.wait(min(left, _SLICE_SECONDS)):
             left -= _SLICE_SECONDS
+            failure = self._lost(self._native.missing())
+            if failure is not None and self._native.missing():
+                raise LostError(failure)
             if left <= 0:
                 found: list[int] = self._native.missing()
                 return found

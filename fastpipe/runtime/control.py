@@ -67,6 +67,17 @@ class Control(ABC):
     def end(self) -> None:
         """The step is over."""
 
+    def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
+        """While the pipeline is built: what keeps another process from building it, if that is known.
+
+        Args:
+            awaited: the ranks whose end matters; that of all unless given. Who has done its part may go.
+        """
+        return None
+
+    def give_up(self, failure: Failure) -> None:  # noqa: B027 - one alone has nobody to tell
+        """Leave word, while the pipeline is built, why this process does not build it."""
+
     def close(self) -> None:  # noqa: B027 - a control without threads has nothing to stop
         """Stop watching."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fastpipe.runtime.devices import CPU
+from fastpipe.runtime.failure import Failure
 from fastpipe.runtime.forked import Home
-from fastpipe.runtime.host import Crowd
+from fastpipe.runtime.host import Crowd, Identity, identify
 
 logger = logging.getLogger("fastpipe")
 _made: Counter[tuple[int, ...]] = Counter()
@@ -32,6 +35,7 @@ class Membership:
         group: the process group; None when the process is alone.
         ranks: the members' global ranks.
         device: what they compute on.
+        lost: asked by who waits for the others while the pipeline is built: what keeps one of them from coming.
     """
 
     rank: int = 0
@@ -39,6 +43,7 @@ class Membership:
     group: Any = None
     ranks: tuple[int, ...] = (0,)
     device: torch.device = CPU
+    lost: Callable[[], Failure | None] = lambda: None
 
     def store(self) -> Any:
         """A part of the group's store for one pipeline. The members make their pipelines in the same order."""
@@ -46,6 +51,12 @@ class Membership:
         number = _made[self.ranks]
         _made[self.ranks] += 1
         return distributed_c10d.PrefixStore(f"fastpipe/{members}/{number}", distributed_c10d._get_default_store())
+
+    def identity(self, rank: int) -> Identity | None:
+        """Who a member is; None if it has never begun to build a pipeline."""
+        store, key = distributed_c10d._get_default_store(), _process_key(self.ranks[rank])
+        found: Identity | None = json.loads(store.get(key)) if store.check([key]) else None
+        return found
 
 
 def crowd() -> Crowd:
@@ -69,11 +80,17 @@ def membership(group: Any, device: torch.device) -> Membership:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
         _make_group(device)
+    # before anything can fail: from now on the others can see when this process ends
+    distributed_c10d._get_default_store().set(_process_key(dist.get_rank()), json.dumps(identify()))
     group = _from_mesh(group)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
     return Membership(dist.get_rank(group), len(ranks), group, ranks, device)
+
+
+def _process_key(process: int) -> str:
+    return f"fastpipe/process/{process}"
 
 
 def _from_mesh(group: Any) -> Any:

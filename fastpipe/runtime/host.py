@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,19 @@ def host_name() -> str:
     if not boot.exists():
         return ""
     return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") + os.environ.get("FASTPIPE_HOST", "")
+
+
+def identify() -> dict[str, Any]:
+    """What tells this process from all others: a process number alone is given to another one some day."""
+    return {"host": host_name(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in the kernel's words; empty where that is not known, or it is gone."""
+    with contextlib.suppress(OSError):
+        # after its name, which may hold anything, come fields 3 to 52; this is the 22nd
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
 
 
 def same_host(one: Identity, other: Identity) -> bool:
@@ -67,11 +81,13 @@ class Neighbours:
 
     Attributes:
         processes: a process descriptor of each, by rank.
+        gone: the ranks whose processes had ended before they could be watched.
         bell: the end of this process's pipe that is read.
     """
 
     def __init__(self) -> None:
         self.processes: dict[int, int] = {}
+        self.gone: set[int] = set()
         self.bell, self._own = os.pipe()
         os.set_blocking(self.bell, False)
         os.set_blocking(self._own, False)
@@ -79,14 +95,34 @@ class Neighbours:
 
     def identity(self) -> dict[str, Any]:
         """What the others need to know of this process."""
-        return {"host": host_name(), "pid": os.getpid(), "bell": self._own}
+        return identify() | {"bell": self._own}
+
+    def watch(self, rank: int, identity: Identity) -> None:
+        """Watch a process from now on, if it is one of this host; once or more often."""
+        if rank in self.processes or rank in self.gone or not same_host(identity, identify()):
+            return
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(identity["pid"])
+            if _started(identity["pid"]) in ("", identity["started"]):
+                self.processes[rank] = descriptor
+                return
+            os.close(descriptor)
+        self.gone.add(rank)
+
+    def ended(self) -> set[int]:
+        """The ranks whose processes have ended."""
+        ranks = {descriptor: rank for rank, descriptor in self.processes.items()}
+        poll = select.poll()
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN)
+        return self.gone | {ranks[descriptor] for descriptor, _ in poll.poll(0)}
 
     def meet(self, own: int, identities: Sequence[Identity]) -> list[int]:
         """Watch those of this host from now on; the ranks whose bell can be rung."""
         for rank, identity in enumerate(identities):
             if rank == own or not same_host(identity, identities[own]):
                 continue
-            self.processes[rank] = os.pidfd_open(identity["pid"])
+            self.watch(rank, identity)
             with contextlib.suppress(OSError):
                 self._bells[rank] = _open_pipe(identity["pid"], identity["bell"])
         return list(self._bells)

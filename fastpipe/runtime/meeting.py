@@ -6,13 +6,21 @@
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from fastpipe.runtime.control import DEAD, Reply
 from fastpipe.runtime.failure import Failure, LostError
+
+Lost = Callable[[Sequence[int]], Failure | None]
+"""What keeps awaited ranks from coming while the pipeline is built, as `Control.lost` has it."""
+
+_PAUSE_SECONDS = 0.001
+_LOOK_SECONDS = 0.1
+"""How often those that have not come are looked for."""
 
 
 class Meeting(ABC):
@@ -47,6 +55,27 @@ class Meeting(ABC):
         return LostError(Failure(missing[0], cause, dead=True))
 
 
+def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[float]:
+    """Pauses in which to wait while a pipeline is built, until the time is over: short ones at first.
+
+    Args:
+        seconds: after which there are no more.
+        lost: what keeps another process from coming, if anything does.
+
+    Raises:
+        LostError: when somebody is waited for who will not come. Who is merely slow is waited for.
+    """
+    start = now = time.monotonic()
+    next_look = start
+    while now < start + seconds:
+        if now >= next_look:
+            if (failure := lost()) is not None:
+                raise LostError(failure)
+            next_look = time.monotonic() + _LOOK_SECONDS
+        yield min(_PAUSE_SECONDS + (now - start) / 10, _LOOK_SECONDS)
+        now = time.monotonic()
+
+
 def patiently(wait: Callable[[], Sequence[int]]) -> Sequence[int]:
     """Wait again while several are missing, since who has waited for a silent one comes late.
 
@@ -73,21 +102,29 @@ class StoreMeeting(Meeting):
         size: how many there are.
         timeout: seconds to wait for the others.
         gone: the failure behind a store that does not answer.
+        lost: see `Control.lost`.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: float, gone: Callable[[RuntimeError], Failure]
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: float,
+        gone: Callable[[RuntimeError], Failure],
+        lost: Lost,
     ) -> None:
         super().__init__(rank, size, timeout)
         self.store = store
         self.gone = gone
+        self.lost = lost
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """One key a process, step and phase."""
         keys = [_key(step, phase, rank) for rank in range(self.size)]
         try:
             self.store.set(keys[self.rank], json.dumps(message))
-            missing = patiently(lambda: self._wait(keys))
+            missing = patiently(lambda: self._wait(keys) if step else self._wait_watching(keys))
             if not missing:
                 return [json.loads(reply) for reply in self.store.multi_get(keys)]
         except RuntimeError as error:
@@ -100,6 +137,23 @@ class StoreMeeting(Meeting):
         except RuntimeError:
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         return []
+
+    def _wait_watching(self, keys: list[str]) -> list[int]:
+        """The same while nobody else watches: the pipeline is being built. (The store warns of each wait in vain.)"""
+
+        def missing() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+        def lost() -> Failure | None:
+            # whoever has come may have given up since, for what all are about to read
+            failure = self.lost(missing())
+            return failure if missing() else None
+
+        for pause in waiting(self.timeout, lost):
+            if self.store.check(keys):
+                return []
+            time.sleep(pause)
+        return missing()
 
     def speak_for(self, store: Any, failure: Failure, step: int) -> None:
         """Say on behalf of a dead process what became of it, where it has said nothing.

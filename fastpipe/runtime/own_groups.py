@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +17,11 @@ from torch.distributed import distributed_c10d
 
 from fastpipe.runtime.connections import made_by
 from fastpipe.runtime.devices import wait_until_done
+from fastpipe.runtime.failure import first_line
 from fastpipe.runtime.forked import keep_in_children
 from fastpipe.runtime.group import Membership
+from fastpipe.runtime.meeting import waiting
+from fastpipe.runtime.transport import TransportError
 
 _CLOSING = 10.0
 """Seconds that a device is given to finish when groups are closed; a peer that died keeps it for ever."""
@@ -89,10 +95,38 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
         )
     store = distributed_c10d.PrefixStore(name, store)
     group = dist.ProcessGroup(store, member.rank, member.size)
-    gloo = dist.ProcessGroupGloo(store, member.rank, member.size, timeout=timeout)
+    gloo = _gloo(member, store, timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     keep_in_children(group)
     return group
+
+
+def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
+    """Gloo's connections with all others. It waits for them deaf and blind, so a thread does that.
+
+    If one of them will not come the thread is left alone, with a connection of its own to the store. (To make one takes
+    minutes where the store is gone.)
+
+    Raises:
+        LostError: when one is dead, or does not build the pipeline.
+        TransportError: when they cannot be made, or one is silent.
+    """
+    made: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(dist.ProcessGroupGloo(store.clone(), member.rank, member.size, timeout=timeout))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="fastpipe-connect", daemon=True).start()
+    for pause in waiting(math.inf, member.lost):
+        if wait([made], pause).done:
+            break
+    try:
+        return made.result()
+    except RuntimeError as error:
+        raise TransportError(f"the ranks cannot connect: {first_line(error)}", None) from error
 
 
 def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
@@ -109,6 +143,6 @@ def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -
     group = dist.ProcessGroup(store, member.rank, member.size)
     nccl = dist.ProcessGroupNCCL(store, member.rank, member.size, options)
     group._register_backend(member.device, dist.ProcessGroup.BackendType.NCCL, nccl)
-    gloo = dist.ProcessGroupGloo(distributed_c10d.PrefixStore("host", store), member.rank, member.size, timeout=timeout)
+    gloo = _gloo(member, distributed_c10d.PrefixStore("host", store), timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group

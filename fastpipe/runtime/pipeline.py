@@ -6,13 +6,14 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastpipe.runtime import native
-from fastpipe.runtime.agreement import Postponed, agreeing, closing_on_error
+from fastpipe.runtime.agreement import Postponed, agreeing, building
 from fastpipe.runtime.arguments import (
     alike_text,
     asked_transport,
@@ -196,28 +197,30 @@ class Pipeline(Trains, Replannable):
         store = self._member.store() if self._member.size > 1 else None
         self._crowd = crowd()
         self._control = self._make_control(store, timeout)
-        with agreeing(self._control, self._plan_message, self._adopt_plan):
-            postponed.refuse()
-            switches = (fused_weight_grad, cuda_graph)
-            check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute, grad_dtype, *switches)
-            check_split_and_merge(split, merge_rules)
-            self._contexts = checked_contexts(forward_context, backward_context)
-            self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
-            self._crowd.join(self.num_ranks if self._member.size == 1 else 1)
-            lanes = check_transport(transport, self.num_ranks, self._member.size)
-            options = options_with_stages(schedule, schedule_options, stages_per_rank)
-            plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
-            self._settle(plans, find_num_microbatches(num_microbatches, schedule))
-            check_loss_parameters(loss_fn, self.schedule)
-            self._costs = costs_here(stages, partition, example, self._member.rank)
-        with agreeing(self._control, self._setup_message, self._adopt, part="stages"):
-            self._partition = cut_by(partition, self._costs, self.schedule.num_stages)
-            modules = self._build_stages(stages, self._partition, tied, data_parallel)
-            self._executor = executor_class(executor)
-        self.transport = self._make_transport(transport, timeout)
-        self._settings, self._timeout, self._overlap, self._cuda_graph = settings, timeout, overlap, cuda_graph
-        self._reduces = True
-        self._join(modules)
+        with building(self._control) as undo:
+            with agreeing(self._control, self._plan_message, self._adopt_plan):
+                postponed.refuse()
+                switches = (fused_weight_grad, cuda_graph)
+                check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute, grad_dtype, *switches)
+                check_split_and_merge(split, merge_rules)
+                self._contexts = checked_contexts(forward_context, backward_context)
+                self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
+                self._crowd.join(self.num_ranks if self._member.size == 1 else 1)
+                lanes = check_transport(transport, self.num_ranks, self._member.size)
+                options = options_with_stages(schedule, schedule_options, stages_per_rank)
+                plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
+                self._settle(plans, find_num_microbatches(num_microbatches, schedule))
+                check_loss_parameters(loss_fn, self.schedule)
+                self._costs = costs_here(stages, partition, example, self._member.rank)
+            with agreeing(self._control, self._setup_message, self._adopt, part="stages"):
+                self._partition = cut_by(partition, self._costs, self.schedule.num_stages)
+                modules = self._build_stages(stages, self._partition, tied, data_parallel)
+                self._executor = executor_class(executor)
+            self.transport = self._make_transport(transport, timeout)
+            undo.append(self.transport.leave)
+            self._settings, self._timeout, self._overlap, self._cuda_graph = settings, timeout, overlap, cuda_graph
+            self._reduces = True
+            self._join(modules)
         logger.info("%s", self.describe())
 
     def _settle(self, plans: Plans, num_microbatches: int) -> None:
@@ -258,6 +261,8 @@ class Pipeline(Trains, Replannable):
         self._steps = Steps(
             self._settings, self._plans, ranks, self._control, replicas, random, forward_only=not has_backward
         )
+        # not all ranks need all others until here, and nobody is to wait in a step for one that has no pipeline
+        self._control.exchange("joining", {})
         self._finalizer = weakref.finalize(self, _close, self._control, ranks, Home())
 
     def _plan_message(self) -> Reply:
@@ -295,10 +300,8 @@ class Pipeline(Trains, Replannable):
         if self._member.size == 1:
             return Loopback()
         choice = asked_transport(transport)
-        with closing_on_error(self._control):
-            return between_processes(
-                choice, self._control.exchange, self._member, self.device, timeout, self._crowd.count()
-            )
+        member = replace(self._member, lost=self._control.lost)
+        return between_processes(choice, self._control.exchange, member, self.device, timeout, self._crowd.count())
 
     def _build_stages(
         self, stages: Stages, partition: Any, tied: Any, data_parallel: Any
@@ -351,9 +354,10 @@ class Pipeline(Trains, Replannable):
         return RandomNumbers(self._stages, self.device, seed=self._seed, threads=threads, pairs=pairs, runtime=runtime)
 
     def _make_control(self, store: Any, timeout: float) -> Control:
-        return (
-            Alone() if store is None else Processes(store, self._member.rank, self._member.size, timeout, self._crowd)
-        )
+        if store is None:
+            return Alone()
+        member = self._member
+        return Processes(store, member.rank, member.size, timeout, self._crowd, member.identity)
 
     def describe(self) -> str:
         """What runs here and how, in a few lines."""

@@ -8,20 +8,24 @@ Those of one host watch each other, and those of other hosts and rank 0 do.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastpipe.runtime.board import Board
 from fastpipe.runtime.control import Control, Reply, dead_among
 from fastpipe.runtime.failure import Failure, LostError
-from fastpipe.runtime.host import Crowd, Neighbours, same_host
+from fastpipe.runtime.host import Crowd, Identity, Neighbours, same_host
 from fastpipe.runtime.lifeline import Lifeline
 from fastpipe.runtime.mail import Mail
 from fastpipe.runtime.meeting import Meeting, StoreMeeting
 from fastpipe.runtime.watcher import Watcher, note_failure
 
 logger = logging.getLogger("fastpipe")
+_GIVEN_UP = "not built"
+"""The key of the first failure while the pipeline is built."""
 
 
 class Processes(Control):
@@ -33,17 +37,27 @@ class Processes(Control):
         size: how many there are.
         timeout: seconds to wait for the others.
         crowd: the ranks of this host.
+        identity: who a rank is; None if that is not known yet.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float, crowd: Crowd) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: float,
+        crowd: Crowd,
+        identity: Callable[[int], Identity | None] = lambda rank: None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.step = 0
+        self._store, self._identity = store, identity
         self._lifeline = Lifeline(rank)
         self._neighbours = Neighbours()
         self._watcher = Watcher(store, self._neighbours, self._lifeline, self._died)
-        self._store_meeting = StoreMeeting(store, rank, size, timeout, self._watcher.store_gone)
-        self._board = Board(rank, size, timeout, crowd)
+        self._store_meeting = StoreMeeting(store, rank, size, timeout, self._watcher.store_gone, self.lost)
+        self._board = Board(rank, size, timeout, crowd, self.lost)
         self._meeting: Meeting = self._store_meeting
         self.mail: Mail = Mail(store, rank, timeout)
 
@@ -74,6 +88,26 @@ class Processes(Control):
 
     def _others(self, answers: Sequence[Reply]) -> list[Reply]:
         return [answer for rank, answer in enumerate(answers) if rank != self.rank]
+
+    def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
+        """What one has left word of, or else who of those awaited has ended. In steps the watcher tells."""
+        if self.step:
+            return None
+        with contextlib.suppress(RuntimeError):  # without the store whoever needs it finds out
+            if self._store.check([_GIVEN_UP]):
+                return Failure(**json.loads(self._store.get(_GIVEN_UP)))
+            for rank in range(self.size):
+                unknown = rank != self.rank and rank not in self._neighbours.processes
+                if unknown and (identity := self._identity(rank)) is not None:
+                    self._neighbours.watch(rank, identity)
+        dead = self._watcher.find_dead(self.step + 1)
+        first = min((rank for rank in dead if awaited is None or rank in awaited), default=None)
+        return None if first is None else Failure(first, dead[first], dead=True)
+
+    def give_up(self, failure: Failure) -> None:
+        """Leave word; that of the first one stands."""
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(_GIVEN_UP, "", json.dumps(asdict(failure)))
 
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
         """Start a step."""

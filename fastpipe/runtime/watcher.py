@@ -97,7 +97,7 @@ class Watcher:
     def store_gone(self, error: RuntimeError) -> Failure:
         """The store is gone, mostly because the process that held it died; the kernel may say so a little later."""
         deadline = time.monotonic() + _GRACE_SECONDS
-        while not (died := self._find_dead(self.step)) and time.monotonic() < deadline:
+        while not (died := self.find_dead(self.step)) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._connections.end_silent()
         if died:
@@ -126,7 +126,7 @@ class Watcher:
                     poll.unregister(descriptor)
             with self._lock:
                 step, active = self.step, self._on_failure is not None
-            self._dead = self._find_dead(step)
+            self._dead = self.find_dead(step)
             # told again until the step ends: a rank that has not begun its program yet would forget it
             looking = active
             if active and not self._look(store, step):
@@ -163,15 +163,11 @@ class Watcher:
             return False
         return True
 
-    def _find_dead(self, step: int) -> dict[int, str]:
+    def find_dead(self, step: int) -> dict[int, str]:
         """Who cannot take part in a step, and what became of it."""
-        processes = {descriptor: rank for rank, descriptor in self.neighbours.processes.items()}
-        poll = select.poll()
-        for descriptor in processes:
-            poll.register(descriptor, select.POLLIN)
         ended = self.lifeline.ended()
         found = {rank: cause for rank, (cause, last_step) in ended.items() if last_step < step}
-        return found | {processes[descriptor]: DIED for descriptor, _ in poll.poll(0)}
+        return found | dict.fromkeys(self.neighbours.ended(), DIED)
 
     def _report(self, failure: Failure, step: int) -> None:
         # under the lock, or it might be told to the next step, which has nothing to do with it

@@ -145,14 +145,14 @@ def rest(way: str, steps: int) -> tuple[int, int]:
     """How often the watcher looks in steps, and what the steps leave in the store."""
     looks = 0
     with control(way) as own:
-        look, store = own._watcher._find_dead, own._watcher.store
+        look, store = own._watcher.find_dead, own._watcher.store
 
         def counted() -> set[int]:
             nonlocal looks
             looks += 1
             return look()
 
-        own._watcher._find_dead = counted  # type: ignore[method-assign]
+        own._watcher.find_dead = counted  # type: ignore[method-assign]
         before = store.num_keys()
         for _ in range(steps):
             own.begin(lambda failure: pytest.fail(str(failure)))

@@ -1,0 +1,229 @@
+"""A rank that is lost while pipelines are built: the others name it within seconds, whatever they wait for."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fastpipe import Pipeline, StepError
+from fastpipe.runtime import group, own_groups, pipeline
+from fastpipe.runtime.board import Board
+from fastpipe.runtime.host import Neighbours, identify
+from tests.conftest import skip_without_native
+from tests.distributed.hosts import on_hosts
+from tests.distributed.ranks import Ranks, ranks
+from tests.promptly import PATIENCE, promptly
+from tests.runtime.checks import train_and_compare
+from tests.runtime.models import CASES
+
+SIZE = 4
+COUNT = 8
+WITHIN = 2.0
+TIMEOUT = PATIENCE / 3
+
+# A name, and what is called at that moment: the victim goes no further than that.
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "began": (pipeline, "check_arguments"),
+    "told who it is": (Neighbours, "meet"),
+    "connecting": (Board, "connect"),
+    "agreed on the plan": (Pipeline, "_adopt_plan"),
+    "agreed on the stages": (Pipeline, "_adopt"),
+    "making groups": (own_groups, "make_group"),
+    "joining": (pipeline, "make_replicas"),
+}
+
+
+def build(schedule: str = "1f1b", **options: Any) -> Pipeline:
+    """What all tests here build; both halves of a V exchange weights when they are joined."""
+    case = CASES["plain"]
+    return Pipeline(case.layers(2 * SIZE), schedule, COUNT, case.loss_fn, **{"timeout": TIMEOUT, **options})
+
+
+def stop_at(moment: str, act: Callable[[], None], at_call: int) -> None:
+    """From now on this process does something instead of its call with that number."""
+    owner, name = MOMENTS[moment]
+    real = getattr(owner, name)
+    calls = 0
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at_call:
+            setattr(owner, name, real)
+            act()
+        return real(*args, **kwargs)
+
+    setattr(owner, name, hooked)
+
+
+def lose_one(
+    victim: int, moment: str, how: str, note: str, at_call: int = 1, hosts: str = "", **options: Any
+) -> dict[str, Any]:
+    """Runs on every rank: what it raises, and when."""
+
+    def act() -> None:
+        Path(note).write_text(str(time.monotonic()))
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("on purpose")
+
+    if dist.get_rank() == victim:
+        stop_at(moment, act, at_call)
+    try:
+        with on_hosts(hosts):
+            build(**options)
+    except Exception as error:
+        seconds = time.monotonic() - float(Path(note).read_text())
+        return {"text": f"{type(error).__name__}: {error}", "rank": getattr(error, "rank", None), "seconds": seconds}
+    raise AssertionError("it was built")
+
+
+def check(answers: list[dict[str, Any]], victim: int, cause: str) -> None:
+    """Every survivor named the victim and what became of it, in time."""
+    for answer in answers:
+        assert answer["rank"] == victim, answer
+        assert answer["text"] == f"StepError: rank {victim} could not build the pipeline: {cause}", answer
+        assert promptly(answer["seconds"], WITHIN), answer
+
+
+def others(victim: int) -> list[int]:
+    return [rank for rank in range(SIZE) if rank != victim]
+
+
+def rebuild(survivors: list[int]) -> None:
+    """The survivors make a group of their own and train."""
+    fresh = dist.new_group(survivors, backend="gloo", use_local_synchronization=True)
+    train_and_compare("plain", "1f1b", 4, num_ranks=len(survivors), group=fresh)
+
+
+@pytest.mark.parametrize(
+    ("moment", "options"),
+    [
+        ("began", {"transport": "process_group"}),
+        ("told who it is", {"transport": "auto"}),
+        ("connecting", {"transport": "process_group"}),
+        ("agreed on the plan", {"transport": "auto"}),
+        ("agreed on the stages", {"transport": "process_group"}),
+        ("making groups", {"transport": "process_group"}),
+        ("making groups", {"transport": "process_group", "at_call": 3}),
+        ("making groups", {"transport": "auto", "schedule": "dualpipe"}),
+        ("joining", {"transport": "process_group", "schedule": "dualpipe"}),
+        ("told who it is", {"transport": "auto", "hosts": "aabb"}),
+        ("agreed on the plan", {"transport": "auto", "hosts": "aabb"}),
+        ("making groups", {"transport": "auto", "hosts": "aabb", "at_call": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
+)
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_lost(moment: str, how: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if options["transport"] == "auto" or moment == "connecting":
+        skip_without_native()
+    victim = 2
+    with ranks(SIZE) as started:
+        started.start(lose_one, victim, moment, how, str(tmp_path / "note"), **options)
+        if how == "killed":
+            check(started.results(others(victim)), victim, "its process died")
+        else:
+            answers = started.results()
+            assert answers.pop(victim)["text"] == "ValueError: on purpose"
+            check(answers, victim, "ValueError: on purpose")
+        started.start(rebuild, others(victim))
+        started.results(others(victim))
+
+
+def test_killed_with_the_store(tmp_path: Path) -> None:
+    """Started by hand, rank 0 holds the store: with it the others can tell each other nothing."""
+    with ranks(SIZE, host="first") as started:
+        started.start(lose_one, 0, "making groups", "killed", str(tmp_path / "note"), transport="process_group")
+        check(started.results(others(0)), 0, "its process died")
+
+
+def build_twice(victim: int, note: str) -> dict[str, Any]:
+    """Runs on every rank: the victim ends between two pipelines."""
+    pipe = build()
+    dist.barrier()
+    if dist.get_rank() == victim:
+        Path(note).write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(StepError) as caught:
+        build()
+    assert pipe.num_ranks == SIZE
+    seconds = time.monotonic() - float(Path(note).read_text())
+    return {"text": f"StepError: {caught.value}", "rank": caught.value.rank, "seconds": seconds}
+
+
+def test_who_has_built_one_and_ends_is_missed_at_the_next(tmp_path: Path) -> None:
+    with ranks(SIZE) as started:
+        started.start(build_twice, 1, str(tmp_path / "note"))
+        check(started.results(others(1)), 1, "its process died")
+
+
+def build_late(moment: str, options: dict[str, Any]) -> None:
+    """Runs on every rank: one takes its time, for much longer than it takes to look for it."""
+    if dist.get_rank() == 1:
+        stop_at(moment, lambda: time.sleep(1.5), 1)
+    batch = CASES["plain"].batches(1, 2 * COUNT)[0]
+    build(**options).step(*batch.args, target=batch.target)
+
+
+@pytest.mark.parametrize("moment", ["began", "told who it is", "agreed on the plan", "making groups"])
+def test_who_is_slow_is_waited_for(moment: str, group_of: Callable[[int], Ranks]) -> None:
+    group_of(SIZE).run(build_late, moment, {"transport": "process_group"})
+
+
+def build_wrongly() -> str:
+    with pytest.raises(ValueError) as caught:
+        build(executor="fastest")
+    return str(caught.value)
+
+
+def test_what_all_do_wrong_is_everybodys_own_error(group_of: Callable[[int], Ranks]) -> None:
+    for text in group_of(SIZE).run(build_wrongly):
+        assert text.startswith("executor = 'fastest'")
+
+
+def test_another_process_with_a_number_that_was_free_again() -> None:
+    neighbours = Neighbours()
+    try:
+        mine = identify()
+        neighbours.watch(1, mine)
+        neighbours.watch(2, mine | {"started": "1"})
+        neighbours.watch(3, mine | {"host": "elsewhere", "started": "1"})
+        assert neighbours.ended() == {2} and set(neighbours.processes) == {1}
+    finally:
+        neighbours.close()
+
+
+def test_no_process_is_taken_for_ended_because_its_age_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount of /proc may hide other users' processes."""
+    neighbours = Neighbours()
+    mine = identify()
+    monkeypatch.setattr("fastpipe.runtime.host._started", lambda pid: "")
+    try:
+        neighbours.watch(1, mine)
+        assert not neighbours.ended()
+    finally:
+        neighbours.close()
+
+
+def tell_nobody() -> bool:
+    """Runs on every rank: one that is not in the group is told so, and can be seen by those who are."""
+    fresh = dist.new_group([0, 1], backend="gloo")
+    if dist.get_rank() < 2:
+        build_of = group.membership(fresh, group.CPU)
+        dist.barrier()
+        return build_of.size == 2
+    with pytest.raises((TypeError, ValueError), match="group"):
+        group.membership(fresh, group.CPU)
+    dist.barrier()
+    own = group.membership(None, group.CPU)
+    return all(own.identity(rank) is not None for rank in range(SIZE))
+
+
+def test_who_is_refused_has_said_who_it_is(group_of: Callable[[int], Ranks]) -> None:
+    assert all(group_of(SIZE).run(tell_nobody))
