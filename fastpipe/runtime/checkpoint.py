@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fastpipe.runtime.control import Reply
+from fastpipe.runtime.group import registered_group
 from fastpipe.runtime.optimizer_state import Optimizers, flat_state, put_back, template
 from fastpipe.runtime.pipeline import Pipeline
 
@@ -231,8 +233,7 @@ def _side_group(group: Any) -> Any:
         return None
     group = dist.group.WORLD if group is None else group
     if group not in _side_groups:
-        ranks = dist.get_process_group_ranks(group)
-        _side_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _side_groups[group] = registered_group(group, "gloo", default_pg_timeout)
     return _side_groups[group]
 
 

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,10 +48,7 @@ class Membership:
 
     def store(self) -> Any:
         """A part of the group's store for one pipeline. The members make their pipelines in the same order."""
-        members = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
-        number = _made[self.ranks]
-        _made[self.ranks] += 1
-        return distributed_c10d.PrefixStore(f"fastpipe/{members}/{number}", distributed_c10d._get_default_store())
+        return distributed_c10d.PrefixStore(_new_name(self.ranks), distributed_c10d._get_default_store())
 
     def identity(self, rank: int) -> Identity | None:
         """Who a member is; None if it has never begun to build a pipeline."""
@@ -80,13 +78,42 @@ def membership(group: Any, device: torch.device) -> Membership:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
         _make_group(device)
-    # before anything can fail: from now on the others can see when this process ends
-    distributed_c10d._get_default_store().set(_process_key(dist.get_rank()), json.dumps(identify()))
+    if dist.is_initialized():  # before anything can fail: from now on the others can see when this process ends
+        distributed_c10d._get_default_store().set(_process_key(dist.get_rank()), json.dumps(identify()))
     group = _from_mesh(group)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
     return Membership(dist.get_rank(group), len(ranks), group, ranks, device)
+
+
+def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
+    """Another group of the same processes, which torch's collectives take. The members make them in the same order.
+
+    `dist.new_group` would have the processes that are in none of it call it, too; or give it a name with the number of
+    groups that this process is in. Where that is not the same for all, they would wait for each other for ever.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        dist.get_rank(group),
+        ranks,
+        dist.Backend(backend),
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(_new_name(tuple(ranks))),
+        timeout=timeout,
+        group_desc="fastpipe",
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {process: rank for rank, process in enumerate(ranks)}
+    return made
+
+
+def _new_name(ranks: tuple[int, ...]) -> str:
+    """The same on all of these processes, and never twice."""
+    members = hashlib.sha1(repr(ranks).encode()).hexdigest()[:12]
+    number = _made[ranks]
+    _made[ranks] += 1
+    return f"fastpipe/{members}/{number}"
 
 
 def _process_key(process: int) -> str:

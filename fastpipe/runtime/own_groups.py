@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fastpipe.runtime.connections import made_by
-from fastpipe.runtime.devices import wait_until_done
+from fastpipe.runtime.devices import CPU, wait_until_done
 from fastpipe.runtime.failure import first_line
 from fastpipe.runtime.forked import keep_in_children
-from fastpipe.runtime.group import Membership
+from fastpipe.runtime.group import Membership, registered_group
 from fastpipe.runtime.meeting import waiting
 from fastpipe.runtime.transport import TransportError
 
@@ -82,23 +82,31 @@ def meet(store: Any, rank: int, size: int, seconds: float) -> None:
 def make_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
     """Another group of the same processes.
 
-    A Gloo group stays outside torch's registry, which has two merits: it ends when nobody holds it, and it can be made
-    by processes that have made different numbers of groups before (`dist.new_group` would name it differently on
-    each, and they would wait for each other).
+    A Gloo group stays outside torch's registry, which has two merits: it ends when nobody holds it, and
+    whoever waits for the others to make it can be told that one is dead.
     """
     if member.device.type == "cuda":
         return _nccl_group(member, distributed_c10d.PrefixStore(name, store), name, timeout)
-    backend = str(dist.get_backend(member.group))
-    if backend != "gloo":
-        return dist.new_group(
-            list(member.ranks), backend=backend, use_local_synchronization=True, group_desc=f"fastpipe {name}"
-        )
+    if (backend := backend_of(member)) != "gloo":
+        return registered_group(member.group or dist.group.WORLD, backend, timeout)
     store = distributed_c10d.PrefixStore(name, store)
     group = dist.ProcessGroup(store, member.rank, member.size)
     gloo = _gloo(member, store, timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     keep_in_children(group)
     return group
+
+
+def backend_of(member: Membership) -> str:
+    """What carries a pipeline's messages: NCCL on a GPU, otherwise as in the group it was given, or Gloo if that has
+    nothing for tensors of the CPU."""
+    if member.device.type == "cuda":
+        return "nccl"
+    outer: Any = member.group or dist.group.WORLD
+    try:
+        return str(outer._get_backend(CPU).name())
+    except RuntimeError:
+        return "gloo"
 
 
 def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:

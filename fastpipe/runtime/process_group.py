@@ -16,11 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fastpipe.program import Channel, Program
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.own_groups import OwnGroups
+from fastpipe.runtime.own_groups import OwnGroups, backend_of
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
 from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError, peer_of
 
@@ -257,7 +256,7 @@ class ProcessGroups(Transport):
         self.rank = member.rank
         self.timeout = timedelta(seconds=timeout)
         self.device = member.device
-        self.backend = "nccl" if member.device.type == "cuda" else str(dist.get_backend(member.group))
+        self.backend = backend_of(member)
         self._warm: set[Channel] = set()
         names = ("activation up", "activation down", "gradient up", "gradient down")
         self._own = OwnGroups(member, names, self.timeout)

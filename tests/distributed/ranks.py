@@ -40,9 +40,17 @@ class Ranks:
         size: how many.
         host: who holds the group's store: ``"parent"``, as under torchrun, or ``"first"``, rank 0 itself.
         environment: variables of the processes.
+        backend: the group's; None has torch choose.
     """
 
-    def __init__(self, size: int, *, host: str = "parent", environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        host: str = "parent",
+        environment: dict[str, str] | None = None,
+        backend: str | None = "gloo",
+    ) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="fastpipe-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -51,7 +59,7 @@ class Ranks:
         port = self._store.port if host == "parent" else _free_port()
         for rank in range(size):
             ours, theirs = SERVER.Pipe()
-            arguments = (rank, size, port, host, self._log(rank), theirs, environment or {})
+            arguments = (rank, size, port, host, self._log(rank), theirs, environment or {}, backend)
             process = SERVER.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
@@ -171,7 +179,16 @@ def _joined() -> None:
     """Every rank answers this when the group stands."""
 
 
-def _serve(rank: int, size: int, port: int, host: str, log: str, pipe: Connection, environment: dict[str, str]) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    host: str,
+    log: str,
+    pipe: Connection,
+    environment: dict[str, str],
+    backend: str | None,
+) -> None:
     print_into(log, log)
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
@@ -179,7 +196,7 @@ def _serve(rank: int, size: int, port: int, host: str, log: str, pipe: Connectio
     os.environ.update(environment)
     master = host == "first" and rank == 0
     store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     left = False
     # what is there now stays, so that to collect what a test leaves in cycles takes no time
     gc.freeze()

@@ -44,6 +44,18 @@ def test_training_goes_on_with_fewer_processes(executor: str, group_of: GroupOf,
     assert all_same(go_on("zbv", executor, 4, b, None), expected[4:])
 
 
+def save_after_uneven_groups(folder: str) -> None:
+    few = dist.new_group([0, 1], backend="gloo")  # ranks 2 and 3 are in fewer groups than the others
+    go_on("dualpipev", "python", 0, None, folder, asynchronous=True)
+    if dist.get_rank() < 2:
+        dist.destroy_process_group(few)
+
+
+def test_who_is_in_more_groups_than_another_saves_with_it(group_of: GroupOf, tmp_path: Path) -> None:
+    group_of(4).run(save_after_uneven_groups, str(tmp_path / "a"))
+    assert (tmp_path / "a" / ".metadata").exists()
+
+
 def test_stages_held_twice_are_written_once(group_of: GroupOf, tmp_path: Path) -> None:
     """From copies to none and back: with copies the sums have another order, so only states are compared."""
     a, b = str(tmp_path / "a"), str(tmp_path / "b")

@@ -295,6 +295,20 @@ def test_pipelines_in_parts_of_the_processes(executor: str, group_of: GroupOf) -
     group_of(4).run(in_halves, executor)
 
 
+def after_uneven_groups() -> str:
+    dist.new_group([0, 1])  # ranks 2 and 3 are in fewer groups than the others
+    pipe = pipeline("python", num_ranks=4)
+    x, y = batch()
+    pipe.step(x, target=y)
+    return str(pipe.transport.describe())
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+def test_who_is_in_more_groups_than_another_builds_with_it(backend: str | None) -> None:
+    with ranks(4, backend=backend) as started:
+        assert all("four gloo groups" in text for text in started.run(after_uneven_groups))
+
+
 def script(folder: str) -> None:
     """A training script as a user writes it: no process group, no question which rank it is."""
     torch.manual_seed(0)
