@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fastpipe.cost import CostModel, shared_out
 from fastpipe.lower import lower as _lower
-from fastpipe.machine import Lanes
+from fastpipe.machine import COALESCED, Lanes
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import find, make_schedule
@@ -19,19 +19,22 @@ from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
 
 
-def lower(schedule: Schedule, *, recv_lookahead: int | str = 1) -> Program:
+def lower(schedule: Schedule, *, recv_lookahead: int | str = 1, coalesce: bool = False) -> Program:
     """Turn a schedule into the program that every rank executes, both proved on the way.
 
     Args:
         schedule: generated, loaded or written by hand.
         recv_lookahead: how many compute actions before its consumer a receive is posted: 0 is just in time,
             ``"all"`` posts everything at the start of the step.
+        coalesce: post receives in the order in which messages are made instead, beside the sends to the same peer, for
+            transports with coalesced lanes.
 
     Raises:
         ScheduleError: when the schedule is incomplete or cannot run.
         ProgramError: when the program could hang.
     """
-    return validate_program(_lower(validate_schedule(schedule), recv_lookahead=recv_lookahead))
+    program = _lower(validate_schedule(schedule), recv_lookahead=recv_lookahead, coalesce=coalesce)
+    return validate_program(program, lanes=COALESCED if coalesce else "directed")
 
 
 def simulate(work: Schedule | Program, cost: CostModel | None = None, *, lanes: Lanes = "directed") -> Timeline:
@@ -40,9 +43,11 @@ def simulate(work: Schedule | Program, cost: CostModel | None = None, *, lanes: 
     Args:
         work: a schedule, or its program.
         cost: seconds per stage action and transfer; one second for F, I and W each unless given.
-        lanes: which channels a transport executes in one order: ``"directed"``, ``"pair"``, ``"group"``.
+        lanes: which channels a transport executes in one order: ``"directed"`` (every channel by itself), ``"pair"``
+            (all between two ranks), ``"coalesced"`` (the same, with a send and a receive at one time as one operation)
+            or ``"group"`` (all).
     """
-    program = lower(work) if isinstance(work, Schedule) else work
+    program = lower(work, coalesce=lanes == COALESCED) if isinstance(work, Schedule) else work
     if not isinstance(program, Program):
         raise TypeError(f"work: expected a Schedule or a Program, found {type(work).__name__}; see make_schedule")
     return simulate_program(program, cost, lanes=lanes)

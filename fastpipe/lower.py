@@ -1,13 +1,15 @@
 """Lowering: from a schedule to a program, in small passes.
 
 1. `_compute_actions` - every rank's compute, and where each stage's output and gradient go.
-2. `_receive_positions` - where each receive is posted: ahead of its consumer, never out of the sender's order.
+2. `_receive_positions` - where each receive is posted: ahead of its consumer, never out of the sender's order. Or, for
+   lanes in which a send and a receive are one operation, `_positions_in_turn`.
 3. `_send_waits` - where each send is waited for: as soon as a message from the receiver proves that it took it.
 4. `_RankEmitter` - the instructions, with slots and sends numbered by lifetime.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ ALL = "all"
 SENDS_UNDER_WAY = 2
 """How many sends of a forward-only program are under way on a rank with one stage: enough to hide one's latency."""
 _BACKWARD = (ActionKind.B, ActionKind.I)
+_USUAL_TIME = {ActionKind.F: 1, ActionKind.I: 1, ActionKind.W: 1, ActionKind.B: 2}
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ class _Flow:
     by_channel: dict[int, list[_Message]] = field(default_factory=lambda: defaultdict(list))
 
 
-def lower(schedule: Schedule, *, recv_lookahead: int | str = 1) -> Program:
+def lower(schedule: Schedule, *, recv_lookahead: int | str = 1, coalesce: bool = False) -> Program:
     """Turn a valid schedule into a program.
 
     Args:
@@ -60,6 +63,9 @@ def lower(schedule: Schedule, *, recv_lookahead: int | str = 1) -> Program:
             are left aside: the program gets its own.
         recv_lookahead: how many compute actions before its consumer a receive is posted: 0 is just in time,
             ``"all"`` posts everything at the start of the step.
+        coalesce: post receives when their messages are made instead, if all actions take their usual time: then the
+            two ranks of a pair begin their transfers in one order, and those of one time side by side, as coalesced
+            lanes need it. ``recv_lookahead`` says nothing then.
 
     Raises:
         ValueError: for a ``recv_lookahead`` that is neither a number of at least 0 nor ``"all"``.
@@ -67,6 +73,8 @@ def lower(schedule: Schedule, *, recv_lookahead: int | str = 1) -> Program:
     if recv_lookahead != ALL and (not isinstance(recv_lookahead, int) or recv_lookahead < 0):
         raise ValueError(f"recv_lookahead = {recv_lookahead!r}: give a number of at least 0, or 'all'")
     schedule = schedule.without_transfers()
+    if coalesce:
+        return _lower(schedule)
     ahead = max(map(len, schedule), default=0) if recv_lookahead == ALL else int(recv_lookahead)
     lowered = native_plan.lower(schedule, ahead, SENDS_UNDER_WAY if _streams(schedule) else 0)
     if lowered is None:
@@ -86,11 +94,11 @@ def _program(schedule: Schedule, channels: tuple[Channel, ...], columns: Sequenc
     )
 
 
-def _lower(schedule: Schedule, ahead: int) -> Program:
-    """The passes in Python: what csrc/plan does too, and what it is compared with."""
+def _lower(schedule: Schedule, ahead: int | None = None) -> Program:
+    """The passes in Python: what csrc/plan does too (but for coalesced lanes), and what it is compared with."""
     orders = [list(rank) for rank in schedule]
     flow = _flow(schedule, orders)
-    posts = _receive_positions(flow, ahead)
+    posts = _positions_in_turn(flow, orders) if ahead is None else _receive_positions(flow, ahead)
     waits = _bounded_waits(flow) if _streams(schedule) else _send_waits(flow)
     last_use = _last_uses(orders)
     channels = tuple(flow.channels)
@@ -160,6 +168,45 @@ def _receive_positions(flow: _Flow, ahead: int) -> dict[int, dict[int, list[_Mes
         for at, message in reversed(planned):
             posts[channel.destination][at].append(message)
     return posts
+
+
+def _positions_in_turn(flow: _Flow, orders: Sequence[Sequence[Action]]) -> dict[int, dict[int, list[_Message]]]:
+    """``[rank][position]``: the receives to post before that compute action, of messages made while the last one ran.
+
+    Times are those of `_usual_ends`. A rank sends at the ends of its actions; so both ranks of a pair have all that
+    they exchange in the order of the times at which it is made, and what is made at one time side by side.
+    """
+    ends = _usual_ends(flow, orders)
+    posts: dict[int, dict[int, list[_Message]]] = defaultdict(lambda: defaultdict(list))
+    arriving: list[tuple[int, int, int, int, int, _Message]] = []
+    for channel, number in flow.channels.items():
+        for message in flow.by_channel[number] if channel.source != channel.destination else ():
+            made = ends[channel.source][message.producer]
+            turn = flow.made[channel.source, message.producer].index(message)
+            position = bisect.bisect_right(ends[channel.destination], made)
+            arriving.append((made, channel.source, turn, position, channel.destination, message))
+    for *_, position, destination, message in sorted(arriving, key=lambda it: it[:3]):
+        posts[destination][position].append(message)
+    return posts
+
+
+def _usual_ends(flow: _Flow, orders: Sequence[Sequence[Action]]) -> list[list[int]]:
+    """``[rank][position]``: when each compute action ends where F, I and W take 1, B 2 and messages no time."""
+    ends: list[list[int]] = [[] for _ in orders]
+    sources = [channel.source for channel in flow.channels]
+    moves = True
+    while moves:
+        moves = False
+        for rank, order in enumerate(orders):
+            while len(ends[rank]) < len(order):
+                position = len(ends[rank])
+                needed = [(sources[it.channel], it.producer) for it in flow.taken.get((rank, position), ())]
+                if any(len(ends[source]) <= producer for source, producer in needed):
+                    break
+                start = max([ends[rank][-1] if position else 0, *(ends[source][at] for source, at in needed)])
+                ends[rank].append(start + sum(_USUAL_TIME.get(part.kind, 0) for part in order[position].parts))
+                moves = True
+    return ends
 
 
 def _streams(schedule: Schedule) -> bool:

@@ -4,6 +4,10 @@ Every rank executes its instructions in order. SEND and POST_RECV enter a lane's
 heads of the two ends of a lane match when one sends what the other receives; WAIT_SEND and WAIT_RECV block until
 their operation has matched. Because every queue is in program order, the outcome does not depend on timing: one run
 in any order decides whether the program can hang (the machine is monotone), and times are sums and maxima.
+
+With coalesced lanes the transfers that a rank begins side by side with one peer are one operation (`batches`): they
+enter the lane's queue together, each way is matched in order by itself, and all are done, and the queue moves on, when
+the last of them is.
 """
 
 from __future__ import annotations
@@ -16,38 +20,68 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import NONE
-from fastpipe.program import Channel, Op, Program
+from fastpipe.program import Channel, Op, Program, RankProgram
 
 Lanes = str | Sequence[int]
-"""``"directed"`` (one a channel), ``"pair"`` (one for each two ranks), ``"group"`` (one), or a number a channel."""
+"""``"directed"`` (one a channel), ``"pair"`` (one for each two ranks), ``"coalesced"`` (the same, and what a rank
+begins side by side is one operation), ``"group"`` (one), or a number a channel."""
+COALESCED = "coalesced"
+_BETWEEN = (Op.FREE, Op.HAND_OVER)
+"""What may stand between two transfers that are begun side by side."""
 
 
 def lane_numbers(lanes: Lanes, channels: Sequence[Channel]) -> list[int]:
     """The lane of every channel."""
     if lanes == "directed":
         return list(range(len(channels)))
-    if lanes == "pair":
+    if lanes in ("pair", COALESCED):
         pairs = {frozenset((c.source, c.destination)): None for c in channels}
         number = {pair: index for index, pair in enumerate(pairs)}
         return [number[frozenset((c.source, c.destination))] for c in channels]
     if lanes == "group":
         return [0] * len(channels)
     if lanes is None or isinstance(lanes, str):
-        raise ValueError(f"lanes = {lanes!r}: use 'directed', 'pair', 'group', or give the lane of every channel")
+        known = "'directed', 'pair', 'coalesced' or 'group'"
+        raise ValueError(f"lanes = {lanes!r}: use {known}, or give the lane of every channel")
     if len(lanes) != len(channels):
         raise ValueError(f"lanes names {len(lanes)} channels of {len(channels)}: give a lane for each")
     return list(lanes)
 
 
+def batches(program: RankProgram) -> list[list[int]]:
+    """The positions of transfers that are one operation where lanes are coalesced, in order.
+
+    They are SENDs and POST_RECVs to and from one peer with nothing between them that computes or waits.
+    """
+    found: list[list[int]] = []
+    side_by_side: dict[int, list[int]] = {}
+    for position, (op, channel) in enumerate(program.columns[[0, 5]].T.tolist()):
+        if op in (Op.SEND, Op.POST_RECV):
+            source, destination, _ = program.channels[channel]
+            peer = destination if op == Op.SEND else source
+            if peer not in side_by_side:
+                found.append(side_by_side.setdefault(peer, []))
+            side_by_side[peer].append(position)
+        elif op not in _BETWEEN:
+            side_by_side.clear()
+    return found
+
+
 @dataclass(slots=True)
 class Transfer:
-    """A SEND or a POST_RECV in its queue."""
+    """A SEND or a POST_RECV in its queue.
+
+    Attributes:
+        over: when the message is across.
+        done: when the operation that it is part of is.
+    """
 
     rank: int
     position: int
     channel: int
     sends: bool
     posted: float
+    over: float | None = None
     done: float | None = None
     queued: bool = True
 
@@ -60,7 +94,7 @@ class Outcome:
         starts: per rank, the start of every instruction (of a SEND: of its transfer); NaN where it was not reached.
         ends: the same for the ends.
         blocked: ``{rank: transfer}`` for ranks that wait for ever; empty when all came to their end.
-        queues: what is left in every lane's queues, by (lane, rank).
+        queues: what is left in every lane's queues, by (lane, rank); of an operation what is not across.
     """
 
     starts: list[npt.NDArray[np.float64]]
@@ -103,7 +137,9 @@ class Machine:
         self.position = [0] * program.num_ranks
         self.starts = [np.full(len(rows), np.nan) for rows in self.rows]
         self.ends = [np.full(len(rows), np.nan) for rows in self.rows]
-        self.queues: dict[tuple[int, int], deque[Transfer]] = {}
+        self.queues: dict[tuple[int, int], deque[list[Transfer]]] = {}
+        self.batch_at = [_batch_at(program[rank]) if lanes == COALESCED else {} for rank in range(program.num_ranks)]
+        self.begun: list[list[Transfer]] = [[] for _ in self.rows]
         self.lane_free: dict[tuple[int, int], float] = {}
         self.receives: list[dict[int, Transfer]] = [{} for _ in self.rows]
         self.sends: list[dict[int, Transfer]] = [{} for _ in self.rows]
@@ -117,7 +153,11 @@ class Machine:
             self._advance(ready.pop())
             ready.extend(self.woken)
             self.woken.clear()
-        return Outcome(self.starts, self.ends, self.blocked, self.queues)
+        left = {
+            end: deque(transfer for batch in queue for transfer in batch if transfer.over is None)
+            for end, queue in self.queues.items()
+        }
+        return Outcome(self.starts, self.ends, self.blocked, left)
 
     def _advance(self, rank: int) -> None:
         rows = self.rows[rank]
@@ -146,20 +186,31 @@ class Machine:
         if self.late and not transfer.sends:
             transfer.queued = False
             self.held.setdefault(transfer.channel, deque()).append(transfer)
+        elif transfer.position in self.batch_at[transfer.rank]:
+            self._begin(transfer)
         else:
-            self._enqueue(transfer)
+            self._enqueue([transfer])
+
+    def _begin(self, transfer: Transfer) -> None:
+        """Note a part of a batch; with the last one the batch is begun."""
+        positions = self.batch_at[transfer.rank][transfer.position]
+        begun = self.begun[transfer.rank]
+        begun.append(transfer)
+        if transfer.position == positions[-1]:
+            self._enqueue([part for part in begun if part.position in positions])
+            self.begun[transfer.rank] = [part for part in begun if part.position not in positions]
 
     def _release(self, transfer: Transfer) -> None:
         """Let a held receive into its lane, after those of its channel that were posted before it."""
         while not transfer.queued:
             first = self.held[transfer.channel].popleft()
             first.queued = True
-            self._enqueue(first)
+            self._enqueue([first])
 
-    def _enqueue(self, transfer: Transfer) -> None:
-        lane = self.lane_of[transfer.channel]
-        self.queues.setdefault((lane, transfer.rank), deque()).append(transfer)
-        self._match(lane, transfer.rank)
+    def _enqueue(self, batch: list[Transfer]) -> None:
+        lane, rank = self.lane_of[batch[0].channel], batch[0].rank
+        self.queues.setdefault((lane, rank), deque()).append(batch)
+        self._match(lane, rank)
 
     def _match(self, lane: int, rank: int) -> None:
         """Complete what now stands at both heads; each completion may bring up the next, at either end."""
@@ -169,16 +220,12 @@ class Machine:
             queue = self.queues.get((lane, end))
             if not queue:
                 continue
-            head = queue[0]
-            peer = self.peer(head)
+            peer = self.peer(queue[0][0])
             other = self.queues.get((lane, peer))
-            if not other or other[0].channel != head.channel or other[0].sends == head.sends:
-                continue
-            mate = other[0]
-            queue.popleft()
-            other.popleft()
-            self._complete(lane, *((head, mate) if head.sends else (mate, head)))
-            pending += [end, peer]
+            met = other and _met(queue[0], other[0])
+            if met:
+                self._complete(lane, *met)
+                pending += [end, peer]
 
     def peer(self, transfer: Transfer) -> int:
         """The rank at the other end of a transfer."""
@@ -189,12 +236,33 @@ class Machine:
         ends = ((lane, send.rank), (lane, receive.rank))
         start = max(send.posted, receive.posted, *(self.lane_free.get(end, 0.0) for end in ends))
         stage = self.rows[receive.rank][receive.position][1]
-        done = start + self.transfer_seconds(send.channel, stage, NONE)
+        over = start + self.transfer_seconds(send.channel, stage, NONE)
+        send.over = receive.over = over
+        self.starts[send.rank][send.position], self.ends[send.rank][send.position] = start, over
         for end in ends:
-            self.lane_free[end] = done
-        send.done = receive.done = done
-        self.starts[send.rank][send.position], self.ends[send.rank][send.position] = start, done
-        for transfer in (send, receive):
+            times = [transfer.over for transfer in self.queues[end][0]]
+            if None not in times:
+                self.lane_free[end] = max(time for time in times if time is not None)
+                self._done(self.queues[end].popleft(), self.lane_free[end])
+
+    def _done(self, batch: list[Transfer], time: float) -> None:
+        for transfer in batch:
+            transfer.done = time
             if self.blocked.get(transfer.rank) is transfer:
                 del self.blocked[transfer.rank]
                 self.woken.append(transfer.rank)
+
+
+def _batch_at(program: RankProgram) -> dict[int, list[int]]:
+    """The batch of every transfer that has others beside it."""
+    return {position: batch for batch in batches(program) if len(batch) > 1 for position in batch}
+
+
+def _met(own: list[Transfer], others: list[Transfer]) -> tuple[Transfer, Transfer] | None:
+    """A send and a receive that match: of each way the first that is not across."""
+    for out, into in ((own, others), (others, own)):
+        send = next((transfer for transfer in out if transfer.sends and transfer.over is None), None)
+        receive = next((transfer for transfer in into if not transfer.sends and transfer.over is None), None)
+        if send is not None and receive is not None and send.channel == receive.channel:
+            return send, receive
+    return None

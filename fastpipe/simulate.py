@@ -8,7 +8,7 @@ from functools import partial
 from fastpipe import native_plan
 from fastpipe.cost import CostModel
 from fastpipe.errors import ProgramError
-from fastpipe.machine import Lanes, Machine, lane_numbers
+from fastpipe.machine import COALESCED, Lanes, Machine, lane_numbers
 from fastpipe.memory import peak_bytes
 from fastpipe.program import Program
 from fastpipe.timeline import Seconds, Timeline
@@ -30,11 +30,12 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
         raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
     cost.check(program.num_stages)
     channels, numbers = program.channels, lane_numbers(lanes, program.channels)
-    times = native_plan.simulate(program, channels, numbers, cost) or _times(program, cost, numbers)
+    native = None if lanes == COALESCED else native_plan.simulate(program, channels, numbers, cost)
+    times = native or _times(program, cost, lanes)
     return Timeline(program, *times, lanes=numbers, memory=partial(peak_bytes, program, cost))
 
 
-def _times(program: Program, cost: CostModel, lanes: list[int]) -> tuple[Sequence[Seconds], Sequence[Seconds]]:
+def _times(program: Program, cost: CostModel, lanes: Lanes) -> tuple[Sequence[Seconds], Sequence[Seconds]]:
     """The run in Python: what csrc/plan does too, and where the error comes from."""
     channels = program.channels
     machine = Machine(

@@ -14,7 +14,7 @@ from fastpipe.action import NONE, ActionKind
 from fastpipe.deadlock import describe_cycle
 from fastpipe.dependencies import Event, feeds, needs, produces
 from fastpipe.errors import ProgramError
-from fastpipe.machine import Lanes, Machine, lane_numbers
+from fastpipe.machine import COALESCED, Lanes, Machine, lane_numbers
 from fastpipe.program import COMPUTE_OPS, Channel, ChannelKind, Instruction, Op, Program
 
 _STAGE_OPS = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
@@ -28,7 +28,8 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
 
     On every channel the order of sends is the order of receives, every slot and send is used rightly, and the whole
     is free of cycles even when a send completes only at its receive. Where every channel has a lane of its own, that
-    holds too when receives are made only at their waits, as in a step whose messages are announced by headers.
+    holds too when receives are made only at their waits, as in a step whose messages are announced by headers. For
+    coalesced lanes, which are not used in such a step, both are proved: as they are, and with a lane for each channel.
 
     Args:
         program: lowered, or loaded from elsewhere.
@@ -45,7 +46,10 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
         raise TypeError(f"program: expected a Program, found {type(program).__name__}; lower gives one")
     numbers = lane_numbers(lanes, program.channels)
     _check_distinct(program)
-    if not native_plan.is_valid_program(program, program.channels, numbers):
+    if lanes == COALESCED:
+        validate_program(program)  # announced messages have a lane for each channel
+        _check_end(program, lanes, numbers)
+    elif not native_plan.is_valid_program(program, program.channels, numbers):
         _validate(program, lanes, numbers)
     return program
 
@@ -58,10 +62,15 @@ def _validate(program: Program, lanes: Lanes, numbers: list[int]) -> None:
         check.run()
     _check_channels(program, checks)
     for late in (False, True) if len(set(numbers)) == len(numbers) else (False,):
-        outcome = Machine(program, lanes, late=late).run()
-        if outcome.blocked:
-            where = ", in a step that makes its receives at their waits" if late else ""
-            raise ProgramError(f"the program can hang{where}, {describe_cycle(program, outcome, numbers)}")
+        _check_end(program, lanes, numbers, late)
+
+
+def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False) -> None:
+    """Run it to its end."""
+    outcome = Machine(program, lanes, late=late).run()
+    if outcome.blocked:
+        where = ", in a step that makes its receives at their waits" if late else ""
+        raise ProgramError(f"the program can hang{where}, {describe_cycle(program, outcome, numbers)}")
 
 
 def _check_distinct(program: Program) -> None:

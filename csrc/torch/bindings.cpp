@@ -340,11 +340,14 @@ void bind_transports(py::module_& m) {
       .def("endpoint", [](const std::shared_ptr<LoopbackHub>& hub, std::int32_t) { return hub; }, py::arg("rank"));
   py::class_<ProcessGroups, TransportSource, std::shared_ptr<ProcessGroups>>(m, "ProcessGroupTransport")
       .def(py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t,
-                       const at::Device& device, std::vector<c10::Stream> streams) {
-             return std::make_shared<ProcessGroups>(std::move(groups), device, std::move(streams));
+                       const at::Device& device, std::vector<c10::Stream> streams,
+                       std::map<std::int32_t, ProcessGroupPtr> pairs, std::vector<std::size_t> last) {
+             return std::make_shared<ProcessGroups>(std::move(groups), device, std::move(streams),
+                                                    Coalescing{std::move(pairs), std::move(last)});
            }),
            py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU),
-           py::arg("streams") = std::vector<c10::Stream>());
+           py::arg("streams") = std::vector<c10::Stream>(),
+           py::arg("pairs") = std::map<std::int32_t, ProcessGroupPtr>(), py::arg("last") = std::vector<std::size_t>());
 }
 
 void bind_executor(py::module_& m) {

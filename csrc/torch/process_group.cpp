@@ -42,8 +42,9 @@ std::string first_line(const char* text) {
 
 }  // namespace
 
-ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams)
-    : groups_(std::move(groups)), device_(device), streams_(std::move(streams)) {
+ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
+                             Coalescing coalescing)
+    : groups_(std::move(groups)), device_(device), streams_(std::move(streams)), coalescing_(std::move(coalescing)) {
   if (groups_.size() != kNumGroups) {
     throw ArgumentError("groups has " + std::to_string(groups_.size()) +
                         " entries; give four, by kind * 2 + (destination < source)");
@@ -54,12 +55,12 @@ ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device dev
 }
 
 std::unique_ptr<Transport> ProcessGroups::connect(const RankProgram& program, double timeout_seconds) {
-  return std::make_unique<ProcessGroupTransport>(groups_, device_, streams_, program, timeout_seconds);
+  return std::make_unique<ProcessGroupTransport>(groups_, device_, streams_, coalescing_, program, timeout_seconds);
 }
 
 ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device,
-                                             std::vector<c10::Stream> streams, const RankProgram& program,
-                                             double timeout_seconds)
+                                             std::vector<c10::Stream> streams, const Coalescing& coalescing,
+                                             const RankProgram& program, double timeout_seconds)
     : groups_(std::move(groups)),
       device_(device),
       program_(program),
@@ -68,8 +69,14 @@ ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups
       side_streams_(device, std::move(streams)),
       receives_(program.num_slots()),
       sends_(program.num_sends()),
+      ends_operation_(program.size()),
       queues_(program.channels().size()),
-      broken_(groups_.front()->getSize()) {}
+      broken_(groups_.front()->getSize()) {
+  for (const auto& [peer, group] : coalescing.pairs) {
+    pairs_.emplace(peer, Pair{group, program_.rank() < peer ? 1 : 0, {}, {}});
+  }
+  for (const std::size_t position : coalescing.last) ends_operation_.at(position) = true;
+}
 
 void ProcessGroupTransport::begin_step(std::int64_t signature, bool announce) {
   const auto broken = std::find(broken_.begin(), broken_.end(), true);
@@ -103,13 +110,18 @@ void ProcessGroupTransport::post_receive(const Transfer& transfer, std::int32_t 
     return;
   }
   post_early(pending);
+  posted(transfer);
 }
 
 void ProcessGroupTransport::post_early(Pending& pending) {
   const std::vector<at::Tensor>& buffers = pending.into->prepare(specs_at(pending.transfer.position));
-  const InStream stream(side_streams_.of(group_of(channel_of(pending))));
+  const InStream stream(side_stream_of(pending));
   pending.into->wait_until_free();
   post(pending, buffers, false);
+}
+
+std::optional<c10::Stream> ProcessGroupTransport::side_stream_of(const Pending& pending) const {
+  return side_streams_.of(pairs_.empty() ? group_of(channel_of(pending)) : peer_of(pending) % kNumGroups);
 }
 
 bool ProcessGroupTransport::wait_receive(std::int32_t slot) {
@@ -168,6 +180,7 @@ void ProcessGroupTransport::post_send(const Transfer& transfer, std::int32_t sen
     post(pending, {to_tensor(encode_header(specs_at(transfer.position)), device_)}, true);
   }
   post(pending, static_cast<const TensorPayload&>(from).tensors(), true);
+  posted(transfer);
 }
 
 void ProcessGroupTransport::post_stand_in(const Transfer& transfer, std::int32_t send) {
@@ -179,6 +192,7 @@ void ProcessGroupTransport::post_stand_in(const Transfer& transfer, std::int32_t
     zeros.push_back(at::zeros(spec.sizes, at::TensorOptions().dtype(spec.dtype).device(device_)));
   }
   post(pending, zeros, true);
+  posted(transfer);
 }
 
 void ProcessGroupTransport::post(Pending& pending, const std::vector<at::Tensor>& tensors, bool is_send) {
@@ -187,12 +201,55 @@ void ProcessGroupTransport::post(Pending& pending, const std::vector<at::Tensor>
   for (const at::Tensor& tensor : tensors) {
     std::vector<at::Tensor> flat{bytes_of(tensor)};
     pending.tensors.push_back(flat.front());
+    if (!pairs_.empty() && !specs_.announcing()) {
+      hold(pending, std::move(flat), is_send);
+      continue;
+    }
     try {
       pending.works.push_back(is_send ? group.send(flat, peer_of(pending), kTag)
                                       : group.recv(flat, peer_of(pending), kTag));
     } catch (const std::exception& error) {
       give_up(pending, error.what());
     }
+  }
+}
+
+void ProcessGroupTransport::hold(Pending& pending, std::vector<at::Tensor> flat, bool is_send) {
+  Pair& pair = pairs_.at(peer_of(pending));
+  if (is_send && side_streams_.any()) {
+    pair.ready.record(device_);
+    const InStream side(side_stream_of(pending));
+    pair.ready.wait();
+  }
+  pair.held.push_back({&pending, std::move(flat), is_send});
+}
+
+void ProcessGroupTransport::posted(const Transfer& transfer) {
+  if (pairs_.empty() || !ends_operation_[transfer.position]) return;
+  Pair& pair = pairs_.at(program_.channels()[transfer.channel].peer_of(program_.rank()));
+  if (pair.held.empty()) return;
+  Pending& any = *pair.held.front().pending;
+  const InStream side(side_stream_of(any));
+  try {
+    begin_together(pair);
+  } catch (const std::exception& error) {
+    give_up(any, error.what());
+  }
+  pair.held.clear();
+}
+
+void ProcessGroupTransport::begin_together(Pair& pair) {
+  const bool as_one = pair.group->getBackend(device_.type())->supportsCoalescing();
+  if (as_one) pair.group->startCoalescing(device_.type());
+  for (Held& part : pair.held) {
+    WorkPtr work =
+        part.is_send ? pair.group->send(part.flat, pair.peer, kTag) : pair.group->recv(part.flat, pair.peer, kTag);
+    if (!as_one) part.pending->works.push_back(std::move(work));
+  }
+  if (!as_one) return;
+  const WorkPtr all = pair.group->endCoalescing(device_.type());
+  for (const Held& part : pair.held) {
+    if (part.pending->works.empty()) part.pending->works.push_back(all);
   }
 }
 
@@ -223,6 +280,7 @@ void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
   broken_[peer] = true;
   if (why_broken_.empty()) why_broken_ = "no transfer with rank " + std::to_string(peer) + ": " + first_line(why);
   const std::string place = program_.place(pending.transfer.position);
+  if (const auto pair = pairs_.find(peer); pair != pairs_.end()) pair->second.held.clear();
   for (std::vector<Pending>* all : {&receives_, &sends_}) {
     for (Pending& other : *all) {
       if (other.state != Pending::State::kPosted || peer_of(other) != peer) continue;
@@ -237,6 +295,7 @@ void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
 void ProcessGroupTransport::end_step(bool complete) {
   side_streams_.join();
   specs_.close(complete);
+  for (auto& [peer, pair] : pairs_) pair.ready.forget();
   const auto busy = [](const Pending& pending) { return pending.state != Pending::State::kIdle; };
   const bool left =
       std::any_of(receives_.begin(), receives_.end(), busy) || std::any_of(sends_.begin(), sends_.end(), busy);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,25 +24,33 @@ namespace fastpipe {
 
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+// Where the transfers that a rank begins side by side with one peer are one operation: fastpipe/runtime/coalesced.py.
+struct Coalescing {
+  std::map<std::int32_t, ProcessGroupPtr> pairs;  // by peer: a group of the two
+  std::vector<std::size_t> last;                  // where in the program an operation has its last transfer
+};
+
 // One group for each class and direction, by kind * 2 + (destination < source). Then no pending receive holds up a
 // send, and a backend that keeps one stream a pair of ranks executes each channel by itself. Group rank = pipeline
 // rank.
 class ProcessGroups final : public TransportSource {
  public:
   // streams: for the receives that each group posts early, on a device that has any.
-  ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams);
+  ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
+                Coalescing coalescing);
   std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
 
  private:
   std::vector<ProcessGroupPtr> groups_;
   at::Device device_;
   std::vector<c10::Stream> streams_;
+  Coalescing coalescing_;
 };
 
 class ProcessGroupTransport final : public Transport {
  public:
   ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                        const RankProgram& program, double timeout_seconds);
+                        const Coalescing& coalescing, const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -66,17 +75,37 @@ class ProcessGroupTransport final : public Transport {
     bool stand_in = false;
   };
 
+  // An operation of several transfers that is not complete yet.
+  struct Held {
+    Pending* pending;
+    std::vector<at::Tensor> flat;
+    bool is_send;
+  };
+  struct Pair {
+    ProcessGroupPtr group;
+    int peer;  // in the group
+    std::vector<Held> held;
+    Fence ready;  // what a transfer waits for
+  };
+
   // False: the peer is broken, there is nothing to do.
   bool begin(Pending& pending, const Transfer& transfer);
   // A device starts a transfer behind what the stream has on which it is posted. On a stream beside the stage's, which
   // waits for the memory alone, that is as soon as the message is there.
   void post_early(Pending& pending);
   void post(Pending& pending, const std::vector<at::Tensor>& tensors, bool is_send);
+  // Notes a transfer for its operation, which is to come after what the current stream has.
+  void hold(Pending& pending, std::vector<at::Tensor> flat, bool is_send);
+  // After every transfer: begins the operation with its last one.
+  void posted(const Transfer& transfer);
+  void begin_together(Pair& pair);
   void wait(Pending& pending);
   void receive_next(std::int32_t channel);
   void receive_announced(Pending& pending);
   Header receive_header(Pending& pending);
   const std::vector<TensorSpec>& specs_at(std::size_t position) const;
+  // Where receives are posted early, and operations.
+  std::optional<c10::Stream> side_stream_of(const Pending& pending) const;
   const Channel& channel_of(const Pending& pending) const { return program_.channels()[pending.transfer.channel]; }
   std::int32_t peer_of(const Pending& pending) const { return channel_of(pending).peer_of(program_.rank()); }
   [[noreturn]] void give_up(Pending& pending, const char* why);
@@ -89,6 +118,8 @@ class ProcessGroupTransport final : public Transport {
   StageStreams side_streams_;  // by group; none on a CPU
   std::vector<Pending> receives_;
   std::vector<Pending> sends_;
+  std::map<std::int32_t, Pair> pairs_;            // by peer; none where nothing is coalesced
+  std::vector<bool> ends_operation_;              // by position
   std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of announced receives, in order
   std::vector<bool> broken_;                      // by peer
   std::string why_broken_;

@@ -302,9 +302,10 @@ def _cost_arguments(command: Parser) -> None:
     group = _cost_numbers(command, "of one stage and one microbatch; a number, or one a stage (1,1,2)")
     group.add_argument(
         "--lanes",
-        choices=("directed", "pair", "group"),
+        choices=("directed", "pair", "coalesced", "group"),
         default="directed",
-        help="which channels a transport executes in one order (directed: none share)",
+        help="which channels a transport executes in one order (directed: none share; coalesced: as pair, with a send "
+        "and a receive at one time as one operation)",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from fastpipe import api
 from fastpipe.cli.output import progress
 from fastpipe.cost import CostModel, shared_out
+from fastpipe.machine import COALESCED
 from fastpipe.placement import Placement
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
@@ -103,7 +104,8 @@ def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
 def program_of(arguments: argparse.Namespace, schedule: Schedule) -> Program:
     """The schedule's program, proved."""
     with progress(f"lowering {schedule.name}"):
-        return api.lower(schedule, recv_lookahead=arguments.recv_lookahead)
+        coalesce = getattr(arguments, "lanes", "") == COALESCED
+        return api.lower(schedule, recv_lookahead=arguments.recv_lookahead, coalesce=coalesce)
 
 
 def timeline_of(arguments: argparse.Namespace, name: str | None = None, *, share: bool = False) -> Timeline:

@@ -9,6 +9,8 @@ from torch import nn
 
 from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
+from fastpipe.runtime.between import CHOICES
+from fastpipe.runtime.coalesced import CoalescedGroups
 from fastpipe.runtime.grad_dtype import check_grad_dtype
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.microbatch import check_reduction
@@ -144,15 +146,16 @@ def check_transport(transport: str | Transport, num_ranks: int, num_processes: i
         if not alone and isinstance(transport, Loopback):
             raise ValueError("transport: loopback connects threads of one process; use 'process_group' or 'auto'")
         return transport.lanes
-    if transport not in ("auto", "loopback", "shared_memory", "cuda_ipc", "process_group"):
-        raise ValueError(
-            f"transport = {transport!r}: use 'auto', 'loopback', 'shared_memory', 'cuda_ipc' or 'process_group'"
-        )
+    if transport not in ("auto", "loopback", *CHOICES):
+        listed = ", ".join(map(repr, CHOICES))
+        raise ValueError(f"transport = {transport!r}: use 'auto', 'loopback' or one of {listed}")
     if not alone and transport == "loopback":
         raise ValueError("transport = 'loopback': there are several processes; use 'process_group' or 'auto'")
-    if alone and transport in ("shared_memory", "cuda_ipc", "process_group") and num_ranks > 1:
+    if alone and transport in CHOICES and num_ranks > 1:
         raise ValueError(
             f"transport = {transport!r}: there is one process for {num_ranks} ranks; start one a rank with "
             "torchrun, or use 'loopback' or 'auto'"
         )
-    return Loopback.lanes if alone else ProcessGroups.lanes
+    if alone:
+        return Loopback.lanes
+    return (CoalescedGroups if asked_transport(transport) == CoalescedGroups.kind else ProcessGroups).lanes

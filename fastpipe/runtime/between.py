@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastpipe.runtime import native
+from fastpipe.runtime.coalesced import CoalescedGroups
 from fastpipe.runtime.cuda_ipc import CudaIpc, Trial
 from fastpipe.runtime.failure import first_line
 from fastpipe.runtime.group import Membership
@@ -21,6 +22,9 @@ from fastpipe.runtime.transport import Transport
 Offer = dict[str, Any]
 Exchange = Callable[[str, dict[str, Any]], Sequence[dict[str, Any]]]
 
+_GROUPS = {made.kind: made for made in (ProcessGroups, CoalescedGroups)}
+CHOICES = ("shared_memory", "cuda_ipc", *_GROUPS)
+"""The transports of several processes that can be asked for by name."""
 _SAME = {
     "host": "they are not all on one host",
     "user": "they are not all of one user",
@@ -36,7 +40,7 @@ def between_processes(
     """The transport for several processes. All call it, and all get the same answer.
 
     Args:
-        choice: ``"auto"``, ``"shared_memory"``, ``"cuda_ipc"`` or ``"process_group"``; the same on all of them.
+        choice: ``"auto"``, or one of ``CHOICES``; the same on all of them.
         exchange: how they tell each other something: ``(phase, message) -> messages of all``.
         member: this process's place.
         device: what it computes on.
@@ -46,12 +50,10 @@ def between_processes(
     Raises:
         ValueError: for ``"shared_memory"`` or ``"cuda_ipc"`` where it cannot be; it says why.
     """
-    if choice not in ("auto", "shared_memory", "cuda_ipc", "process_group"):
-        raise ValueError(
-            f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto', 'shared_memory', 'cuda_ipc' or 'process_group'"
-        )
-    if choice == "process_group":
-        return ProcessGroups(member, timeout)
+    if choice not in ("auto", *CHOICES):
+        raise ValueError(f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto' or one of {', '.join(map(repr, CHOICES))}")
+    if choice in _GROUPS:
+        return _GROUPS[choice](member, timeout)
     by_engine = choice == "cuda_ipc" or (choice == "auto" and device.type != "cpu")
     link, trial, circles, why = find_circles(exchange, member, device, num_ranks_here, by_engine)
     if len(circles) == 1:

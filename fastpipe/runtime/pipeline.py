@@ -121,11 +121,13 @@ class Pipeline(Trains, Replannable):
         executor: ``"auto"``, ``"native"`` or ``"python"``.
         transport: ``"loopback"`` (the ranks are threads), ``"shared_memory"`` (processes of one host, on CPU),
             ``"cuda_ipc"`` (processes of one host, on GPUs that reach each other, with CUDA_DEVICE_MAX_CONNECTIONS=32),
-            ``"process_group"`` (any), or ``"auto"``: channel by channel the first of these that can be. The variable
-            FASTPIPE_TRANSPORT says what "auto" means for several processes; set it alike for all. Or a
-            `fastpipe.runtime.transport.Transport`.
+            ``"process_group"`` (any), or ``"auto"``: channel by channel the first of these that can be.
+            ``"process_group_coalesced"``: sends and receives between two ranks that are due at one time are one
+            operation (NCCL). The variable FASTPIPE_TRANSPORT says what "auto" means for several processes; set it
+            alike for all. Or a `fastpipe.runtime.transport.Transport`.
         stage_to_rank: the rank of every stage, where it is not the schedule's own.
-        recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`.
+        recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`. A transport that
+            coalesces has its own rule.
         recompute: what stages do not keep for their backward but compute again: ``"none"``, ``"full"`` (each stage as a
             whole: it keeps its input), ``"layers"`` (each layer of a list by itself), or a function
             ``(stage index, module)`` that returns one of these. The bits are the same.

@@ -9,7 +9,7 @@ from typing import Any
 from fastpipe.action import ActionKind
 from fastpipe.api import lower
 from fastpipe.collectives import with_collectives
-from fastpipe.machine import Lanes
+from fastpipe.machine import COALESCED, Lanes
 from fastpipe.placement import Placement
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
@@ -116,7 +116,7 @@ class Plans:
         key = (num_microbatches, forward_only, self.parallel)
         if key not in self._programs:
             chosen = self._forwards(num_microbatches) if forward_only else self.schedule(num_microbatches)
-            program = lower(chosen, recv_lookahead=self.recv_lookahead)
+            program = lower(chosen, recv_lookahead=self.recv_lookahead, coalesce=self.lanes == COALESCED)
             whole = with_collectives(program) if self.parallel else program
             self._programs[key] = validate_program(whole, lanes=self.lanes)
         return self._programs[key]

@@ -89,7 +89,9 @@ class _Receive:
         self.works: list[Any] = []
 
 
-class _ProcessGroupEndpoint(Endpoint):
+class ProcessGroupEndpoint(Endpoint):
+    """One rank's side of `ProcessGroups`."""
+
     def __init__(
         self, groups: Sequence[Any], channels: Sequence[Channel], rank: int, timeout: float, device: torch.device
     ) -> None:
@@ -105,9 +107,11 @@ class _ProcessGroupEndpoint(Endpoint):
         self.broken: set[int] = set()
 
     def begin(self, signature: Hashable, announce: bool) -> None:
+        """See `Endpoint.begin`."""
         self.book.begin(signature, announce)
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
+        """See `Endpoint.post_recv`."""
         receive = self.receives[slot] = _Receive(message, slot)
         if self.book.announcing:
             self.queued.setdefault(channel, deque()).append(receive)
@@ -115,6 +119,7 @@ class _ProcessGroupEndpoint(Endpoint):
             self._post(receive, channel, self.book[message])
 
     def wait_recv(self, channel: int, slot: int) -> Tensors | None:
+        """See `Endpoint.wait_recv`."""
         receive = self.receives.pop(slot)
         if self._peer(channel) in self.broken:
             return None
@@ -139,6 +144,7 @@ class _ProcessGroupEndpoint(Endpoint):
         receive.tensors = tuple(buffer.requires_grad_(spec.requires_grad) for buffer, spec in pairs)
 
     def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
+        """See `Endpoint.send`."""
         ready = None if tensors is None else self.book.prepare(message, tensors)
         if self._peer(channel) in self.broken:
             self.sends[number] = (channel, [])
@@ -153,11 +159,13 @@ class _ProcessGroupEndpoint(Endpoint):
         self.sends[number] = (channel, [(self._start("send", part, channel), part) for part in parts])
 
     def wait_send(self, number: int) -> None:
+        """See `Endpoint.wait_send`."""
         channel, works = self.sends.pop(number)
         if self._peer(channel) not in self.broken:
             self._wait([work for work, _ in works], channel)
 
     def end(self) -> None:
+        """See `Endpoint.end`."""
         self.queued.clear()
         self.receives.clear()
         self.sends.clear()
@@ -271,7 +279,7 @@ class ProcessGroups(Transport):
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side."""
         self._warm_up(program)
-        return _ProcessGroupEndpoint(self.groups, program.channels, rank, timeout, self.device)
+        return ProcessGroupEndpoint(self.groups, program.channels, rank, timeout, self.device)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++."""

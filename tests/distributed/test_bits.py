@@ -16,9 +16,12 @@ from tests.runtime.models import CASES, squared
 from tests.runtime.test_bits import COMBINATIONS
 
 
-def compare(case: str, schedule: str, num_microbatches: int, executor: str) -> tuple[float, list[str]]:
+def compare(
+    case: str, schedule: str, num_microbatches: int, executor: str, transport: str = "process_group"
+) -> tuple[float, list[str]]:
     """Runs on every rank."""
-    pipe = train_and_compare(case, schedule, num_microbatches, executor=executor, transport="process_group")
+    pipe = train_and_compare(case, schedule, num_microbatches, executor=executor, transport=transport)
+    assert pipe.transport.describe().startswith(f"{transport}, ")
     return pipe.num_ranks, [name for name, _ in pipe.named_parameters()]
 
 
@@ -43,6 +46,11 @@ def test_every_schedule(
         skip_without_native()
     answers = group_of(num_ranks).run(compare, "plain", schedule, num_microbatches, executor)
     assert all(found == num_ranks and names for found, names in answers)
+
+
+@pytest.mark.parametrize("schedule", OF_A_KIND)
+def test_coalesced(schedule: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
+    group_of(4).run(compare, "plain", schedule, 8, executor, "process_group_coalesced")
 
 
 DTYPES = [
@@ -81,7 +89,7 @@ def hand_over_every_dtype(executor: str, transport: str) -> None:
         assert torch.allclose(pipe.step(x, target=x).loss, expected)
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced", "shared_memory"])
 def test_every_dtype(transport: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
     group_of(2).run(hand_over_every_dtype, executor, transport)
 

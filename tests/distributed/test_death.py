@@ -122,6 +122,13 @@ def test_killed(victim: int, when: str, executor: str, tmp_path: Path) -> None:
             group.results(others(victim))
 
 
+def test_killed_where_transfers_are_coalesced(executor: str, tmp_path: Path) -> None:
+    with ranks(SIZE) as group:
+        arguments = (2, 2 * COUNT + 3, int(signal.SIGKILL), str(tmp_path / "note"), executor, "1f1b", 60.0, 3)
+        group.start(train_until, *arguments, transport="process_group_coalesced")
+        check(group.results(others(2)), 2, WITHIN)
+
+
 def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
     """Started by hand, rank 0 holds the store: with it the others lose their control plane, too."""
     with ranks(SIZE, host="first") as group:

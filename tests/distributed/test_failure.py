@@ -89,6 +89,14 @@ def test_over_shared_memory_too(
     check(group_of(4).run(fail_and_recover, scenario, "shared_memory"), scenario)
 
 
+@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED[1:3])
+def test_in_operations_of_several_transfers_too(
+    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
+) -> None:
+    scenario = Scenario(schedule, stage, 1, step, backward, executor)
+    check(group_of(4).run(fail_and_recover, scenario, "process_group_coalesced"), scenario)
+
+
 def lack_memory(transport: str, executor: str) -> list[Any]:
     """Two steps with a new number of microbatches, for which rank 1 gets no memory."""
     pipe = pipeline(executor, transport=transport)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import fastpipe
-from fastpipe import Channel, ChannelKind, Op
-from fastpipe.machine import Machine, lane_numbers
+from fastpipe import Channel, ChannelKind, Instruction, Op, Placement, Program
+from fastpipe.machine import Machine, batches, lane_numbers
 from tests.unit.planning import hand, small_schedules
 
 CHANNELS = [
@@ -18,7 +18,7 @@ CHANNELS = [
 
 def test_lanes() -> None:
     assert lane_numbers("directed", CHANNELS) == [0, 1, 2, 3]
-    assert lane_numbers("pair", CHANNELS) == [0, 0, 1, 0]
+    assert lane_numbers("pair", CHANNELS) == lane_numbers("coalesced", CHANNELS) == [0, 0, 1, 0]
     assert lane_numbers("group", CHANNELS) == [0, 0, 0, 0]
     assert lane_numbers([4, 4, 0, 1], CHANNELS) == [4, 4, 0, 1]
 
@@ -52,6 +52,49 @@ def test_a_rank_that_waits_for_ever_is_named() -> None:
     assert set(outcome.blocked) == {0, 1}
     assert all(transfer.done is None for transfer in outcome.blocked.values())
     assert math.isnan(outcome.ends[0][-1])
+
+
+ACROSS = [Channel(0, 1, ChannelKind.ACTIVATION), Channel(1, 0, ChannelKind.ACTIVATION)]
+
+
+def both_ways() -> Program:
+    """Each of two ranks computes, sends the other what it has, receives as much, and computes with that."""
+    rows = [
+        [
+            Instruction(Op.F, rank, rank),
+            Instruction(Op.SEND, rank, rank, channel=rank, slot=0),
+            Instruction(Op.POST_RECV, 2 + rank, 1 - rank, channel=1 - rank, slot=0),
+            Instruction(Op.WAIT_RECV, 2 + rank, 1 - rank, channel=1 - rank, slot=0),
+            Instruction(Op.F, 2 + rank, 1 - rank),
+            Instruction(Op.WAIT_SEND, rank, rank, channel=rank, slot=0),
+        ]
+        for rank in range(2)
+    ]
+    columns = tuple(np.array(own, dtype=np.int32).T for own in rows)
+    return Program("both ways", Placement.custom([0, 1, 0, 1]), 2, tuple(ACROSS), columns, True)
+
+
+def test_what_is_begun_side_by_side_is_one_operation() -> None:
+    program = both_ways()
+    assert [batches(rank) for rank in program] == [[[1, 2]], [[1, 2]]]
+    assert set(Machine(program, "pair").run().blocked) == {0, 1}, "each sends before it receives"
+    seconds = {0: 1.0, 1: 4.0, 2: 1.0, 3: 1.0}
+    costs = (lambda op, stage, pair: seconds[stage], lambda channel, *_: (0.5, 2.0)[channel])
+    outcome = Machine(program, "coalesced", *costs).run()
+    assert not outcome.blocked
+    # both are under way at 4, when the later rank comes to them, and are done when the longer one is
+    assert outcome.starts[0].tolist() == [0.0, 4.0, 1.0, 1.0, 6.0, 7.0]
+    assert outcome.ends[1].tolist() == [4.0, 6.0, 4.0, 6.0, 7.0, 7.0]
+
+
+def test_a_wait_or_an_action_ends_an_operation() -> None:
+    for rank in fastpipe.lower(fastpipe.make_schedule("zbv", num_ranks=3, num_microbatches=7), coalesce=True):
+        found = batches(rank)
+        assert sorted(sum(found, [])) == [p for p, it in enumerate(rank) if it.op in (Op.SEND, Op.POST_RECV)]
+        for batch in found:
+            between = {it.op for it in rank[batch[0] : batch[-1]]}
+            assert between <= {Op.SEND, Op.POST_RECV, Op.FREE, Op.HAND_OVER}
+            assert len({frozenset(rank.channels[rank[position].channel][:2]) for position in batch}) == 1
 
 
 @pytest.mark.parametrize("lanes", ["directed", "pair", "group"])

@@ -41,6 +41,18 @@ def test_receiving_ahead_is_never_later(schedule: Schedule) -> None:
     assert spans == sorted(spans, reverse=True)
 
 
+@given(random_schedules())
+@settings(max_examples=30, deadline=None)
+def test_coalescing_is_never_faster_than_a_lane_for_each_channel(schedule: Schedule) -> None:
+    assert simulate(schedule, lanes="coalesced").makespan >= simulate(schedule).makespan
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipe", "dualpipev"])
+def test_coalescing_costs_nothing_where_all_takes_its_usual_time(name: str) -> None:
+    schedule = fastpipe.make_schedule(name, num_ranks=4, num_microbatches=8)
+    assert simulate(schedule, lanes="coalesced").makespan == simulate(schedule).makespan
+
+
 def test_latency_and_bandwidth_by_link() -> None:
     schedule = hand(["0F0", "1F0", "2F0"], [0, 1, 2], 1)
     cost = CostModel(comm={(0, 1): 3.0, (1, 2): 1.0}, bandwidth={(0, 1): 10.0}, activation_bytes=(20.0, 50.0, 0.0))

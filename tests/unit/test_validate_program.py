@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import fastpipe
 from fastpipe import Channel, ChannelKind, Instruction, Op, Program, ProgramError, Schedule, validate_program
-from tests.unit.planning import hand, rebuilt, small_schedules, with_columns
+from tests.unit.planning import hand, random_schedules, rebuilt, small_schedules, with_columns
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
 
 
 @pytest.fixture
@@ -37,10 +40,24 @@ def test_one_lane_a_pair_is_enough_where_both_ends_name_their_transfers_in_one_o
         validate_program(fastpipe.lower(orders, recv_lookahead=0), lanes="pair")
 
 
+def test_what_is_lowered_for_coalesced_lanes_cannot_hang_in_them() -> None:
+    for schedule in small_schedules():
+        validate_program(fastpipe.lower(schedule, coalesce=True), lanes="coalesced")
+    ordinary = fastpipe.lower(fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8))
+    with pytest.raises(ProgramError, match="the program can hang, ranks wait in a cycle: rank .* waits for rank"):
+        validate_program(ordinary, lanes="coalesced")
+
+
+@given(random_schedules())
+@settings(max_examples=60, deadline=None)
+def test_so_it_is_with_any_order(schedule: Schedule) -> None:
+    validate_program(fastpipe.lower(schedule, coalesce=True), lanes="coalesced")
+
+
 def test_lanes() -> None:
     program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=2))
     validate_program(program, lanes=[3, 9])
-    with pytest.raises(ValueError, match="lanes = 'each': use 'directed', 'pair', 'group'"):
+    with pytest.raises(ValueError, match="lanes = 'each': use 'directed', 'pair', 'coalesced' or 'group'"):
         validate_program(program, lanes="each")
     with pytest.raises(ValueError, match="lanes names 1 channels of 2"):
         validate_program(program, lanes=[0])

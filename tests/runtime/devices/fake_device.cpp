@@ -306,7 +306,11 @@ PYBIND11_MODULE(fake_device, module) {
     pybind11::class_<FakeEngine, fastpipe::CopyEngine, std::shared_ptr<FakeEngine>>(module, "Engine")
         .def(pybind11::init<>());
   });
-  module.def("reset", [] { account().reset(); });
+  module.def("reset", [] {
+    account().reset();
+    operations.clear();
+  });
+  module.def("operations", [] { return operations; });
   module.def("set_seconds_per_operation", [](double seconds) { account().set_seconds(seconds); });
   module.def("races", [] { return account().races(); });
   module.def("faults", [] { return account().faults(); });

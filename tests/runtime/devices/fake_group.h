@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -31,22 +32,42 @@ class Message final : public c10d::Work {
   bool isCompleted() override { return inner_ && inner_->isCompleted(); }
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout != kNoTimeout) account().host_waits(current_stream, "wait with a time limit");
-    if (inner_) {
+    if (waited_) {  // by another part of the same operation
+    } else if (inner_) {
       inner_->wait();  // here for the bytes to be there, which the account knows nothing of
     } else {
       tape.load()->note([again = again_] { (*again)->wait(); });
     }
+    waited_ = true;
     account().blocked(current_stream, done_);
     tensors_.clear();
     return true;
   }
 
  private:
+  bool waited_ = false;
   c10::intrusive_ptr<c10d::Work> inner_;
   std::shared_ptr<c10::intrusive_ptr<c10d::Work>> again_;
   std::vector<at::Tensor> tensors_;
   Event done_;
 };
+
+// Several messages that are done together.
+class Operation final : public c10d::Work {
+ public:
+  explicit Operation(std::vector<c10::intrusive_ptr<c10d::Work>> messages) : messages_(std::move(messages)) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& message : messages_) message->wait(timeout);
+    return true;
+  }
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> messages_;
+};
+
+// How many messages each operation had.
+inline std::vector<std::size_t> operations;
 
 // Done as far as the host is concerned, as NCCL's collectives are once they are queued. Who waits for the future, or
 // for this, waits on its own stream.
@@ -82,6 +103,15 @@ class Messages final : public c10d::Backend {
       : Backend(rank, size), inner_(std::move(inner)) {}
 
   const std::string getBackendName() const override { return "messages"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { held_.emplace(); }
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+    std::vector<c10::intrusive_ptr<c10d::Work>> begun;
+    const auto held = std::exchange(held_, std::nullopt);
+    for (const auto& begin : *held) begun.push_back(begin());
+    operations.push_back(begun.size());
+    return c10::make_intrusive<Operation>(std::move(begun));
+  }
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
     queue(tensors.front(), kEverybody, true);
@@ -122,14 +152,21 @@ class Messages final : public c10d::Backend {
   using Move = std::function<c10::intrusive_ptr<c10d::Work>(std::vector<at::Tensor>&)>;
 
   c10::intrusive_ptr<c10d::Work> move(const std::vector<at::Tensor>& tensors, int peer, bool receives, const Move& go) {
+    if (!held_) return begin(tensors, peer, receives, go);
+    held_->push_back([this, tensors, peer, receives, go] { return begin(tensors, peer, receives, go); });
+    return nullptr;
+  }
+
+  c10::intrusive_ptr<c10d::Work> begin(const std::vector<at::Tensor>& tensors, int peer, bool receives,
+                                       const Move& go) {
     const Event done = queue(tensors.front(), peer, receives);
-    const auto begin = [go, tensor = tensors.front()] {
+    const auto start = [go, tensor = tensors.front()] {
       std::vector<at::Tensor> host{host_view(tensor)};
       return go(host);
     };
-    if (tape == nullptr) return c10::make_intrusive<Message>(begin(), tensors, done);
+    if (tape == nullptr) return c10::make_intrusive<Message>(start(), tensors, done);
     auto again = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
-    tape.load()->note([again, begin] { *again = begin(); });
+    tape.load()->note([again, start] { *again = start(); });
     return c10::make_intrusive<Message>(std::move(again), tensors, done);
   }
 
@@ -147,6 +184,8 @@ class Messages final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> inner_;
   std::map<int, std::size_t> streams_;
+  // What is to be one operation, while it is being said.
+  std::optional<std::vector<std::function<c10::intrusive_ptr<c10d::Work>()>>> held_;
 };
 
 // Gives a group a way for the device's tensors, over that for the host's.

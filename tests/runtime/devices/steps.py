@@ -23,6 +23,7 @@ from torch import nn
 import fastpipe
 from fastpipe.action import ActionKind
 from fastpipe.dependencies import needs, produces
+from fastpipe.machine import batches
 from fastpipe.program import Op
 from fastpipe.runtime import cuda_ipc, native, own_groups, recording
 from fastpipe.testing import reference_step
@@ -263,6 +264,7 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
         result = pipe.step(x, target=target)
         optimizer.step()
     races, waits, events = account.races(), account.host_waits(), account.num_events()
+    operations, program = account.operations(), pipe._plans.program(8, forward_only=False)
     assert result.loss.device.type == "cpu"
     pipe.eval_step(x)  # another program
     streams = account.num_streams()
@@ -280,6 +282,8 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
         "told": Asking.told,
         "pairs": pipe.describe().rpartition("pairs")[2],
         "transport": pipe.transport.describe(),
+        "operations": sorted(operations),
+        "proved": sorted(NUM_STEPS * [len(batch) for batch in batches(program[pipe.rank or 0])]),
         "times": look_at(timeline),
         "splits": pipe.schedule.splits_backward,
         "deferred": sum(stage.waits(p) for stage in pipe._stages for p in stage.module.parameters()),

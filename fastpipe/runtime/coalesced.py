@@ -1,0 +1,188 @@
+"""Process groups in which a send and a receive that a rank begins side by side with one peer are one operation.
+
+That is what `torch.distributed.batch_isend_irecv` does on NCCL: one kernel moves both ways, on one communicator for
+each two ranks, where `fastpipe.runtime.process_group` has one for each of four kinds of messages. The price is that
+neither is done before the other. So receives are posted when their messages are made (`fastpipe.lower`), and a program
+is proved with that rule (`fastpipe.machine`). In a step that announces its messages these go one by one, through the
+four groups.
+
+Gloo knows no such operations; there the parts of one are begun together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastpipe.machine import COALESCED, batches
+from fastpipe.program import Op, Program, RankProgram
+from fastpipe.runtime.group import Membership
+from fastpipe.runtime.own_groups import OwnGroups
+from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups, wait_for
+from fastpipe.runtime.tensors import Tensors
+from fastpipe.runtime.transport import Endpoint, Message, peer_of
+
+_BACKENDS = ("gloo", "nccl")
+
+
+class _Part:
+    """A transfer that is begun with the others of its operation."""
+
+    def __init__(self, verb: str, tensor: torch.Tensor) -> None:
+        self.verb = verb
+        self.tensor = tensor
+        self.work: Any = None
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait for the operation."""
+        self.work.wait(*timeout)
+
+
+class _CoalescedEndpoint(ProcessGroupEndpoint):
+    def __init__(self, transport: CoalescedGroups, program: Program, rank: int, timeout: float) -> None:
+        super().__init__(transport.groups, program.channels, rank, timeout, transport.device)
+        self.pairs = transport.pairs
+        self.last = _last_of_batches(program[rank])
+        self.turns: dict[int, Iterator[bool]] = {}
+        self.held: dict[int, list[_Part]] = {}
+
+    def begin(self, signature: Any, announce: bool) -> None:
+        super().begin(signature, announce)
+        self.turns = {peer: iter(last) for peer, last in self.last.items()}
+        self.held = {peer: [] for peer in self.last}
+
+    def post_recv(self, message: Message, channel: int, slot: int) -> None:
+        super().post_recv(message, channel, slot)
+        self._posted(channel)
+
+    def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
+        super().send(message, channel, number, tensors)
+        self._posted(channel)
+
+    def _start(self, verb: str, tensor: torch.Tensor, channel: int) -> Any:
+        if self.book.announcing:
+            return super()._start(verb, tensor, channel)
+        part = _Part(verb, tensor)
+        self.held[self._peer(channel)].append(part)
+        return part
+
+    def _posted(self, channel: int) -> None:
+        """Begin the operation with its last transfer."""
+        peer = self._peer(channel)
+        if next(self.turns[peer]) and self.held[peer]:
+            parts, self.held[peer] = self.held[peer], []
+            try:
+                begin_together(self.pairs[peer].groups[0], int(self.rank < peer), parts, self.device)
+            except RuntimeError as error:
+                raise self._lost(channel, error) from error
+
+
+class CoalescedGroups(ProcessGroups):
+    """Process groups with one group more for each peer; see `ProcessGroups`.
+
+    Raises:
+        ValueError: for a backend of which is not known what it does with several transfers at once.
+    """
+
+    kind = "process_group_coalesced"
+    lanes = COALESCED
+
+    def __init__(self, member: Membership, timeout: float = 600) -> None:
+        super().__init__(member, timeout)
+        if self.backend not in _BACKENDS:
+            self.leave()
+            raise ValueError(
+                f"transport = {self.kind!r}: the process group's backend is {self.backend!r}, and this takes 'gloo' or "
+                "'nccl'; use 'process_group'"
+            )
+        self._member = member
+        self.pairs: dict[int, OwnGroups] = {}
+
+    def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
+        """One rank's side."""
+        self._warm_up(program)
+        return _CoalescedEndpoint(self, program, rank, timeout)
+
+    def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
+        """One rank's side in C++."""
+        self._warm_up(program)
+        channels = [tuple(map(int, channel)) for channel in program.channels]
+        last = [batch[-1] for batch in batches(program[rank])]
+        pairs = {peer: own.groups[0] for peer, own in self.pairs.items()}
+        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams, pairs, last)
+
+    def _warm_up(self, program: Program) -> None:
+        """The same for the groups of two: made by all ranks in one order, and their connections with them."""
+        super()._warm_up(program)
+        for channel in program.channels:
+            peer = peer_of(channel, self.rank)
+            if self.rank in channel[:2] and peer != self.rank and peer not in self.pairs:
+                self.pairs[peer] = self._make_pair(peer)
+
+    def _make_pair(self, peer: int) -> OwnGroups:
+        both = sorted((self.rank, peer))
+        member = replace(
+            self._member, rank=both.index(self.rank), size=2, ranks=tuple(self._member.ranks[rank] for rank in both)
+        )
+        made = OwnGroups(member, [f"pair {both}"], self.timeout)
+        if self.device.type != "cpu":
+            parts = [_Part(verb, torch.zeros(1, dtype=torch.uint8, device=self.device)) for verb in ("send", "recv")]
+            begin_together(made.groups[0], both.index(peer), parts, self.device)
+            for part in parts:
+                wait_for(part, self.timeout, self.device)
+        return made
+
+    def close(self) -> None:
+        """End all groups."""
+        for own in self.pairs.values():
+            own.close()
+        super().close()
+
+    def leave(self) -> None:
+        """End all groups, whatever is under way."""
+        for own in self.pairs.values():
+            own.end()
+        super().leave()
+
+    def end_silent(self) -> None:
+        """See `Transport.end_silent`."""
+        for own in list(self.pairs.values()):
+            own.end_silent()
+        super().end_silent()
+
+    def describe(self) -> str:
+        """One line for `Pipeline.describe`."""
+        return f"{super().describe()}, and one for each of {len(self.pairs)} peers"
+
+
+def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.device) -> None:
+    """Begin an operation, as one where the backend knows such.
+
+    Args:
+        group: of two ranks.
+        peer: the other one, in the group.
+        parts: what it consists of; each gets the work to wait for.
+        device: of the tensors.
+    """
+    as_one = group._get_backend(device).supports_coalescing
+    if as_one:
+        group._start_coalescing(device)
+    for part in parts:
+        part.work = getattr(group, part.verb)([part.tensor], peer, 0)
+    if as_one:
+        work = group._end_coalescing(device)
+        for part in parts:
+            part.work = work
+
+
+def _last_of_batches(program: RankProgram) -> Mapping[int, list[bool]]:
+    """By peer: of each transfer, in order, whether it is the last of its operation."""
+    last = {batch[-1] for batch in batches(program)}
+    found: dict[int, list[bool]] = {}
+    for position, it in enumerate(program):
+        if it.op in (Op.SEND, Op.POST_RECV):
+            found.setdefault(peer_of(program.channels[it.channel], program.rank), []).append(position in last)
+    return found
