@@ -43,7 +43,8 @@ OVER_SOCKETS = 2
 """So many of them."""
 SMALL = 64
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-TRANSPORTS = {"cuda": ("cuda_ipc", "process_group"), "cpu": ("shared_memory", "process_group")}
+GROUPS = ("process_group", "process_group_coalesced")
+TRANSPORTS = {"cuda": ("cuda_ipc", *GROUPS), "cpu": ("shared_memory", *GROUPS)}
 HEADS = ["transport", "MiB", "transfer, us", "GB/s", "compute of F, us", "exposed, %", "compute beside it"]
 
 
@@ -169,7 +170,7 @@ def row(bench: Bench, transport: str, size: int) -> list[str]:
     spans = [[bench.forwards(load) for load in (small, large)] for _ in range(rounds)]
     slowed = [statistics.median(b[rank] / a[rank] for a, b in spans) for rank in range(2)]
     return [
-        transport,
+        transport.removeprefix("process_group_"),
         f"{size / (1 << 20):g}",
         f"{transfer * 1e6:.1f}",
         f"{size / transfer / 1e9:.1f}",
@@ -210,7 +211,7 @@ def main() -> None:
     rows = Rows(HEADS, markdown=given.markdown, width=17) if dist.get_rank() == 0 else None
     for transport in TRANSPORTS[given.device]:
         bench = Bench(transport, given)
-        few = transport == "process_group" and shared(given.device)
+        few = transport in GROUPS and shared(given.device)
         for size in SIZES[: min(given.sizes, OVER_SOCKETS) if few else given.sizes]:
             cells = row(bench, transport, size)
             if rows is not None:

@@ -146,13 +146,13 @@ def test_bits(schedule: str, dtype: str, transport: str, num_ranks: int, executo
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("transport", ["process_group"])
+@pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("schedule", FEW)
 def test_bits_over_nccl(schedule: str, dtype: str, transport: str, num_ranks: int, executor: str, said: Said) -> None:
     """Processes that talk by NCCL have the bits of the same kernels run unsplit, for three steps."""
     for text in said(num_ranks, FASTPIPE_TRANSPORT=transport):
-        assert text.startswith(f"ok {transport}"), text
+        assert text.startswith(f"ok {transport}, "), text
 
 
 @pytest.mark.timeout(SECONDS + 60)
