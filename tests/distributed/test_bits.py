@@ -48,8 +48,13 @@ def test_every_schedule(
     assert all(found == num_ranks and names for found, names in answers)
 
 
-@pytest.mark.parametrize("schedule", OF_A_KIND)
+@pytest.mark.parametrize(
+    ("schedule", "executor"),
+    zip(OF_A_KIND, ["native", "native", "python", "python"], strict=True),
+    indirect=["executor"],
+)
 def test_coalesced(schedule: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
+    """What the executors do with a schedule is seen above; here the transport alone is another."""
     group_of(4).run(compare, "plain", schedule, 8, executor, "process_group_coalesced")
 
 
