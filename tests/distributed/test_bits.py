@@ -50,7 +50,7 @@ def test_every_schedule(
 
 @pytest.mark.parametrize(
     ("schedule", "executor"),
-    zip(OF_A_KIND, ["native", "native", "python", "python"], strict=True),
+    list(zip(OF_A_KIND, ["native", "native", "python", "python"], strict=True)),
     indirect=["executor"],
 )
 def test_coalesced(schedule: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
