@@ -155,7 +155,7 @@ class CoalescedGroups(ProcessGroups):
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
-        return f"{super().describe()}, and one for each of {len(self.pairs)} peers"
+        return f"{super().describe()}, and {len(self.pairs)} for pairs of ranks"
 
 
 def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.device) -> None:
