@@ -13,6 +13,10 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 # Without torch there is nothing to run; the header of the run says so.
 collect_ignore = [] if HAS_TORCH else ["runtime", "distributed", "gpu"]
 
+# torch asks for the name of an address, for its log, at every connection with a store, at both ends. Where the question
+# or its answer is lost it is asked again after five seconds, longer than what should come at once may take.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 # A shell has its jobs in the background ignore Ctrl-C, and so would Python; there are tests of it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
