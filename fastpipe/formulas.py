@@ -209,9 +209,9 @@ def ramp_bound(
     """A makespan that no order beats: the work of the busiest rank, and the way of the first microbatch to the last.
 
     Args:
-        busiest: seconds of compute of the busiest rank, with the schedule's own durations. Where not
-            all ranks are as busy, as they have other stages, or fused pairs take less than their parts: give the work
-            of the rank of stage p - 1, or of a middle rank with two routes, whose first forward comes this late.
+        busiest: seconds of compute of the busiest rank, with the schedule's own durations. Where not all
+            ranks are as busy, as they have other stages, or fused pairs take less than their parts: give the work of
+            the rank of stage p - 1, or of a middle rank with two routes, whose first forward comes this late.
         num_ranks: p.
         stages_per_rank: v; the first p stages are on p ranks.
         forward: F.

@@ -20,7 +20,7 @@ import torch
 from fastpipe.machine import COALESCED, batches
 from fastpipe.program import Op, Program, RankProgram
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.own_groups import OwnGroups
+from fastpipe.runtime.own_groups import OwnGroups, backend_of
 from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups, wait_for
 from fastpipe.runtime.tensors import Tensors
 from fastpipe.runtime.transport import Endpoint, Message, peer_of
@@ -91,13 +91,12 @@ class CoalescedGroups(ProcessGroups):
     lanes = COALESCED
 
     def __init__(self, member: Membership, timeout: float = 600) -> None:
-        super().__init__(member, timeout)
-        if self.backend not in _BACKENDS:
-            self.leave()
+        if (backend := backend_of(member)) not in _BACKENDS:
             raise ValueError(
-                f"transport = {self.kind!r}: the process group's backend is {self.backend!r}, and this takes 'gloo' or "
+                f"transport = {self.kind!r}: the process group's backend is {backend!r}, and this takes 'gloo' or "
                 "'nccl'; use 'process_group'"
             )
+        super().__init__(member, timeout)
         self._member = member
         self.pairs: dict[int, OwnGroups] = {}
 
@@ -106,13 +105,9 @@ class CoalescedGroups(ProcessGroups):
         self._warm_up(program)
         return _CoalescedEndpoint(self, program, rank, timeout)
 
-    def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
-        """One rank's side in C++."""
-        self._warm_up(program)
-        channels = [tuple(map(int, channel)) for channel in program.channels]
-        last = [batch[-1] for batch in batches(program[rank])]
+    def _together(self, program: RankProgram) -> dict[str, Any]:
         pairs = {peer: own.groups[0] for peer, own in self.pairs.items()}
-        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams, pairs, last)
+        return {"pairs": pairs, "last": [batch[-1] for batch in batches(program)]}
 
     def _warm_up(self, program: Program) -> None:
         """The same for the groups of two: made by all ranks in one order, and their connections with them."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.program import Channel, Program
+from fastpipe.program import Channel, Program, RankProgram
 from fastpipe.runtime.group import Membership
 from fastpipe.runtime.own_groups import OwnGroups, backend_of
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
@@ -285,7 +285,12 @@ class ProcessGroups(Transport):
         """One rank's side in C++."""
         self._warm_up(program)
         channels = [tuple(map(int, channel)) for channel in program.channels]
-        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams)
+        together = self._together(program[rank])
+        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams, **together)
+
+    def _together(self, program: RankProgram) -> dict[str, Any]:
+        """What C++ needs to know of transfers that are one operation: here there are none."""
+        return {}
 
     def _warm_up(self, program: Program) -> None:
         """Where connections are made by the first message (NCCL), send one on every channel, all ranks in one order.

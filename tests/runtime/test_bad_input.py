@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, make_schedule
+from fastpipe.runtime import coalesced
+from fastpipe.runtime.group import Membership
 from fastpipe.testing import Fault
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
@@ -246,3 +248,9 @@ def test_an_error_is_not_its_own_cause(executor: str) -> None:
     with pytest.raises(RuntimeError, match="boom") as caught:
         Pipeline(layers, "1f1b", 4, squared, num_ranks=2, executor=executor).step(batch.args[0], target=batch.target)
     assert caught.value.__cause__ is None
+
+
+def test_only_backends_that_are_known_coalesce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalesced, "backend_of", lambda member: "mpi")
+    with pytest.raises(ValueError, match="transport = 'process_group_coalesced': .*'mpi'.*use 'process_group'"):
+        coalesced.CoalescedGroups(Membership())
