@@ -58,12 +58,21 @@ format: setup  ## rewrite files in the house's format
 	$(BIN)/clang-format -i $(CPP)
 
 # Beside the build in this folder, which is for another torch: everything goes into build/cuda. The tests are those that
-# may go wrong with another torch, or with the library for GPUs; of tests/gpu they leave out what needs one.
-CUDA_TESTS ?= tests/gpu $(addprefix tests/runtime/test_, bits.py checkpoint.py clip.py failure.py gpu_benchmarks.py native_core.py \
-  native_core_process_group.py nvtx.py pairs.py random_numbers.py recording.py shared_memory.py step.py streams.py tied.py weight_grad.py)
+# may go wrong with another torch, or with the library for GPUs.
+CUDA_TESTS ?= tests/distributed/test_sharded_training.py $(addprefix tests/runtime/test_, bits.py checkpoint.py clip.py \
+  failure.py gpu_benchmarks.py native_core.py native_core_process_group.py nvtx.py pairs.py random_numbers.py recording.py \
+  shared_memory.py step.py streams.py tied.py weight_grad.py weight_grad_of_a_stage.py)
+# What needs a GPU runs over CUDA on the host (tests/host_cuda): each transport, recorded steps, schedules of each kind.
+# HOST_CUDA_TESTS=tests/gpu is all of it, HOST_CUDA_TESTS='tests/gpu -k killed' what one asks for. HOST_CUDA_LOSSES are
+# tests for any device: ranks are lost where messages go over NCCL.
+HOST_CUDA_TESTS ?= tests/gpu -k "driver or cannot or failed or killed or (recorded and 1f1b) or \
+  (one_process and (1f1b or zbv or dualpipev)) or \
+  ((dualpipev or zbv) and (cuda_ipc-2 or process_group-2 or coalesced-2)) or \
+  (owed and (0-process_group or 1-cuda_ipc))"
+HOST_CUDA_LOSSES ?= tests/distributed/test_death.py -k "native and (killed or silent)"
 CUDA_PYTHON = $(abspath $(VENV_CUDA))/bin/python
 
-cuda-build:  ## build for GPUs (with nvcc; no GPU is needed), import it, and run the tests that need none
+cuda-build:  ## build for GPUs (with nvcc; no GPU is needed), import it, and run tests, those of GPUs over CUDA on the host
 	@command -v nvcc >/dev/null || [ -n "$$CUDA_HOME" ] || \
 	  { echo "There is no CUDA toolkit: install one (nvcc), or set CUDA_HOME to its folder"; exit 1; }
 	@$(MAKE) --no-print-directory VENV=$(VENV_CUDA) TORCH='$(TORCH_CUDA)' $(VENV_CUDA)/stamps/torch
@@ -76,6 +85,11 @@ cuda-build:  ## build for GPUs (with nvcc; no GPU is needed), import it, and run
 	$(CUDA_PYTHON) -c 'from fastpipe.runtime import native; runtime = native.load(); print(native.native_status()); \
 	  raise SystemExit(None if runtime and runtime.has_cuda else "built without CUDA: this torch has none")' && \
 	$(CUDA_PYTHON) -m pytest --import-mode=append $(CUDA_TESTS) $(ARGS)
+	$(SAY) "running the tests of GPUs over CUDA on the host"
+	@export PYTHONSAFEPATH=1 PYTHONPATH="$$(echo $(CURDIR)/build/cuda/lib*):$(CURDIR)" FASTPIPE_REQUIRE_NATIVE=1; \
+	$(CUDA_PYTHON) -m tests.host_cuda $(CUDA_PYTHON) -m pytest --import-mode=append $(HOST_CUDA_TESTS) && \
+	export FASTPIPE_TEST_DEVICE=cuda && \
+	$(CUDA_PYTHON) -m tests.host_cuda $(CUDA_PYTHON) -m pytest --import-mode=append $(HOST_CUDA_LOSSES)
 
 clean:  ## remove what was built, caches and the environment
 	rm -rf $(VENV) $(VENV_CUDA) build dist *.egg-info fastpipe/*.so $(RECORD)

@@ -9,7 +9,6 @@ With shards a process holds about a quarter of the parameters and of the optimiz
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from collections.abc import Sequence
 
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 from gpt_model import Shape, gpt_layers, loss_fn
 from text_data import byte_frequencies, random_batches, read_corpus
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from training import replicas_by_ranks, run
 
 import fastpipe
 
@@ -26,19 +25,9 @@ NUM_RANKS, MICROBATCHES, ROWS = 2, 4, 16
 SHAPE = Shape(layers=8, width=64, context=32)
 
 
-def make_mesh() -> DeviceMesh | None:
-    """Replicas x ranks of a pipeline; None in a process that is alone."""
-    if "WORLD_SIZE" not in os.environ:
-        return None
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    replicas = dist.get_world_size() // NUM_RANKS
-    return dist.init_device_mesh("cpu", (replicas, NUM_RANKS), mesh_dim_names=("dp", "pp"))
-
-
 def train(num_steps: int, schedule: str) -> list[float]:
     """The losses, each the mean over all replicas."""
-    mesh = make_mesh()
+    mesh = replicas_by_ranks("dp", NUM_RANKS)
     replica, num_replicas = (0, 1) if mesh is None else (mesh.get_local_rank("dp"), mesh["dp"].size())
     text = read_corpus().training
     torch.manual_seed(0)
@@ -91,4 +80,4 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from moe_model import BALANCE, CONTEXT, NUM_EXPERTS, OverlappedPart, Part
 from text_data import random_batches, read_corpus
 from torch import Tensor, nn
+from training import replicas_by_ranks, run
 
 import fastpipe
 
@@ -69,14 +69,8 @@ def clip_gradients(pipe: fastpipe.Pipeline, group: dist.ProcessGroup | None) -> 
 
 def train(num_steps: int, schedule: str, kind: type[Part]) -> list[float]:
     """The losses."""
-    experts_group = ranks_group = None
-    if "WORLD_SIZE" in os.environ:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        mesh = dist.init_device_mesh(
-            "cpu", (dist.get_world_size() // NUM_RANKS, NUM_RANKS), mesh_dim_names=("ep", "pp")
-        )
-        experts_group, ranks_group = mesh["ep"].get_group(), mesh["pp"].get_group()
+    mesh = replicas_by_ranks("ep", NUM_RANKS)
+    experts_group, ranks_group = (None if mesh is None else mesh[name].get_group() for name in ("ep", "pp"))
     half = 0 if experts_group is None else experts_group.rank()
     num_halves = 1 if experts_group is None else experts_group.size()
 
@@ -139,4 +133,4 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,4 +1,4 @@
-"""The README's quickstart: the same text for one process, for Gloo and for NCCL under torchrun."""
+"""The README's quickstart: the same text for one process and for several, on CPUs and on GPUs."""
 
 import os
 
@@ -7,7 +7,7 @@ from torch import nn
 
 import fastpipe
 
-device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+device = f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)  # every process makes the same layers and the same batch
 blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(15)]
 model = nn.Sequential(*blocks, nn.Linear(64, 10)).to(device)

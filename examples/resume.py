@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from training import run
 
 import fastpipe
 
@@ -58,6 +59,8 @@ def train(folder: Path, schedule: str, num_ranks: int | None, until: int) -> lis
         scheduler.load_state_dict(extra["scheduler"])
     if pipe.rank == 0:
         print(f"{schedule} on {pipe.num_ranks} ranks, {f'from {found.name}' if found else 'from the start'}")
+        if start >= until:
+            print(f"  it is at step {start} already: go on with --until {start + 6}, or start anew with --folder")
     losses = []
     writing = None
     for step in range(start, until):
@@ -91,4 +94,4 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

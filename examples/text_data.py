@@ -28,6 +28,10 @@ class Corpus:
     training: Tensor
     validation: Tensor
 
+    def to(self, device: torch.device) -> Corpus:
+        """The same there; batches are cut out of it where it is."""
+        return Corpus(self.training.to(device), self.validation.to(device))
+
 
 def read_corpus(root: Path | None = None) -> Corpus:
     """Every twentieth file validates. The order of files is that of their paths, so every rank reads the same text."""

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train_llama.py    four processes, each one rank
     python examples/train_llama.py                                      one process, whose threads are four ranks
 
-The model is randomly initialised from a config, so nothing is downloaded. It needs transformers (fastpipe[hf]).
+The model is randomly initialised from a config, nothing is downloaded. It needs transformers: pip install transformers.
 At the end the checkpoint that the pipeline wrote is loaded into the plain model, which goes on without a pipeline.
 """
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from text_data import VOCABULARY, read_corpus
 from torch import Tensor
+from training import DEVICES, own_device, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastpipe
@@ -50,7 +51,7 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def padded_batches(text: Tensor) -> Iterator[dict[str, Tensor]]:
+def padded_batches(text: Tensor, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Pieces of source of other lengths, as a tokenizer and a collator would make them; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -61,11 +62,12 @@ def padded_batches(text: Tensor) -> Iterator[dict[str, Tensor]]:
             row[:length] = text[start : start + length]
             row[length - 1] = END
         mask = (ids != PADDING).long()
-        yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+        yield {name: part.to(device) for name, part in batch.items()}
 
 
 def check(pipe: fastpipe.Pipeline, model: LlamaForCausalLM, batch: dict[str, Tensor]) -> str:
-    """One step against the unsplit model's: the loss, every gradient and their norm, bit for bit."""
+    """One step against the unsplit model's: the loss, every gradient and their norm; on CPUs bit for bit."""
     pair = (batch["input_ids"], batch["labels"])
     return str(fastpipe.check_parity(pipe, model, pair, kwargs={"attention_mask": batch["attention_mask"]}))
 
@@ -97,7 +99,7 @@ def go_on_without(pipe: fastpipe.Pipeline, batch: dict[str, Tensor], folder: Pat
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     plain.load_state_dict(state["model"])
     with torch.no_grad():
-        alone = plain(**batch).loss
+        alone = plain(**{name: part.cpu() for name, part in batch.items()}).loss
         say(pipe, f"the pipeline's loss {float(loss):.4f}; the plain model's, from its checkpoint, {float(alone):.4f}")
         prompt = torch.tensor([list(b"def read")])
         written = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, use_cache=True)
@@ -124,12 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "4")), help="how many ranks")
     parser.add_argument("--schedule", default="zbv", help="how the stages are run")
     parser.add_argument("--steps", type=int, default=25, help="how many optimizer steps")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="a GPU a process, or the CPU")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
 
-    model = make_model()
+    device = own_device(given.device)
+    model = make_model().to(device)
     layers = fastpipe.split(model)
-    batches = padded_batches(read_corpus().training)
+    batches = padded_batches(read_corpus().training, device)
     first = next(batches)
     pipe = fastpipe.Pipeline(
         layers,
@@ -153,4 +157,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

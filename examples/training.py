@@ -1,23 +1,55 @@
-"""What a training loop over several ranks needs beside the pipeline: a common clock, a common norm, a progress line."""
+"""What a training loop over several ranks needs beside the pipeline: a device, a common clock, a progress line."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fastpipe
 
+DEVICES = ["auto", "cpu", "cuda"]
 
-def over_ranks(value: Tensor) -> Tensor:
-    """Replace every entry by the largest that any process has; alone there is nothing to do."""
-    if dist.is_initialized():
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value
+
+def own_device(wanted: str) -> torch.device:
+    """This process's GPU, which it shares where there are fewer than processes; the CPU if there is none."""
+    count = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if wanted == "cuda" and count == 0:
+        raise ValueError("device = 'cuda': torch finds no GPU; give 'cpu', or a build of torch for GPUs")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count) if count else torch.device("cpu")
+
+
+def replicas_by_ranks(name: str, num_ranks: int) -> DeviceMesh | None:
+    """The processes as replicas x ranks of a pipeline; None where there is one, whose threads are the ranks.
+
+    Args:
+        name: of the mesh's dimension of the replicas.
+        num_ranks: of each pipeline.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1:
+        return None
+    if processes % num_ranks:
+        raise ValueError(f"{processes} processes: a pipeline has {num_ranks} ranks; start a multiple of that, or one")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return dist.init_device_mesh("cpu", (processes // num_ranks, num_ranks), mesh_dim_names=(name, "pp"))
+
+
+def run(main: Callable[[], object]) -> None:
+    """A command, which a wrong argument ends with one line."""
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
 class Budget:
@@ -35,7 +67,9 @@ class Budget:
         if self.steps is not None:
             return min(1.0, step / self.steps)
         # If one rank's clock stopped it a step before the others, they would wait for it for ever.
-        latest = over_ranks(torch.tensor(self.elapsed()))
+        latest = torch.tensor(self.elapsed())
+        if dist.is_initialized():
+            dist.all_reduce(latest, dist.ReduceOp.MAX)
         return min(1.0, latest.item() / self.seconds)
 
 
@@ -44,28 +78,6 @@ def learning_rate(highest: float, spent: float, warm_up: float = 0.05) -> float:
     if spent < warm_up:
         return highest * (0.05 + 0.95 * spent / warm_up)
     return highest * (0.525 + 0.475 * math.cos(math.pi * (spent - warm_up) / (1 - warm_up)))
-
-
-class GradientClipper:
-    """Scales the gradients of all ranks so that their norm, taken together, is at most ``largest``.
-
-    Every parameter's own norm goes to its place in the whole model before they are combined. So the result has the
-    same bits however many ranks there are, which a sum of the ranks' own norms would not have. (A rank that has
-    nothing for a place says 0, and two that hold the same parameter say the same: the largest is the one to take.)
-    """
-
-    def __init__(self, model: nn.Module, largest: float) -> None:
-        self.places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-        self.largest = largest
-
-    def clip(self, pipe: fastpipe.Pipeline) -> None:
-        norms = torch.zeros(len(self.places))
-        for name, parameter in pipe.named_parameters():
-            norms[self.places[name]] = parameter.grad.norm()
-        total = over_ranks(norms).norm()
-        scale = (self.largest / total).clamp(max=1.0)
-        for parameter in pipe.parameters():
-            parameter.grad.mul_(scale)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from fastpipe.action import Action, ActionKind
 from fastpipe.api import compare, lower, plot, simulate
 from fastpipe.cost import CostModel
 from fastpipe.errors import FastpipeError, ProgramError, ScheduleError, StepError
+from fastpipe.hardware_queues import ask_for_queues
 from fastpipe.partition import partition
 from fastpipe.placement import Placement
 from fastpipe.planner import Candidate, LayerCosts, Plan, plan
@@ -95,6 +96,10 @@ __all__ = [
     "validate_program",
     "validate_schedule",
 ]
+
+
+# here, as a Pipeline is made long after CUDA has started: of layers on the GPU
+ask_for_queues()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from numbers import Real
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastpipe.chains import Actions, Chains, RankView, rank_views
-from fastpipe.cost import CostModel
+from fastpipe.cost import CostModel, check_links
 from fastpipe.placement import Placement, is_whole
 from fastpipe.schedule import Schedule
 
@@ -80,8 +82,11 @@ def bounds(
     Raises:
         ValueError: for numbers that do not fit together; it says which.
     """
-    cost = CostModel() if cost is None else cost
+    cost = _cost(cost)
     _check_measure(measure)
+    if not isinstance(work, Schedule | Placement):
+        raise TypeError(f"work: expected a Schedule or a Placement, found {type(work).__name__}")
+    check_links(cost, work.num_ranks)
     if isinstance(work, Schedule):
         if num_microbatches is not None or memory is not None:
             raise ValueError("num_microbatches, memory: a schedule has its own; leave them out, or give its placement")
@@ -197,11 +202,12 @@ def any_placement_bounds(
     Raises:
         ValueError: for numbers that do not fit together; it says which.
     """
-    cost = CostModel() if cost is None else cost
+    cost = _cost(cost)
     _check_measure(measure)
     m = _microbatches(num_microbatches)
     if not (is_whole(num_ranks, least=1) and is_whole(num_stages, least=num_ranks)):
         raise ValueError(f"num_ranks = {num_ranks!r}, num_stages = {num_stages!r}: give each rank a stage at least")
+    check_links(cost, num_ranks)
     if even and num_stages % num_ranks:
         raise ValueError(f"even: {num_stages} stages are not as many on each of {num_ranks} ranks; leave it out")
     limit = _limits(memory, 1)[0]
@@ -249,10 +255,21 @@ def _microbatches(count: int | None) -> int:
     return int(count)  # type: ignore[arg-type]
 
 
+def _cost(cost: CostModel | None) -> CostModel:
+    if not isinstance(cost, CostModel | None):
+        raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
+    return CostModel() if cost is None else cost
+
+
 def _limits(memory: Memory, num_ranks: int) -> list[float]:
     if memory is None:
-        return [float("inf")] * num_ranks
-    values = [float(memory)] * num_ranks if isinstance(memory, int | float) else [float(k) for k in memory]
-    if len(values) != num_ranks or not all(value > 0 for value in values):
+        return [inf] * num_ranks
+    is_one = not isinstance(memory, Sequence | np.ndarray) or isinstance(memory, str)
+    values: list[Any] = [memory] * num_ranks if is_one else list(memory)  # type: ignore[arg-type]
+    if len(values) != num_ranks or not all(_is_limit(value) for value in values):
         raise ValueError(f"memory = {memory!r}: give one number above 0, or {num_ranks}, one a rank")
-    return values
+    return [float(value) for value in values]
+
+
+def _is_limit(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0

@@ -16,6 +16,8 @@ from fastpipe.program import Channel, ChannelKind
 from fastpipe.schedule import Columns, Schedule
 
 Floats = npt.NDArray[np.float64]
+_SLACK = 1e-9
+"""Of a limit that was computed: so much below a whole number of activations it still has room for them."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Actions:
         with_forward: least of an action that makes a stage's output.
         with_backward: least of one that makes the gradient of its input; empty of meaning where nothing is trained.
         to_the_end: least from the start of the stage's backward to the end of its W or B.
+        after: least from the end of a stage's last backward, which is no fused pair, to the end of its W or B.
         backward: of all backward actions of one microbatch outside fused pairs: most for a schedule, least otherwise.
         release: least of an action that releases an activation.
         weight: what an activation counts in the memory limit.
@@ -43,6 +46,7 @@ class Actions:
     with_forward: Floats
     with_backward: Floats
     to_the_end: Floats
+    after: Floats
     backward: Floats
     release: Floats
     weight: Floats
@@ -64,6 +68,8 @@ class Actions:
             _per_route(schedule.placement, schedule.num_microbatches),
             seconds.forward,
             *seconds.least(split, whole, pairs),
+            # `inputs` has the whole of every B: where one may be the last, nothing is left to come on its stage
+            np.where(_has_whole(schedule), 0.0, seconds.weight),
             np.maximum(seconds.split * split, seconds.whole * (whole or pairs)),
             seconds.least_release(split, whole, pairs),
             np.ones(schedule.num_stages),
@@ -84,15 +90,20 @@ class Actions:
         backward = np.minimum(seconds.split, seconds.whole)
         first = np.minimum(seconds.input, seconds.whole)
         work, inputs = (seconds.least_work(counts, least, pairs) for least in (backward, first))
+        with_forward, with_backward, to_the_end = seconds.least(True, True, pairs)
         weight, held = np.ones(placement.num_stages), np.array(limits)
+        _check_room(placement, limits, cost.per_stage("stage_bytes", placement.num_stages) if in_bytes else weight)
         if in_bytes:
             weight, held = _least_bytes(cost, placement.num_stages, held)
         if (weight == weight[0]).all():  # of equal activations, a whole number fits
-            held, weight = np.floor(held / weight[0] * (1 + 1e-9)), np.ones(placement.num_stages)
+            held, weight = np.floor(held / weight[0] * (1 + _SLACK)), np.ones(placement.num_stages)
         return cls(
             counts,
             seconds.forward,
-            *seconds.least(True, True, pairs),
+            with_forward,
+            with_backward,
+            to_the_end,
+            to_the_end - with_backward,
             backward,
             seconds.least_release(True, True, pairs),
             weight,
@@ -109,6 +120,16 @@ class Actions:
         return len(self.forward)
 
 
+def _check_room(placement: Placement, limits: Sequence[float], sizes: Floats) -> None:
+    """Refuse a limit within which a rank cannot run a stage of its own at all: no order has a time to bound."""
+    for limit, stages in zip(limits, placement.stages_by_rank(), strict=True):
+        stage = max(stages, key=lambda one: float(sizes[one]))
+        if limit * (1 + _SLACK) < sizes[stage]:
+            raise ValueError(
+                f"memory = {limit!r}: less than one activation of stage {stage}; give at least {sizes[stage]:g}"
+            )
+
+
 def _least_bytes(cost: CostModel, num_stages: int, limits: Floats) -> tuple[Floats, Floats]:
     """What an activation takes at any time of its life, and the limits that this leaves."""
     if not (cost.per_stage("stage_bytes", num_stages) > 0).all():
@@ -117,6 +138,14 @@ def _least_bytes(cost: CostModel, num_stages: int, limits: Floats) -> tuple[Floa
     if (kept > 0).all():
         return kept, limits
     return np.ones(num_stages), np.full_like(limits, inf)  # where something takes nothing, no number of it is too much
+
+
+def _has_whole(schedule: Schedule) -> npt.NDArray[np.bool_]:
+    """Of every stage, whether some of its backwards are B."""
+    found = np.zeros(schedule.num_stages, dtype=np.bool_)
+    for columns in schedule.columns:
+        found[columns[1, columns[0] == ActionKind.B]] = True
+    return found
 
 
 def _per_route(placement: Placement, m: int) -> tuple[int, ...]:
@@ -323,7 +352,9 @@ def _view(placement: Placement, chains: Chains, actions: Actions, rank: int) -> 
         min(float(back[n][first] + actions.to_the_end[first] - chains.forward_end[n][last]) for n, first, last in ends)
         if actions.trains
         else 0.0,
-        min(float(finish[n] - chains.backward_end[n][first]) for n, first, _ in ends),
+        min(
+            float(chains.backward_end[n][0] - chains.backward_end[n][first] + actions.after[0]) for n, first, _ in ends
+        ),
         _lives(chains, actions, held, limit),
     )
 

@@ -76,7 +76,13 @@ def _free(x: Case) -> bool:
     return x.c == 0
 
 
+def _fused(x: Case) -> bool:
+    """Whether a fused pair takes no less than either part, and no more than both: a shorter one has others wait."""
+    return max(x.F, x.B) <= x.FB <= x.F + x.B
+
+
 _ANY = "comm = 0"
+_FUSED = "max(F, B) <= F&B <= F + B"
 _TWICE = "m >= 2p, F = I = W, comm = 0"
 _MEGATRON = "Megatron, arXiv 2104.04473, section 2.2"
 _ZERO = "zero bubble, arXiv 2401.10241, section 2"
@@ -185,28 +191,28 @@ BUBBLES: dict[tuple[str, str], Formula] = {
     ),
     ("1f1b_overlap", "makespan"): Formula(
         lambda x: x.p * (x.F + x.B) + (x.m - 1) * x.FB - mean_busy("1f1b_overlap", x),
-        "m >= 2p, F&B <= F + B, comm = 0",
-        lambda x: x.m >= 2 * x.p and x.F + x.B >= x.FB and _free(x),
+        f"m >= 2p, {_FUSED}, comm = 0",
+        lambda x: x.m >= 2 * x.p and _fused(x) and _free(x),
         _OVERLAP,
     ),
     ("interleaved_overlap", "makespan"): Formula(
         lambda x: (
             x.p * (x.F + x.B) + (x.m * x.v - x.p * (x.v - 1) - 1) * x.FB / x.v - mean_busy("interleaved_overlap", x)
         ),
-        "m a multiple of p, at least 2p; F&B <= F + B, comm = 0",
-        lambda x: x.m % x.p == 0 and x.m >= 2 * x.p and x.F + x.B >= x.FB and _free(x),
+        f"m a multiple of p, at least 2p; {_FUSED}, comm = 0",
+        lambda x: x.m % x.p == 0 and x.m >= 2 * x.p and _fused(x) and _free(x),
         _OVERLAP,
     ),
     ("dualpipe", "makespan"): Formula(
         lambda x: (x.p / 2 - 1) * (x.FB + x.B - 3 * x.W) + min(_busy("dualpipe", x)) - mean_busy("dualpipe", x),
-        f"p and m even, F&B <= F + B, {_TWICE}",
-        lambda x: x.p % 2 == x.m % 2 == 0 and x.F + x.B >= x.FB and _equal_twice(x),
+        f"p and m even, {_FUSED}, {_TWICE}",
+        lambda x: x.p % 2 == x.m % 2 == 0 and _fused(x) and _equal_twice(x),
         _DUALPIPE,
     ),
     ("dualpipev", "makespan"): Formula(
         lambda x: (x.p - 1) * (x.FB + x.B - 3 * x.W) / 2 + min(_busy("dualpipev", x)) - mean_busy("dualpipev", x),
-        f"F&B <= F + B, {_TWICE}",
-        lambda x: x.F + x.B >= x.FB and _equal_twice(x),
+        f"{_FUSED}, {_TWICE}",
+        lambda x: _fused(x) and _equal_twice(x),
         _DUALPIPE,
     ),
     ("chimera", "makespan"): Formula(

@@ -276,7 +276,7 @@ def _check_links(name: str, value: Mapping[Any, Any]) -> None:
     if name not in _LINK_FIELDS:
         raise ValueError(f"{name}: give a number, or a sequence with one for each stage")
     for link in value:
-        if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, int) for rank in link)):
+        if not (isinstance(link, tuple) and len(link) == 2 and all(map(_is_rank, link))):
             raise ValueError(f"{name}: {link!r} is no link; name it (source rank, destination rank)")
 
 
@@ -285,6 +285,20 @@ def _is_cost(number: Any, infinite: bool) -> bool:
         return False
     # compared, since an int may be too large to become a float
     return 0 <= number <= sys.float_info.max or (infinite and number == math.inf)
+
+
+def _is_rank(rank: Any) -> bool:
+    return isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
+
+
+def check_links(costs: Any, num_ranks: int) -> None:
+    """Refuse a link to a rank that there is not, in costs of either kind: it would count for nothing."""
+    for name in _LINK_FIELDS:
+        links = getattr(costs, name)
+        for link in links if isinstance(links, dict) else ():
+            if max(link) >= num_ranks:
+                named = f"{name} names the link {link[0]}->{link[1]}"
+                raise ValueError(f"{named}, and num_ranks = {num_ranks}: there are 0 to {num_ranks - 1}")
 
 
 def _refuse_null(name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ def describe_cycle(program: Program, outcome: Outcome, lanes: Sequence[int]) -> 
     lines: list[str] = []
     head, behind = _head_of(outcome, outcome.blocked[min(outcome.blocked)], lanes)
     while head not in path:
-        peer = _peer(program, head)
+        peer = program.channels[head.channel].peer_of(head.rank)
         path.append(head)
         lines.append(_text(program, outcome, head, behind, peer))
         head, behind = _head_of(outcome, _what_holds_up(outcome, head, peer, lanes), lanes)
@@ -30,11 +30,6 @@ def describe_cycle(program: Program, outcome: Outcome, lanes: Sequence[int]) -> 
 def _head_of(outcome: Outcome, transfer: Transfer, lanes: Sequence[int]) -> tuple[Transfer, Transfer]:
     """What stands at the head of the transfer's queue, and the transfer itself."""
     return outcome.queues[lanes[transfer.channel], transfer.rank][0], transfer
-
-
-def _peer(program: Program, transfer: Transfer) -> int:
-    channel = program.channels[transfer.channel]
-    return channel.destination if transfer.sends else channel.source
 
 
 def _what_holds_up(outcome: Outcome, head: Transfer, peer: int, lanes: Sequence[int]) -> Transfer:

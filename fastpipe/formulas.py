@@ -16,8 +16,8 @@ the range and the source of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import inf
 from numbers import Real
+from sys import float_info
 from typing import Any
 
 from fastpipe.closed_forms import BUBBLES, PEAKS, Case, Formula, mean_busy
@@ -35,6 +35,13 @@ _OPEN = {
     "wave_zb": 4,
 }
 """Schedules that leave the stages a rank open, and how many it is unless given."""
+_COUNTS = ("num_ranks", "num_microbatches", "stages_per_rank", "live")
+"""Arguments that are whole numbers of at least 1."""
+_OTHERS = {
+    "live_fraction": "give a finite fraction of 1F1B's memory, at least 0",
+    "busiest": "give the seconds of the busiest rank, finite and at least 0",
+}
+"""What to give for numbers that are no costs."""
 _VS = ("zbv", "v_half", "v_min", "1f1b_v", "dualpipev")
 
 
@@ -63,7 +70,7 @@ def bubble(
         backward_input: I.
         backward_weight: W.
         comm: seconds of one hop between ranks.
-        overlapped: F&B; F + I + W unless given.
+        overlapped: F&B; F + I + W unless given. A pair that takes less than either part can be simulated alone.
         measure: ``"makespan"``, or ``"span"``: see `Timeline`.
         as_: ``"fraction"`` of the measure, ``"seconds"``, or ``"total"``, the measure itself in seconds.
 
@@ -72,14 +79,15 @@ def bubble(
     """
     if as_ not in FORMS:
         raise ValueError(f"as_ = {as_!r}: use one of {', '.join(FORMS)}")
-    _check_seconds(
+    _check_numbers(
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
         comm=comm,
         overlapped=0.0 if overlapped is None else overlapped,
     )
-    fused = forward + backward_input + backward_weight if overlapped is None else overlapped
+    # summed as Case sums it, so that it is exactly F + B
+    fused = forward + (backward_input + backward_weight) if overlapped is None else overlapped
     case = Case(
         num_ranks,
         num_microbatches,
@@ -162,13 +170,16 @@ def smallest_num_microbatches(name: str, fraction: float, *, num_ranks: int, **c
         name: a schedule.
         fraction: of the measure, above 0 and below 1.
         num_ranks: p.
-        costs: as for `bubble`.
+        costs: as for `bubble`, but for ``as_``.
 
     Raises:
         ValueError: when no m does; outside the range of the formula at every m, what `bubble` says.
     """
-    _check_fraction(fraction)
-    _check_count("num_ranks", num_ranks)
+    if not (_is_finite(fraction) and 0 < fraction < 1):
+        raise ValueError(f"fraction = {fraction!r}: give one above 0 and below 1")
+    if costs.pop("as_", "fraction") != "fraction":
+        raise ValueError("as_: the bubble is compared with fraction; leave as_ out")
+    _check_numbers(num_ranks=num_ranks)
 
     def reaches(m: int) -> bool:
         return bubble(name, num_ranks=num_ranks, num_microbatches=m, **costs) <= fraction
@@ -217,9 +228,15 @@ def ramp_bound(
         forward: F.
         comm: seconds of one hop.
         num_routes: 2 for a bidirectional placement, where every rank is at most p/2 - 1 hops from an end.
+
+    Raises:
+        ValueError: for an argument that is no such number; it names it.
     """
+    _check_numbers(busiest=busiest, num_ranks=num_ranks, stages_per_rank=stages_per_rank, forward=forward, comm=comm)
+    if not (is_whole(num_routes, least=1) and num_routes <= 2):
+        raise ValueError(f"num_routes = {num_routes!r}: give 1, or 2 for a bidirectional placement")
     if num_routes == 2:
-        return busiest + (num_ranks / 2 - 1) * (forward + comm)
+        return busiest + max(0.0, num_ranks / 2 - 1) * (forward + comm)
     return busiest + (num_ranks - 1) * (forward / stages_per_rank + comm)
 
 
@@ -236,8 +253,10 @@ def single_stage_bound(
     """A span that no order with one stage a rank and at most ``live`` activations beats (arXiv 2401.10241, extended).
 
     Raises:
-        ValueError: for m <= live, where the memory is no limit.
+        ValueError: for m <= live, where the memory is no limit; for an argument that is no number, naming it.
     """
+    _check_numbers(num_ranks=num_ranks, num_microbatches=num_microbatches, live=live)
+    _check_numbers(forward=forward, backward_input=backward_input, backward_weight=backward_weight, comm=comm)
     if num_microbatches <= live:
         raise ValueError(f"num_microbatches = {num_microbatches}: the bound holds for more than live = {live}")
     p, k, F, I, W, c = num_ranks, live, forward, backward_input, backward_weight, comm
@@ -246,7 +265,12 @@ def single_stage_bound(
 
 
 def memory_bubble_bound(live_fraction: float, *, num_ranks: int, forward: float = 1.0) -> float:
-    """Idle seconds that no placement avoids with a fraction of 1F1B's activation memory (arXiv 2405.15362)."""
+    """Idle seconds that no placement avoids with a fraction of 1F1B's activation memory (arXiv 2405.15362).
+
+    Raises:
+        ValueError: for an argument that is no such number; it names it.
+    """
+    _check_numbers(live_fraction=live_fraction, num_ranks=num_ranks, forward=forward)
     return max(0.0, (1 - live_fraction) * num_ranks * forward)
 
 
@@ -275,8 +299,12 @@ def wave_bubble_bound(
         stages_per_rank: v, even.
         unit: seconds of F = I = W of a *stage*.
         measure: ``"makespan"`` or ``"span"``.
+
+    Raises:
+        ValueError: for an argument that is no such number, or an odd ``stages_per_rank``; it names it.
     """
-    if stages_per_rank % 2 or stages_per_rank < 2:
+    _check_numbers(live=live, num_ranks=num_ranks, stages_per_rank=stages_per_rank, unit=unit)
+    if stages_per_rank % 2:
         raise ValueError(
             f"stages_per_rank = {stages_per_rank}: the closed form is for even numbers; see fastpipe.bounds"
         )
@@ -288,8 +316,16 @@ def wave_bubble_bound(
 
 
 def full_throughput_memory(*, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> float:
-    """The fraction of 1F1B's activation memory below which no steady state keeps every rank busy; 1/3 at F = I = W."""
-    return (forward + backward_input) / (2 * (forward + backward_input + backward_weight))
+    """The fraction of 1F1B's activation memory below which no steady state keeps every rank busy; 1/3 at F = I = W.
+
+    Raises:
+        ValueError: for an argument that is no number, naming it, or if all are 0.
+    """
+    _check_numbers(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+    work = forward + backward_input + backward_weight
+    if not work:
+        raise ValueError("forward, backward_input, backward_weight = 0: give one of them above 0")
+    return (forward + backward_input) / (2 * work)
 
 
 def peak_formula(name: str) -> Formula:
@@ -318,25 +354,25 @@ def _stages(name: str, stages_per_rank: int | None) -> int:
     return own
 
 
-def _check_count(what: str, number: Any) -> None:
-    if not is_whole(number, least=1):
-        raise ValueError(f"{what} = {number!r}: give a whole number of at least 1")
+def _check_numbers(**numbers: Any) -> None:
+    """Refuse, by name, what is no count where one is meant, and what is no finite number of at least 0 elsewhere."""
+    for what, number in numbers.items():
+        if what in _COUNTS:
+            if not is_whole(number, least=1):
+                raise ValueError(f"{what} = {number!r}: give a whole number of at least 1")
+        elif not _is_finite(number) or number < 0:
+            raise ValueError(f"{what} = {number!r}: {_OTHERS.get(what, 'costs are finite numbers of at least 0')}")
 
 
-def _check_fraction(fraction: Any) -> None:
-    if not (isinstance(fraction, Real) and 0 < float(fraction) < 1):
-        raise ValueError(f"fraction = {fraction!r}: give one above 0 and below 1")
-
-
-def _check_seconds(**seconds: Any) -> None:
-    for what, number in seconds.items():
-        if isinstance(number, bool) or not (isinstance(number, Real) and 0 <= float(number) < inf):
-            raise ValueError(f"{what} = {number!r}: costs are finite numbers of at least 0")
+def _is_finite(number: Any) -> bool:
+    if isinstance(number, bool) or not isinstance(number, Real):
+        return False
+    size: Any = abs(number)
+    return bool(size <= float_info.max)  # compared, since a whole number may be too large to become a float
 
 
 def _check(name: str, formula: Formula, case: Case) -> None:
-    for letter, what in (("p", "num_ranks"), ("m", "num_microbatches"), ("v", "stages_per_rank")):
-        _check_count(what, getattr(case, letter))
+    _check_numbers(num_ranks=case.p, num_microbatches=case.m, stages_per_rank=case.v)
     if not formula.holds(case):
         raise ValueError(
             f"the formula of {name} holds for {formula.range}; asked for p = {case.p}, m = {case.m}, v = {case.v}, "

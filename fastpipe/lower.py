@@ -183,7 +183,10 @@ def _positions_in_turn(flow: _Flow, orders: Sequence[Sequence[Action]]) -> dict[
         for message in flow.by_channel[number] if channel.source != channel.destination else ():
             made = ends[channel.source][message.producer]
             turn = flow.made[channel.source, message.producer].index(message)
-            position = bisect.bisect_right(ends[channel.destination], made)
+            position = bisect.bisect_left(ends[channel.destination], made)
+            # what ends at that time may send, so behind it; but not behind actions that take no time: those of the
+            # sender come after the message
+            position += made in ends[channel.destination][position : position + 1]
             arriving.append((made, channel.source, turn, position, channel.destination, message))
     for *_, position, destination, message in sorted(arriving, key=lambda it: it[:3]):
         posts[destination][position].append(message)

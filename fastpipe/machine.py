@@ -5,33 +5,42 @@ heads of the two ends of a lane match when one sends what the other receives; WA
 their operation has matched. Because every queue is in program order, the outcome does not depend on timing: one run
 in any order decides whether the program can hang (the machine is monotone), and times are sums and maxima.
 
-With coalesced lanes the transfers that a rank begins side by side with one peer are one operation (`batches`): they
-enter the lane's queue together, each way is matched in order by itself, and all are done, and the queue moves on, when
-the last of them is.
+With coalesced lanes the transfers that two ranks both begin side by side are one operation (`batches`): they enter the
+lane's queue together, each way is matched in order by itself, and all are done, and the queue moves on, when the last
+of them is.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import NONE
+from fastpipe.placement import is_whole
 from fastpipe.program import Channel, Op, Program, RankProgram
 
 Lanes = str | Sequence[int]
-"""``"directed"`` (one a channel), ``"pair"`` (one for each two ranks), ``"coalesced"`` (the same, and what a rank
-begins side by side is one operation), ``"group"`` (one), or a number a channel."""
+"""``"directed"`` (one a channel), ``"pair"`` (one for each two ranks), ``"coalesced"`` (the same, and what
+both begin side by side is one operation), ``"group"`` (one), or a number a channel."""
 COALESCED = "coalesced"
 _BETWEEN = (Op.FREE, Op.HAND_OVER)
 """What may stand between two transfers that are begun side by side."""
+_MOST = 2**31 - 1
+"""The largest number of a lane: csrc/plan reads 32 bits."""
+Batch = list[list[int]]
+"""Operations, in the order in which they begin; of each the positions of its transfers."""
 
 
 def lane_numbers(lanes: Lanes, channels: Sequence[Channel]) -> list[int]:
     """The lane of every channel."""
+    if not isinstance(lanes, Sequence):
+        raise _no_lanes(lanes)
     if lanes == "directed":
         return list(range(len(channels)))
     if lanes in ("pair", COALESCED):
@@ -40,25 +49,84 @@ def lane_numbers(lanes: Lanes, channels: Sequence[Channel]) -> list[int]:
         return [number[frozenset((c.source, c.destination))] for c in channels]
     if lanes == "group":
         return [0] * len(channels)
-    if lanes is None or isinstance(lanes, str):
-        known = "'directed', 'pair', 'coalesced' or 'group'"
-        raise ValueError(f"lanes = {lanes!r}: use {known}, or give the lane of every channel")
+    if isinstance(lanes, str):
+        raise _no_lanes(lanes)
     if len(lanes) != len(channels):
         raise ValueError(f"lanes names {len(lanes)} channels of {len(channels)}: give a lane for each")
-    return list(lanes)
+    for lane in lanes:
+        if not (is_whole(lane) and lane <= _MOST):
+            raise ValueError(f"lanes names {lane!r}: lanes are whole numbers from 0 to {_MOST}")
+    return [int(lane) for lane in lanes]
 
 
-def batches(program: RankProgram) -> list[list[int]]:
-    """The positions of transfers that are one operation where lanes are coalesced, in order.
+def _no_lanes(lanes: object) -> ValueError:
+    known = "'directed', 'pair', 'coalesced' or 'group'"
+    return ValueError(f"lanes = {lanes!r}: use {known}, or give a list with the lane of every channel")
 
-    They are SENDs and POST_RECVs to and from one peer with nothing between them that computes or waits.
+
+class Turn(NamedTuple):
+    """When a transfer begins, where lanes are coalesced.
+
+    Attributes:
+        operation: the one that it is part of; a rank begins those with one peer in the order of their numbers.
+        last: whether it is its batch's last transfer, with which all operations of the batch begin.
     """
+
+    operation: int
+    last: bool
+
+
+def turns(batches: Sequence[Batch]) -> dict[int, Turn]:
+    """By position: the turn of each transfer in a rank's batches."""
+    found: dict[int, Turn] = {}
+    number = itertools.count()
+    for batch in batches:
+        last = max(operation[-1] for operation in batch)
+        for operation in batch:
+            turn = next(number)
+            found |= {position: Turn(turn, position == last) for position in operation}
+    return found
+
+
+def batches(program: Program) -> list[list[Batch]]:
+    """What each rank begins side by side, where lanes are coalesced, and which of that are one operation.
+
+    A batch is SENDs and POST_RECVs to and from one peer with nothing between them that computes or waits. Those that
+    are in one batch at the other end too are one operation, so that an operation consists of the same messages at both
+    ends. NCCL needs that: what an operation moves between two ranks goes in rounds of a send and a receive each, and a
+    round waits for the one before it. If one end had a receive in an operation whose message the other end sends after
+    it, then the sends in later rounds would wait for ever.
+    """
+    side_by_side = [_side_by_side(rank) for rank in program]
+    end_at = [_ends(rank) for rank in program]
+    number_of: dict[tuple[int, bool], list[int]] = {}
+    for end, found in zip(end_at, side_by_side, strict=True):
+        for number, batch in enumerate(found):
+            for position in batch:
+                number_of.setdefault(end[position], []).append(number)
+    followed = {end: iter(number_of.get((end[0], not end[1]), ())) for end in number_of}
+    return [
+        [_operations(batch, [next(followed[end[position]], NONE) for position in batch]) for batch in found]
+        for end, found in zip(end_at, side_by_side, strict=True)
+    ]
+
+
+def _ends(rank: RankProgram) -> list[tuple[int, bool]]:
+    """Which end of which channel each operation is at, if it is a transfer."""
+    return [(channel, op == Op.SEND) for op, channel in rank.columns[[0, 5]].T.tolist()]
+
+
+def _operations(batch: list[int], others: list[int]) -> Batch:
+    """A batch's operations, in the order in which the other end comes to them; `others` are its batches."""
+    return [[at for at, it in zip(batch, others, strict=True) if it == other] for other in sorted(set(others))]
+
+
+def _side_by_side(program: RankProgram) -> list[list[int]]:
     found: list[list[int]] = []
     side_by_side: dict[int, list[int]] = {}
     for position, (op, channel) in enumerate(program.columns[[0, 5]].T.tolist()):
         if op in (Op.SEND, Op.POST_RECV):
-            source, destination, _ = program.channels[channel]
-            peer = destination if op == Op.SEND else source
+            peer = program.channels[channel].peer_of(program.rank)
             if peer not in side_by_side:
                 found.append(side_by_side.setdefault(peer, []))
             side_by_side[peer].append(position)
@@ -138,8 +206,8 @@ class Machine:
         self.starts = [np.full(len(rows), np.nan) for rows in self.rows]
         self.ends = [np.full(len(rows), np.nan) for rows in self.rows]
         self.queues: dict[tuple[int, int], deque[list[Transfer]]] = {}
-        self.batch_at = [_batch_at(program[rank]) if lanes == COALESCED else {} for rank in range(program.num_ranks)]
-        self.begun: list[list[Transfer]] = [[] for _ in self.rows]
+        self.batch_at = [_batch_at(own) for own in batches(program)] if lanes == COALESCED else [{} for _ in self.rows]
+        self.begun: list[dict[int, Transfer]] = [{} for _ in self.rows]
         self.lane_free: dict[tuple[int, int], float] = {}
         self.receives: list[dict[int, Transfer]] = [{} for _ in self.rows]
         self.sends: list[dict[int, Transfer]] = [{} for _ in self.rows]
@@ -154,7 +222,7 @@ class Machine:
             ready.extend(self.woken)
             self.woken.clear()
         left = {
-            end: deque(transfer for batch in queue for transfer in batch if transfer.over is None)
+            end: deque(transfer for operation in queue for transfer in operation if transfer.over is None)
             for end, queue in self.queues.items()
         }
         return Outcome(self.starts, self.ends, self.blocked, left)
@@ -192,13 +260,13 @@ class Machine:
             self._enqueue([transfer])
 
     def _begin(self, transfer: Transfer) -> None:
-        """Note a part of a batch; with the last one the batch is begun."""
-        positions = self.batch_at[transfer.rank][transfer.position]
+        """Note a part of a batch; with the last one its operations are begun."""
+        batch = self.batch_at[transfer.rank][transfer.position]
         begun = self.begun[transfer.rank]
-        begun.append(transfer)
-        if transfer.position == positions[-1]:
-            self._enqueue([part for part in begun if part.position in positions])
-            self.begun[transfer.rank] = [part for part in begun if part.position not in positions]
+        begun[transfer.position] = transfer
+        if all(position in begun for operation in batch for position in operation):
+            for operation in batch:
+                self._enqueue([begun.pop(position) for position in operation])
 
     def _release(self, transfer: Transfer) -> None:
         """Let a held receive into its lane, after those of its channel that were posted before it."""
@@ -207,9 +275,9 @@ class Machine:
             first.queued = True
             self._enqueue([first])
 
-    def _enqueue(self, batch: list[Transfer]) -> None:
-        lane, rank = self.lane_of[batch[0].channel], batch[0].rank
-        self.queues.setdefault((lane, rank), deque()).append(batch)
+    def _enqueue(self, operation: list[Transfer]) -> None:
+        lane, rank = self.lane_of[operation[0].channel], operation[0].rank
+        self.queues.setdefault((lane, rank), deque()).append(operation)
         self._match(lane, rank)
 
     def _match(self, lane: int, rank: int) -> None:
@@ -220,17 +288,12 @@ class Machine:
             queue = self.queues.get((lane, end))
             if not queue:
                 continue
-            peer = self.peer(queue[0][0])
+            peer = self.program.channels[queue[0][0].channel].peer_of(end)
             other = self.queues.get((lane, peer))
             met = other and _met(queue[0], other[0])
             if met:
                 self._complete(lane, *met)
                 pending += [end, peer]
-
-    def peer(self, transfer: Transfer) -> int:
-        """The rank at the other end of a transfer."""
-        channel = self.program.channels[transfer.channel]
-        return channel.destination if transfer.sends else channel.source
 
     def _complete(self, lane: int, send: Transfer, receive: Transfer) -> None:
         ends = ((lane, send.rank), (lane, receive.rank))
@@ -245,17 +308,17 @@ class Machine:
                 self.lane_free[end] = max(time for time in times if time is not None)
                 self._done(self.queues[end].popleft(), self.lane_free[end])
 
-    def _done(self, batch: list[Transfer], time: float) -> None:
-        for transfer in batch:
+    def _done(self, operation: list[Transfer], time: float) -> None:
+        for transfer in operation:
             transfer.done = time
             if self.blocked.get(transfer.rank) is transfer:
                 del self.blocked[transfer.rank]
                 self.woken.append(transfer.rank)
 
 
-def _batch_at(program: RankProgram) -> dict[int, list[int]]:
-    """The batch of every transfer that has others beside it."""
-    return {position: batch for batch in batches(program) if len(batch) > 1 for position in batch}
+def _batch_at(batches: Sequence[Batch]) -> dict[int, Batch]:
+    """By position: the batch of every transfer."""
+    return {position: batch for batch in batches for operation in batch for position in operation}
 
 
 def _met(own: list[Transfer], others: list[Transfer]) -> tuple[Transfer, Transfer] | None:

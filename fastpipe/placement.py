@@ -6,7 +6,7 @@ A route is the rank of every stage as one microbatch meets them. Most schedules 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -15,6 +15,12 @@ from typing import Any
 def is_whole(value: Any, least: int = 0) -> bool:
     """Whether it is a whole number of at least ``least``, Python's own or NumPy's."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if not is_whole(value, least=1):
+            raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,7 @@ class Placement:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        if not is_whole(self.num_ranks, least=1):
-            raise ValueError(f"num_ranks = {self.num_ranks!r}: give a whole number of at least 1")
+        _check_counts(num_ranks=self.num_ranks)
         if not 1 <= len(self.routes) <= 2:
             raise ValueError(f"routes: a placement has one route or two, found {len(self.routes)}")
         for route in self.routes:
@@ -49,12 +54,14 @@ class Placement:
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
         """Stage s on rank s mod p."""
+        _check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         ranks = tuple(s % num_ranks for s in range(num_ranks * stages_per_rank))
         return cls(num_ranks, (ranks,), "loop")
 
     @classmethod
     def wave(cls, num_ranks: int, stages_per_rank: int) -> Placement:
         """Zig-zag: down the ranks, up again, and so on; ``stages_per_rank = 2`` is the V."""
+        _check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         down = list(range(num_ranks))
         ranks = [r for segment in range(stages_per_rank) for r in (down if segment % 2 == 0 else down[::-1])]
         return cls(num_ranks, (tuple(ranks),), "V" if stages_per_rank == 2 else "wave")
@@ -67,15 +74,22 @@ class Placement:
     @classmethod
     def bidirectional(cls, num_ranks: int) -> Placement:
         """Route 0 runs stage s on rank s, route 1 on rank p-1-s: every rank holds two stages."""
+        _check_counts(num_ranks=num_ranks)
         forward = tuple(range(num_ranks))
         return cls(num_ranks, (forward, forward[::-1]), "bidirectional")
 
     @classmethod
     def custom(cls, stage_to_rank: Sequence[int], num_ranks: int | None = None) -> Placement:
         """One route, given as the rank of every stage."""
-        ranks = tuple(int(rank) for rank in stage_to_rank)
-        if not ranks:
+        if not isinstance(stage_to_rank, Iterable):
+            raise ValueError(f"stage_to_rank = {stage_to_rank!r}: give the rank of every stage, as a list")
+        given = tuple(stage_to_rank)
+        if not given:
             raise ValueError("stage_to_rank is empty: give the rank of every stage")
+        for stage, rank in enumerate(given):
+            if not is_whole(rank):
+                raise ValueError(f"stage_to_rank[{stage}] = {rank!r}: ranks are whole numbers of at least 0")
+        ranks = tuple(map(int, given))
         return cls(max(ranks) + 1 if num_ranks is None else num_ranks, (ranks,), "custom")
 
     @property

@@ -75,6 +75,10 @@ class Channel(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind.name.lower()} {self.source}->{self.destination}"
 
+    def peer_of(self, rank: int) -> int:
+        """The rank at the other end."""
+        return self.destination if rank == self.source else self.source
+
 
 class Instruction(NamedTuple):
     """One step of a rank's program.
@@ -260,6 +264,10 @@ class Program:
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Write one row a rank, in torch's format of compute with communication; see `Schedule.from_csv`.
+
+        The file has no waits: torch takes a rank to stay at a receive until its message is there. Receives that are
+        posted ahead can then have ranks wait for each other, so lower with ``coalesce=True`` for torch, as ``fastpipe
+        convert --to comms`` does.
 
         Args:
             path: a file to write; nothing is written without it.

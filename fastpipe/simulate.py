@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from fastpipe import native_plan
-from fastpipe.cost import CostModel
+from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ProgramError
 from fastpipe.machine import COALESCED, Lanes, Machine, lane_numbers
 from fastpipe.memory import peak_bytes
 from fastpipe.program import Program
 from fastpipe.timeline import Seconds, Timeline
+
+_LONGEST = 1e300
+"""Seconds of a step."""
 
 
 def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: Lanes = "directed") -> Timeline:
@@ -24,15 +27,28 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
 
     Raises:
         ProgramError: when the program is none, or does not come to its end.
+        ValueError: for costs of other stages or ranks, or so large that their sums are no numbers.
     """
     cost = CostModel() if cost is None else cost
     if not isinstance(cost, CostModel):
         raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
     cost.check(program.num_stages)
+    check_links(cost, program.num_ranks)
     channels, numbers = program.channels, lane_numbers(lanes, program.channels)
     native = None if lanes == COALESCED else native_plan.simulate(program, channels, numbers, cost)
     times = native or _times(program, cost, lanes)
+    _check_finite(times[1])
     return Timeline(program, *times, lanes=numbers, memory=partial(peak_bytes, program, cost))
+
+
+def _check_finite(ends: Sequence[Seconds]) -> None:
+    """Refuse times whose sums over ranks, and whose microseconds, would be infinite, and ratios of them NaN."""
+    last = max((float(rank[-1]) for rank in ends if len(rank)), default=0.0)
+    if not last <= _LONGEST:
+        raise ValueError(
+            f"cost: the step takes {last:g} seconds, and more than {_LONGEST:g} cannot be reckoned with; give costs in "
+            "a larger unit"
+        )
 
 
 def _times(program: Program, cost: CostModel, lanes: Lanes) -> tuple[Sequence[Seconds], Sequence[Seconds]]:

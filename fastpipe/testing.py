@@ -26,8 +26,9 @@ from fastpipe.runtime.losses import (
     returned_loss,
     scale_loss,
     sum_in_order,
+    weighed,
 )
-from fastpipe.runtime.microbatch import Rules, loss_divisors, rows_of, rule_for, split
+from fastpipe.runtime.microbatch import Rules, count_rows, loss_divisors, rule_for, split
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.reports import MetricRules, Values, added_by_name, reduce_metrics, weights_of
 from fastpipe.runtime.shared_weight import Tie
@@ -145,12 +146,12 @@ class _Microbatches:
         columns = [split(value, count, rule_for(rules, i), f"input {i}", i) for i, value in enumerate(given)]
         named = {name: split(value, count, rule_for(rules, name), name) for name, value in kwargs.items()}
         targets = split(target, count, rule_for(rules, "target"), "target") if has_targets else None
-        counted, key = (columns[0], 0) if targets is None else (targets, "target")
+        counted = count_rows(targets, columns, named, rules)
         return cls(
             [tuple(column[i] for column in columns) for i in range(count)],
             [{name: values[i] for name, values in named.items()} for i in range(count)],
             targets,
-            rows_of(counted, rule_for(rules, key)),
+            None if counted is None else counted[1],
         )
 
 
@@ -186,10 +187,11 @@ class _Walk:
     def finish(self, i: int, output: Any, carried: Mapping[str, Any]) -> Any:
         """From a microbatch's output, and what layers carry to the loss, to its loss and metrics."""
         targets = self.cut.targets
+        given, named = weighed((output, chosen(carried, names_of(self.loss_fn))), self.divisors[i])
         found, measured = (
             (returned_loss(output), {})
             if self.loss_fn is None or targets is None
-            else loss_and_metrics(self.loss_fn(output, targets[i], **chosen(carried, names_of(self.loss_fn))))
+            else loss_and_metrics(self.loss_fn(given, targets[i], **named))
         )
         self.losses[i], self.returned[0][i] = checked_loss(found), list(measured.items())
         return output

@@ -1,7 +1,8 @@
 """The proof that a program cannot hang, mismatch a transfer or misuse a buffer.
 
-Structure first (every rank by itself, then every channel), then one run of the abstract machine under rendezvous:
-the machine is monotone, so a run that comes to its end shows that every run does.
+Structure first (every rank by itself, then every channel), then one run of the abstract machine in which no send is
+complete before its receive is there (a SEND goes on; its WAIT_SEND is what waits): the machine is monotone, so a run
+that comes to its end shows that every run does.
 """
 
 from __future__ import annotations

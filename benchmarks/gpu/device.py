@@ -22,9 +22,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import aligned, header, machine, parser
 
-# As the copy-engine transport wants it, and so that streams that wait hold up no others; CUDA looks when it starts.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
 Step = Callable[[], Any]
 
 

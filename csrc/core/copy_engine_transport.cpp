@@ -27,7 +27,7 @@ CopyEngineTransport::CopyEngineTransport(const CopyEngineSource& source, const R
       timeout_seconds_(timeout_seconds),
       specs_(program.size()),
       announced_(source.announced(), program, timeout_seconds),
-      watch_(timeout_seconds),
+      watch_(timeout_seconds, link_->host()->let_go()),
       incoming_(program.channels().size()),
       outgoing_(program.channels().size()),
       receives_(program.num_slots()),
@@ -83,7 +83,7 @@ void CopyEngineTransport::finish() noexcept {
   const std::vector<Channel>& channels = program_.channels();
   for (std::size_t i = 0; i < channels.size() && watch_.waiting(); ++i) {
     const std::int32_t peer = channels[i].peer_of(program_.rank());
-    if (incoming_[i] || outgoing_[i]) watch_.give_up(peer, "the transport is gone");
+    if (incoming_[i] || outgoing_[i]) watch_.give_up(peer, "the transport is gone", program_.rank());
   }
   // What was released runs out. Until then it needs the flags.
   deadline = Clock::now() + as_duration(patience);
@@ -191,16 +191,27 @@ CopyWords* CopyEngineTransport::words_of(std::int32_t channel) {
 
 bool CopyEngineTransport::usable(std::int32_t channel) {
   if (!watch_.broken(program_.channels()[channel].peer_of(program_.rank()))) return true;
-  check();
+  tell();
   return false;
 }
 
-void CopyEngineTransport::check() {
+void CopyEngineTransport::tell() {
   if (watch_.any_broken() && !std::exchange(told_, true)) fail();
 }
 
+// Of all ranks, since what came of a queue that another one has let go may have come through others to this one.
+void CopyEngineTransport::check() const {
+  if (watch_.any_broken()) fail();
+  if (const auto found = link_->host()->find_let_go()) {
+    const auto [rank, blamed] = *found;
+    throw TransportError(blamed, "rank " + std::to_string(program_.rank()) + ": what rank " + std::to_string(rank) +
+                                     " sent may be no message, as it waits no more for rank " + std::to_string(blamed) +
+                                     "; see what that rank was doing, or set a longer timeout");
+  }
+}
+
 void CopyEngineTransport::give_up(std::int32_t peer, const std::string& why) {
-  watch_.give_up(peer, why);
+  watch_.give_up(peer, why, peer);
   told_ = true;
   fail();
 }
@@ -309,7 +320,7 @@ void CopyEngineTransport::end_step(bool complete) {
     known_.erase(signature_);
     return announced_.end_step(complete);
   }
-  check();
+  tell();
   const auto posted = [](const auto& it) { return it.posted; };
   const bool left =
       std::any_of(receives_.begin(), receives_.end(), posted) || std::any_of(sends_.begin(), sends_.end(), posted);

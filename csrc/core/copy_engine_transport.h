@@ -48,7 +48,7 @@ class CopyEngineTransport final : public Transport {
   void post_stand_in(const Transfer& transfer, std::int32_t send) override;
   double wait_send(std::int32_t send) override;
   void end_step(bool complete) override;
-  void check() override;
+  void check() const override;
 
  private:
   struct Receive {
@@ -82,6 +82,8 @@ class CopyEngineTransport final : public Transport {
   void hand_over(const Transfer& transfer, std::int32_t send, const Body& body);
   // False: the peer of a channel is broken, there is nothing to do.
   bool usable(std::int32_t channel);
+  // In a step, once: it is drained with the others.
+  void tell();
   [[noreturn]] void give_up(std::int32_t peer, const std::string& why);
   [[noreturn]] void fail() const;
   void finish() noexcept;
@@ -99,7 +101,7 @@ class CopyEngineTransport final : public Transport {
   bool announcing_ = false;
   std::int64_t signature_ = 0;
   std::set<std::int64_t> known_;  // the signatures for which there is room
-  bool told_ = false;             // that a peer is broken
+  bool told_ = false;             // in a step that a peer is broken; the rank's thread alone
   // In this order: the watch releases the queues when they end, and looks into the segments.
   std::shared_ptr<SharedMemorySegment> segment_;
   std::shared_ptr<void> exposed_;

@@ -41,9 +41,11 @@ class CopyWatch final {
     // The watch's own.
     std::uint32_t seen_ = 0;
     Clock::time_point since_{};  // of the last progress; zero: it waits for nothing
+    Clock::time_point dead_{};   // the first look at which the peer was dead; zero: it lives, as far as is known
   };
 
-  explicit CopyWatch(double timeout_seconds);
+  // let_go: this rank's word for all others, of LinkBoard. It must outlive the watch.
+  CopyWatch(double timeout_seconds, SharedWord& let_go);
   CopyWatch(const CopyWatch&) = delete;
   CopyWatch& operator=(const CopyWatch&) = delete;
   // In a forked child there is no thread, and nothing is done.
@@ -53,8 +55,9 @@ class CopyWatch final {
   Line& add(SharedWord& flag, SharedWord& given_up, std::shared_ptr<SharedMemoryPeer> peer);
   // Whether any queue waits for a peer. A released one does not.
   bool waiting();
-  // From any thread: releases what waits for the peer, now and from now on.
-  void give_up(std::int32_t peer, const std::string& why);
+  // From any thread: releases what waits for the peer, now and from now on; all others see that this is so, and that it
+  // is because of `blamed`.
+  void give_up(std::int32_t peer, const std::string& why, std::int32_t blamed);
   bool broken(std::int32_t peer) const;
   bool any_broken() const { return any_broken_.load(); }
   // The first that was given up, and why.
@@ -65,11 +68,12 @@ class CopyWatch final {
   void work();
   void look(Line& line, Clock::time_point now);
   void release();
-  void give_up_locked(std::int32_t peer, const std::string& why);
+  void give_up_locked(std::int32_t peer, const std::string& why, std::int32_t blamed);
   bool broken_locked(std::int32_t peer) const;
 
   const Home home_;
   const double timeout_seconds_;
+  SharedWord& let_go_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Line> lines_;  // which stay where they are

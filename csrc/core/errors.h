@@ -21,6 +21,7 @@ class ArgumentError final : public Error {
 // A peer that is dead, silent or out of step. What is under way with it can no longer be drained.
 class TransportError final : public Error {
  public:
+  // peer: less than 0 where it is not known which one.
   TransportError(std::int32_t peer, const std::string& message) : Error(message), peer_(peer) {}
   std::int32_t peer() const { return peer_; }
 

@@ -41,7 +41,7 @@ class Executor {
   // The first error of the last step. It is not kept: it may hold on to all that the failed call was working on.
   std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
   // After a step, when its device has come to its end: throws what the transport has found out since.
-  void check() { transport_->check(); }
+  void check() const { transport_->check(); }
   const RankProgram& program() const { return program_; }
   const PairCounts& pair_counts() const { return pairs_.counts(); }
 

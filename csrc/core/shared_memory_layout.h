@@ -40,11 +40,14 @@ constexpr std::uint64_t ready_notice(std::size_t program, int descriptor) {
 }
 
 struct LinkBoard {
-  static constexpr std::uint64_t kMagic = 0x3165706970747366;
+  static constexpr std::uint64_t kMagic = 0x3265706970747366;
 
   std::uint64_t magic;
   std::uint64_t nonce;
   DoorbellWords doorbell;
+  // Where devices copy messages: 1 + the rank because of which this one has let go of its queues. What it sends from
+  // then on may be no message. Written once.
+  SharedWord let_go;
   ProgramNotice programs[kSharedNotices];
 };
 

@@ -16,6 +16,14 @@ const std::shared_ptr<SharedMemoryPeer>& SharedMemoryLink::peer(std::int32_t ran
                       " by shared memory; connect every rank of the program first");
 }
 
+std::optional<std::pair<std::int32_t, std::int32_t>> SharedMemoryLink::find_let_go() const {
+  for (const auto& peer : peers_) {
+    const std::uint32_t word = peer ? peer->let_go() : 0;
+    if (word != 0) return std::make_pair(peer->rank(), static_cast<std::int32_t>(word) - 1);
+  }
+  return std::nullopt;
+}
+
 void SharedMemoryLink::publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint) {
   ProgramNotice& notice = board_.words().programs[program % kSharedNotices];
   notice.bytes = rings.size();

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "clock.h"
@@ -29,6 +31,10 @@ class SharedMemoryLink final {
   const std::shared_ptr<SharedMemoryPeer>& peer(std::int32_t rank) const;
   SharedMemoryDoorbell doorbell() const { return board_.doorbell(); }
   Clock::duration spin() const { return spin_; }
+  // This rank's own word; see LinkBoard.
+  SharedWord& let_go() const { return board_.words().let_go; }
+  // One that has let go of its queues, and because of whom; nothing when all wait for each other.
+  std::optional<std::pair<std::int32_t, std::int32_t>> find_let_go() const;
 
   // The next program's number. Every rank makes its programs in the same order.
   std::size_t number_program() { return num_programs_++; }

@@ -20,6 +20,8 @@ class SharedMemoryPeer final {
   std::int32_t rank() const { return process_.rank(); }
   bool alive() const { return process_.alive(); }
   SharedMemoryDoorbell doorbell() const { return board_.doorbell(); }
+  // See LinkBoard.
+  std::uint32_t let_go() const { return board_.words().let_go.load(); }
   // The process's own memory; throws Error when it is not what it should be.
   std::shared_ptr<SharedMemorySegment> open(int descriptor, std::size_t bytes) const {
     return process_.open(descriptor, bytes);

@@ -34,8 +34,11 @@ const Spec& SpecBook::at(std::size_t position) const {
 }
 
 void SpecBook::refuse(std::size_t position, const Payload& payload, const std::string& place) const {
-  throw ArgumentError(place + ": expected " + at(position).text() + ", as in the first step with this input, found " +
-                      payload.spec()->text() + "; what a stage sends may change only together with the step's input");
+  throw ArgumentError(
+      place + ": expected " + at(position).text() + ", as in the first step with this input, found " +
+      payload.spec()->text() +
+      "; what a stage sends may change only together with the step's input: pad it to one shape, or cut "
+      "the model so that who makes it and who takes it are in one stage");
 }
 
 void SpecBook::close(bool complete) {

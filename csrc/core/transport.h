@@ -42,8 +42,9 @@ class Transport {
   virtual double wait_send(std::int32_t send) = 0;
   // complete: nothing failed, so what was announced in this step is known from now on.
   virtual void end_step(bool complete) = 0;
-  // For a device, whose streams may find a peer gone after the host has gone on: throws what nobody has been told yet.
-  virtual void check() {}
+  // For a device, whose streams may find a peer gone after the host has gone on: throws when what they have come to the
+  // end of may be no message, in every call, and from any thread.
+  virtual void check() const {}
 };
 
 // Makes the transport of one rank for one program.

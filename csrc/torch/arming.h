@@ -2,7 +2,9 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
+#include "recompute_group.h"
 #include "thread_note.h"
 #include "weight_grad.h"
 
@@ -25,6 +27,7 @@ class Arming final : public c10::DebugInfoBase {
  private:
   std::shared_ptr<WeightGradients> weights_;
   Phase phase_;
+  std::optional<InRecomputeGroup> group_;  // in I and W
   ThreadNote note_;
 };
 

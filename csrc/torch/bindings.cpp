@@ -341,13 +341,15 @@ void bind_transports(py::module_& m) {
   py::class_<ProcessGroups, TransportSource, std::shared_ptr<ProcessGroups>>(m, "ProcessGroupTransport")
       .def(py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t,
                        const at::Device& device, std::vector<c10::Stream> streams,
-                       std::map<std::int32_t, ProcessGroupPtr> pairs, std::vector<std::size_t> last) {
+                       std::map<std::int32_t, ProcessGroupPtr> pairs, std::map<std::size_t, Coalescing::Turn> turns) {
              return std::make_shared<ProcessGroups>(std::move(groups), device, std::move(streams),
-                                                    Coalescing{std::move(pairs), std::move(last)});
+                                                    Coalescing{std::move(pairs), std::move(turns)});
            }),
            py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU),
            py::arg("streams") = std::vector<c10::Stream>(),
-           py::arg("pairs") = std::map<std::int32_t, ProcessGroupPtr>(), py::arg("last") = std::vector<std::size_t>());
+           py::arg("pairs") = std::map<std::int32_t, ProcessGroupPtr>(),
+           py::arg("turns") = std::map<std::size_t, Coalescing::Turn>())
+      .def("lose", &ProcessGroups::lose, py::arg("rank"));
 }
 
 void bind_executor(py::module_& m) {

@@ -29,7 +29,7 @@ class Endpoint final {
   void wait_send(std::int32_t number);
   void end(bool complete);
   // See Transport.
-  void check() { transport_->check(); }
+  void check() const { transport_->check(); }
 
  private:
   Transfer transfer(std::size_t position) const;

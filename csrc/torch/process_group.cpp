@@ -17,6 +17,7 @@ namespace fastpipe {
 namespace {
 
 constexpr std::size_t kNumGroups = 4;
+const char* const kFailed = "the backend has given it up, as it says above";
 constexpr int kTag = 0;  // NCCL ignores tags: what passes elsewhere must not depend on them
 
 std::size_t group_of(const Channel& channel) {
@@ -55,27 +56,28 @@ ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device dev
 }
 
 std::unique_ptr<Transport> ProcessGroups::connect(const RankProgram& program, double timeout_seconds) {
-  return std::make_unique<ProcessGroupTransport>(groups_, device_, streams_, coalescing_, program, timeout_seconds);
+  return std::make_unique<ProcessGroupTransport>(groups_, device_, streams_, coalescing_, lost_, program,
+                                                 timeout_seconds);
 }
 
 ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device,
                                              std::vector<c10::Stream> streams, const Coalescing& coalescing,
-                                             const RankProgram& program, double timeout_seconds)
+                                             LostRank lost, const RankProgram& program, double timeout_seconds)
     : groups_(std::move(groups)),
       device_(device),
+      lost_(std::move(lost)),
       program_(program),
       timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(as_duration(timeout_seconds))),
       specs_(program.size()),
       side_streams_(device, std::move(streams)),
       receives_(program.num_slots()),
       sends_(program.num_sends()),
-      ends_operation_(program.size()),
+      turns_(coalescing.turns),
       queues_(program.channels().size()),
       broken_(groups_.front()->getSize()) {
   for (const auto& [peer, group] : coalescing.pairs) {
     pairs_.emplace(peer, Pair{group, program_.rank() < peer ? 1 : 0, {}, {}});
   }
-  for (const std::size_t position : coalescing.last) ends_operation_.at(position) = true;
 }
 
 void ProcessGroupTransport::begin_step(std::int64_t signature, bool announce) {
@@ -164,6 +166,7 @@ Header ProcessGroupTransport::receive_header(Pending& pending) {
   post(pending, {tensor}, false);
   wait(pending);
   const at::Tensor here = tensor.cpu();
+  if (const auto why = why_let_go()) give_up(pending, why->c_str());
   Header header;
   std::memcpy(header.data(), here.const_data_ptr(), sizeof(Header));
   return header;
@@ -221,34 +224,48 @@ void ProcessGroupTransport::hold(Pending& pending, std::vector<at::Tensor> flat,
     const InStream side(side_stream_of(pending));
     pair.ready.wait();
   }
-  pair.held.push_back({&pending, std::move(flat), is_send});
+  pair.held.push_back({std::get<0>(turns_.at(pending.transfer.position)), &pending, std::move(flat), is_send});
 }
 
 void ProcessGroupTransport::posted(const Transfer& transfer) {
-  if (pairs_.empty() || !ends_operation_[transfer.position]) return;
+  if (pairs_.empty() || !std::get<1>(turns_.at(transfer.position))) return;
   Pair& pair = pairs_.at(program_.channels()[transfer.channel].peer_of(program_.rank()));
   if (pair.held.empty()) return;
   Pending& any = *pair.held.front().pending;
   const InStream side(side_stream_of(any));
   try {
-    begin_together(pair);
+    begin_all(pair);
   } catch (const std::exception& error) {
     give_up(any, error.what());
   }
   pair.held.clear();
 }
 
-void ProcessGroupTransport::begin_together(Pair& pair) {
-  const bool as_one = pair.group->getBackend(device_.type())->supportsCoalescing();
-  if (as_one) pair.group->startCoalescing(device_.type());
-  for (Held& part : pair.held) {
-    WorkPtr work =
-        part.is_send ? pair.group->send(part.flat, pair.peer, kTag) : pair.group->recv(part.flat, pair.peer, kTag);
-    if (!as_one) part.pending->works.push_back(std::move(work));
+void ProcessGroupTransport::begin_all(Pair& pair) {
+  std::map<std::int64_t, std::vector<Held>> operations;
+  for (Held& part : pair.held) operations[part.operation].push_back(std::move(part));
+  for (const auto& [number, parts] : operations) begin_together(pair, parts);
+}
+
+void ProcessGroupTransport::begin_together(Pair& pair, const std::vector<Held>& parts) {
+  const auto begin = [&pair](const Held& part) {
+    std::vector<at::Tensor> flat = part.flat;
+    return part.is_send ? pair.group->send(flat, pair.peer, kTag) : pair.group->recv(flat, pair.peer, kTag);
+  };
+  if (!pair.group->getBackend(device_.type())->supportsCoalescing()) {
+    for (const Held& part : parts) part.pending->works.push_back(begin(part));
+    return;
   }
-  if (!as_one) return;
+  pair.group->startCoalescing(device_.type());
+  try {
+    for (const Held& part : parts) begin(part);
+  } catch (...) {
+    // What NCCL is given in a group that nobody ends, by whomever on this thread, never begins.
+    pair.group->endCoalescing(device_.type());
+    throw;
+  }
   const WorkPtr all = pair.group->endCoalescing(device_.type());
-  for (const Held& part : pair.held) {
+  for (const Held& part : parts) {
     if (part.pending->works.empty()) part.pending->works.push_back(all);
   }
 }
@@ -275,6 +292,31 @@ double ProcessGroupTransport::wait_send(std::int32_t send) {
   return 0;
 }
 
+std::optional<std::string> ProcessGroupTransport::why_let_go() const {
+  if (const std::int32_t rank = *lost_; rank != kNoRank) {
+    return (rank == kUnknownRank ? "a rank" : "rank " + std::to_string(rank)) + " is gone";
+  }
+  if (has_failed()) return kFailed;
+  return std::nullopt;
+}
+
+bool ProcessGroupTransport::has_failed() const {
+  if (!device_.is_cuda()) return false;  // other backends know no such question
+  const auto failed = [this](c10d::ProcessGroup& group) {
+    return group.getBackend(device_.type())->getError() != c10d::ErrorType::SUCCESS;
+  };
+  return std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) { return failed(*group); }) ||
+         std::any_of(pairs_.begin(), pairs_.end(), [&](const auto& pair) { return failed(*pair.second.group); });
+}
+
+void ProcessGroupTransport::check() const {
+  const auto why = why_let_go();
+  if (!why) return;
+  const std::int32_t lost = *lost_;
+  throw TransportError(lost == kNoRank ? kUnknownRank : lost,
+                       "messages for rank " + std::to_string(program_.rank()) + " did not come (" + *why + ")");
+}
+
 void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
   const std::int32_t peer = peer_of(pending);
   broken_[peer] = true;
@@ -288,14 +330,15 @@ void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
       other = Pending{};
     }
   }
-  throw TransportError(peer, place + ": no transfer with rank " + std::to_string(peer) + " any more (" +
-                                 first_line(why) + "); see what that rank was doing, or set a longer timeout");
+  const std::int32_t lost = *lost_;
+  throw TransportError(lost == kNoRank ? peer : lost, place + ": no transfer with rank " + std::to_string(peer) +
+                                                          " any more (" + first_line(why) +
+                                                          "); see what that rank was doing, or set a longer timeout");
 }
 
 void ProcessGroupTransport::end_step(bool complete) {
   side_streams_.join();
   specs_.close(complete);
-  for (auto& [peer, pair] : pairs_) pair.ready.forget();
   const auto busy = [](const Pending& pending) { return pending.state != Pending::State::kIdle; };
   const bool left =
       std::any_of(receives_.begin(), receives_.end(), busy) || std::any_of(sends_.begin(), sends_.end(), busy);

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -11,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <tuple>
 #include <vector>
 
 #include "core/program.h"
@@ -24,10 +26,18 @@ namespace fastpipe {
 
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Where the transfers that a rank begins side by side with one peer are one operation: fastpipe/runtime/coalesced.py.
+// The rank because of which the groups are aborted: one that is not known, as in a TransportError; none.
+using LostRank = std::shared_ptr<std::atomic<std::int32_t>>;
+constexpr std::int32_t kUnknownRank = -1;
+constexpr std::int32_t kNoRank = -2;
+
+// Where the transfers that two ranks both begin side by side are one operation: fastpipe/runtime/coalesced.py.
 struct Coalescing {
+  // Which operation a transfer is part of, and whether it is the last that its rank has side by side with it.
+  using Turn = std::tuple<std::int64_t, bool>;
+
   std::map<std::int32_t, ProcessGroupPtr> pairs;  // by peer: a group of the two
-  std::vector<std::size_t> last;                  // where in the program an operation has its last transfer
+  std::map<std::size_t, Turn> turns;              // by position in the program
 };
 
 // One group for each class and direction, by kind * 2 + (destination < source). Then no pending receive holds up a
@@ -39,18 +49,23 @@ class ProcessGroups final : public TransportSource {
   ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
                 Coalescing coalescing);
   std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
+  // From any thread: the groups are about to be aborted, since this rank, or one that is not known, is gone. What
+  // streams find then is no message.
+  void lose(std::int32_t rank) { *lost_ = rank; }
 
  private:
   std::vector<ProcessGroupPtr> groups_;
   at::Device device_;
   std::vector<c10::Stream> streams_;
   Coalescing coalescing_;
+  LostRank lost_ = std::make_shared<LostRank::element_type>(kNoRank);
 };
 
 class ProcessGroupTransport final : public Transport {
  public:
   ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                        const Coalescing& coalescing, const RankProgram& program, double timeout_seconds);
+                        const Coalescing& coalescing, LostRank lost, const RankProgram& program,
+                        double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -59,6 +74,7 @@ class ProcessGroupTransport final : public Transport {
   void post_stand_in(const Transfer& transfer, std::int32_t send) override;
   double wait_send(std::int32_t send) override;
   void end_step(bool complete) override;
+  void check() const override;
 
  private:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -75,8 +91,9 @@ class ProcessGroupTransport final : public Transport {
     bool stand_in = false;
   };
 
-  // An operation of several transfers that is not complete yet.
+  // A part of an operation that is not begun yet.
   struct Held {
+    std::int64_t operation;
     Pending* pending;
     std::vector<at::Tensor> flat;
     bool is_send;
@@ -96,9 +113,10 @@ class ProcessGroupTransport final : public Transport {
   void post(Pending& pending, const std::vector<at::Tensor>& tensors, bool is_send);
   // Notes a transfer for its operation, which is to come after what the current stream has.
   void hold(Pending& pending, std::vector<at::Tensor> flat, bool is_send);
-  // After every transfer: begins the operation with its last one.
+  // After every transfer: with the last of those side by side their operations are begun.
   void posted(const Transfer& transfer);
-  void begin_together(Pair& pair);
+  void begin_all(Pair& pair);
+  void begin_together(Pair& pair, const std::vector<Held>& parts);
   void wait(Pending& pending);
   void receive_next(std::int32_t channel);
   void receive_announced(Pending& pending);
@@ -109,19 +127,24 @@ class ProcessGroupTransport final : public Transport {
   const Channel& channel_of(const Pending& pending) const { return program_.channels()[pending.transfer.channel]; }
   std::int32_t peer_of(const Pending& pending) const { return channel_of(pending).peer_of(program_.rank()); }
   [[noreturn]] void give_up(Pending& pending, const char* why);
+  // Where streams wait, and not the host: whether they were let go, on whatever there was.
+  std::optional<std::string> why_let_go() const;
+  // Whether the backend has given up a message by itself.
+  bool has_failed() const;
 
   std::vector<ProcessGroupPtr> groups_;
   at::Device device_;
+  const LostRank lost_;
   RankProgram program_;
   std::chrono::milliseconds timeout_;
   SpecBook specs_;
   StageStreams side_streams_;  // by group; none on a CPU
   std::vector<Pending> receives_;
   std::vector<Pending> sends_;
-  std::map<std::int32_t, Pair> pairs_;            // by peer; none where nothing is coalesced
-  std::vector<bool> ends_operation_;              // by position
-  std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of announced receives, in order
-  std::vector<bool> broken_;                      // by peer
+  std::map<std::int32_t, Pair> pairs_;             // by peer; none where nothing is coalesced
+  std::map<std::size_t, Coalescing::Turn> turns_;  // by position
+  std::vector<std::deque<std::int32_t>> queues_;   // by channel: the slots of announced receives, in order
+  std::vector<bool> broken_;                       // by peer
   std::string why_broken_;
   std::vector<Pending> abandoned_;  // to or from broken peers: the backend may still touch their memory
 };

@@ -56,7 +56,7 @@ class Runner final : public Observer {
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                  const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool ranges);
   void fail() { executor_->fail(); }
-  void check() { executor_->check(); }
+  void check() const { executor_->check(); }
   // Why no further step can be run; empty while it can.
   const std::string& broken() const { return broken_; }
   const std::vector<TorchStage*>& stages() const { return stages_; }

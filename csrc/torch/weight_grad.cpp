@@ -24,6 +24,10 @@ bool leads_on(const torch::autograd::Node& node, std::size_t edge) {
   return edge != LinearNode::kWeight || typeid(node) != typeid(LinearNode);
 }
 
+bool is_leaf(const torch::autograd::Edge& edge) {
+  return dynamic_cast<const AccumulateGrad*>(edge.function.get()) != nullptr;
+}
+
 std::vector<AccumulateGrad*> leaves_of(std::vector<torch::autograd::Node*> stack) {
   ska::flat_hash_set<torch::autograd::Node*> seen;
   std::vector<AccumulateGrad*> found;
@@ -47,14 +51,22 @@ bool is_parameter(const AccumulateGrad* leaf) {
 
 }  // namespace
 
+void WeightGradients::created(LinearPtr linear) {
+  in_checkpoint_ = in_checkpoint_ || in_checkpoint();
+  linears_.push_back(std::move(linear));
+}
+
 void WeightGradients::split(const Edges& outputs, c10::ArrayRef<Node*> inputs) {
   kept_.insert(inputs.begin(), inputs.end());
   for (const Edge& output : outputs) keep(output.function.get());
   keep_shared();
   for (const LinearPtr& linear : linears_) {
-    if (kept_.count(linear.get()) != 0 && kept_.count(linear->weight_edge().function.get()) == 0) linear->defer();
+    if (kept_.count(linear.get()) == 0 || kept_.count(linear->weight_edge().function.get()) != 0) continue;
+    linear->defer();
+    if (in_checkpoint_ && !group_ && !is_leaf(linear->weight_edge())) group_.emplace();
   }
   linears_.clear();
+  in_checkpoint_ = false;
 }
 
 // All that I reaches from this node.
@@ -87,7 +99,7 @@ void WeightGradients::keep_shared() {
 bool WeightGradients::separate(const Edge& weight) const {
   // A parameter by itself, as most weights are.
   if (kept_.count(weight.function.get()) != 0) return false;
-  if (dynamic_cast<AccumulateGrad*>(weight.function.get()) != nullptr) return true;
+  if (is_leaf(weight)) return true;
   std::vector<Node*> stack{weight.function.get()};
   ska::flat_hash_set<Node*> seen;
   while (!stack.empty()) {
@@ -102,9 +114,10 @@ bool WeightGradients::separate(const Edge& weight) const {
   return true;
 }
 
-// The checkpoint's inputs are leaves of the graph made anew, and their gradients are wanted at once.
+// The checkpoint's inputs are leaves of the graph made anew, and their gradients are wanted at once. What a checkpoint
+// within it makes, W would make again: it is too late to have this run of the engine in a group.
 bool WeightGradients::may_wait_recomputed(const Edge& weight) const {
-  if (!separate(weight)) return false;
+  if (!separate(weight) || (in_checkpoint() && !is_leaf(weight))) return false;
   const auto leaves = leaves_of({weight.function.get()});
   return std::all_of(leaves.begin(), leaves.end(), is_parameter);
 }
@@ -154,6 +167,8 @@ void WeightGradients::run(std::size_t first, std::size_t last) {
 
 void WeightGradients::clear() noexcept {
   linears_.clear();
+  in_checkpoint_ = false;
+  group_.reset();
   kept_.clear();
   stack_.clear();
   pending_.clear();

@@ -7,10 +7,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "linear_node.h"
 #include "node.h"
+#include "recompute_group.h"
 #include "weight_source.h"
 
 namespace fastpipe {
@@ -29,11 +31,13 @@ class WeightGradients {
   using LinearPtr = SharedNode<LinearNode>;
 
   // In F: a linear has entered the graph.
-  void created(LinearPtr linear) { linears_.push_back(std::move(linear)); }
+  void created(LinearPtr linear);
   // At the end of F. `inputs`: where the stage's inputs enter; what depends on them can not wait.
   void split(const Edges& outputs, c10::ArrayRef<torch::autograd::Node*> inputs);
   // In I, for a linear that a reentrant checkpoint recomputes: whether its weight may wait.
   bool may_wait_recomputed(const Edge& weight) const;
+  // For I and W: there is one if a weight that waits is made of parameters, and may be recomputed.
+  const std::optional<RecomputeGroup>& group() const { return group_; }
   // In I.
   void add(const Edge& weight, std::uint64_t sequence, WeightUse use);
   // W.
@@ -64,6 +68,8 @@ class WeightGradients {
 
   bool fused_;
   std::vector<LinearPtr> linears_;
+  bool in_checkpoint_ = false;  // a linear of this F was
+  std::optional<RecomputeGroup> group_;
   ska::flat_hash_set<Node*> kept_;  // the nodes that I goes through
   std::vector<Node*> stack_;
   std::vector<Pending> pending_;  // those of one run of the engine side by side

@@ -255,7 +255,7 @@ def _convert(adder: Any) -> None:
     )
     command.add_argument("file", metavar="FILE", help="a .csv, or a .json that `fastpipe convert` or `show` wrote")
     command.add_argument("--to", choices=checks.FORMATS, help="the format; by the suffix of -o, or csv, unless given")
-    command.add_argument("-o", "--output", metavar="FILE", help="where to; the standard output unless given")
+    command.add_argument("-o", "--output", metavar="FILE", help="where to; `-`, the standard output, unless given")
 
 
 def _doctor(adder: Any) -> None:
@@ -320,7 +320,15 @@ def _cost_numbers(command: Parser, text: str) -> Any:
 
 def _output_argument(command: Parser, suffix: str) -> None:
     command.set_defaults(suffix=suffix)
-    command.add_argument("-o", "--output", metavar="FILE", help=f"where to; NAME-PxM{suffix} unless given")
+    text = f"where to; NAME-PxM{suffix} unless given"
+    command.add_argument("-o", "--output", metavar="FILE", type=_file, help=text)
+
+
+def _file(text: str) -> str:
+    """A file's name; elsewhere ``-`` is the standard output, where this command says what it wrote."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("'-' is no file: this command writes none to the standard output; name one")
+    return text
 
 
 def _typed(convert: Callable[[str], Any]) -> Callable[[str], Any]:

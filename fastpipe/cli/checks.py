@@ -19,7 +19,8 @@ from fastpipe.runtime.native import native_status
 from fastpipe.schedule import Schedule
 
 FORMATS = ("csv", "aligned", "comms", "json", "program")
-"""Compute only; with an empty cell where a rank idles; compute with transfers; a schedule, and its program, as JSON."""
+"""Compute only; with an empty cell where a rank idles; compute with transfers, as torch can run it; a schedule, and its
+program, as JSON."""
 
 
 def validate(arguments: argparse.Namespace) -> None:
@@ -50,7 +51,7 @@ def convert(arguments: argparse.Namespace) -> None:
     """Rewrite a schedule in another format."""
     schedule = work.read_schedule(arguments.file)
     to = arguments.to or ("json" if (arguments.output or "").endswith(".json") else "csv")
-    if arguments.output is None:
+    if arguments.output in (None, "-"):
         sys.stdout.write(_text(schedule, "json" if arguments.json and to != "program" else to))
         return
     path = Path(arguments.output)
@@ -64,9 +65,11 @@ def convert(arguments: argparse.Namespace) -> None:
 def _text(schedule: Schedule, to: str) -> str:
     if to == "json":
         return json.dumps(work.schedule_document(schedule), indent=2) + "\n"
-    if to in ("comms", "program"):
-        program = api.lower(schedule)
-        return program.to_csv() if to == "comms" else program.to_json()
+    if to == "comms":
+        # the file has no waits: both ranks of a pair have to come to their transfers in one order
+        return api.lower(schedule, coalesce=True).to_csv()
+    if to == "program":
+        return api.lower(schedule).to_json()
     return schedule.to_csv(aligned=to == "aligned")
 
 
@@ -123,7 +126,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
     if found["compiler"] is None:
         lines.append("no C++ compiler: the extension cannot be built; on Debian and Ubuntu: apt install g++")
     if found["matplotlib"] is None:
-        lines.append("pictures need matplotlib: pip install 'fastpipe[plot]'")
+        lines.append("pictures need matplotlib: pip install matplotlib")
     if found["rich"] is None:
-        lines.append("progress and nicer tables need rich: pip install 'fastpipe[cli]'")
+        lines.append("progress and nicer tables need rich: pip install rich")
     return lines

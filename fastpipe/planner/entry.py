@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fastpipe.cost import CostModel
+from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ScheduleError
 from fastpipe.placement import Placement, is_whole
 from fastpipe.planner import bound, engine, partitions, pool, starts, windows
-from fastpipe.planner.budget import Memory, is_number, memory_of
+from fastpipe.planner.arguments import check_search, microbatch_counts
+from fastpipe.planner.budget import Memory, memory_of
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.exact import SECONDS, is_small, solve
 from fastpipe.planner.judge import judge
@@ -77,7 +78,9 @@ def plan(
             rank's share of the model, ``"40GiB"`` or a number of at least a million are bytes, parameters and receive
             buffers included. None for no limit.
         objective: ``"makespan"``, or ``"span"`` where ranks do not wait for each other between steps.
-        max_stages_per_rank: how finely the model may be cut.
+        max_stages_per_rank: how many stages a rank may hold, and so how finely the model may be cut, where the costs do
+            not name its stages. Of two copies of the model (dualpipe, chimera) a rank holds two stages, however many
+            are named: 1 leaves them out.
         placement: where the stages have to be; None to have that chosen. A schedule says it, too, and if it has as
             many microbatches it is one of the candidates: ``pipe.schedule`` for `Pipeline.replan`, which between
             processes can change the order alone. What it says of stages alone (UNSHARD, REDUCE_GRAD) a plan leaves to
@@ -94,7 +97,7 @@ def plan(
             over any loop or wave of these depths with split backwards, and say so in ``optimal``: for a minute a
             placement unless there is a time limit, which they share. Of a larger one, order the plan anew window by
             window, for two minutes unless there is a time limit, which proves nothing.
-            Needs OR-Tools (``pip install 'fastpipe[exact]'``). Costs have to be multiples of a common unit.
+            Needs OR-Tools (``pip install ortools``). Costs have to be multiples of a common unit.
         progress: called as the search goes on.
 
     Raises:
@@ -105,10 +108,10 @@ def plan(
     places = placement.placement if isinstance(placement, Schedule) else placement
     problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank, places, recompute)
     effort = (1.0 if engine.is_native() else _PYTHON_EFFORT) if effort is None else effort
-    _check_search(effort, time_limit, seed)
+    check_search(effort, time_limit, seed)
     planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress, first)
     with _no_collections():
-        return planner.run(_microbatch_counts(problem, num_microbatches), exact)
+        return planner.run(microbatch_counts(problem, num_microbatches), exact)
 
 
 def _proved(given: Schedule) -> Schedule:
@@ -158,50 +161,13 @@ def _problem(
     problem = Problem(read_costs(costs), *numbers)
     if recompute != "none" and not isinstance(problem.costs, LayerCosts) and problem.costs.per_stage("recompute", 1)[0]:
         raise ValueError("recompute: the costs say already what is recomputed; leave it out of one of them")
-    _check_links(problem.costs, problem.num_ranks)
+    check_links(problem.costs, problem.num_ranks)
     if problem.memory is not None and problem.memory.unit == "bytes" and not problem.knows_bytes:
         raise ValueError(
             f"memory = {problem.memory}: the costs do not say how many bytes a stage holds; give held_bytes of layers, "
             "or stage_bytes, or the memory as a fraction of 1F1B's"
         )
     return problem
-
-
-def _check_links(costs: CostModel | LayerCosts, num_ranks: int) -> None:
-    for name in ("comm", "bandwidth"):
-        links = getattr(costs, name)
-        for link in links if isinstance(links, dict) else ():
-            if max(link) >= num_ranks:
-                named = f"{name} names the link {link[0]}->{link[1]}"
-                raise ValueError(f"{named}, and num_ranks = {num_ranks}: there are 0 to {num_ranks - 1}")
-
-
-def _check_search(effort: Any, time_limit: Any, seed: Any) -> None:
-    if not is_number(effort) or not 0 <= effort < math.inf:
-        raise ValueError(f"effort = {effort!r}: give a finite number of at least 0")
-    if time_limit is not None and (not is_number(time_limit) or not 0 < time_limit < math.inf):
-        raise ValueError(f"time_limit = {time_limit!r}: give seconds, or None")
-    if not is_whole(seed):
-        raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
-
-
-def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
-    """What was given, or every number that divides the batch."""
-    costs = problem.costs
-    batch = costs.batch_size if isinstance(costs, LayerCosts) else None
-    if num_microbatches is not None:
-        if not is_whole(num_microbatches, least=1):
-            raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number of at least 1")
-        if batch is not None and num_microbatches > batch:
-            raise ValueError(
-                f"num_microbatches = {num_microbatches}: a batch_size of {batch} has too few rows; give at most "
-                f"{batch}, or the batch_size of a step"
-            )
-        return [int(num_microbatches)]
-    if batch is None:
-        raise ValueError("num_microbatches: give it, or costs of layers with batch_size, from which it can be chosen")
-    most = max(16 * problem.num_ranks, 1)
-    return [count for count in range(1, min(batch, most) + 1) if batch % count == 0]
 
 
 @dataclass
@@ -217,7 +183,7 @@ class _Planner:
     rows: list[Candidate] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
     bounds: dict[Setting, float] = field(default_factory=dict)
-    best: tuple[float, str, Setting, Timeline, Schedule] | None = None
+    best: tuple[float, Candidate, Setting, Timeline, Schedule] | None = None
 
     def run(self, counts: list[int], exact: bool) -> Plan:
         depths, asked = self.problem.stages_per_rank(), self.problem.recompute
@@ -275,11 +241,11 @@ class _Planner:
         """Lower and simulate; prove and keep it if it is the best that fits."""
         row, timeline = judge(self.problem, name, setting, schedule)
         self.rows.append(row)
-        value = timeline.span if self.problem.span else timeline.makespan
+        value = self._value(row)
         if row.fits and (self.best is None or value < self.best[0]):
             validate_program(timeline.program)
             validate_schedule(schedule)
-            self.best = (value, name, setting, timeline, schedule)
+            self.best = (value, row, setting, timeline, schedule)
         return row
 
     def _promising(self, counts: list[int]) -> list[int]:
@@ -360,22 +326,22 @@ class _Planner:
     def _by_windows(self) -> None:
         """Have the solver order pieces of the best plan anew."""
         assert self.best is not None
-        _, name, setting, _, schedule = self.best
+        _, row, setting, _, schedule = self.best
         refuse_recompute(setting)
-        found = pool.member(self.problem, name, setting, schedule)
+        found = pool.member(self.problem, row.name, setting, schedule)
         if found is not None:
             clock = Clock(windows.SECONDS) if self.clock.limit is None else self.clock
             better = windows.improve(self.problem, found, clock, self._say)
             if better is not found:
-                name = f"plan by windows from {name.removeprefix('plan from ')}"
+                name = f"plan by windows from {row.name.removeprefix('plan from ')}"
                 self._consider(name, better.setting, better.schedule())
 
     def _plan(self, optimal: bool) -> Plan:
         assert self.best is not None
-        value, name, setting, timeline, schedule = self.best
-        chosen = (name, setting.num_microbatches, value)
-        rows = [row._replace(chosen=self._key(row) == chosen) for row in self.rows]
-        rows.sort(key=lambda row: (row.refused is not None, not row.fits, not row.chosen, self._key(row)[2]))
+        _, chosen, setting, timeline, schedule = self.best
+        # orders that began as one family may end with the same numbers: a row for all of them
+        rows = [row._replace(chosen=row == chosen) for row in dict.fromkeys(self.rows)]
+        rows.sort(key=lambda row: (row.refused is not None, not row.fits, not row.chosen, self._value(row)))
         parts = None if setting.parts is None else list(setting.parts)
         least = bound.of_placement(self.problem, setting), bound.of_any_placement(self.problem, setting)
         objective, memory = self.problem.objective, self.problem.memory
@@ -383,8 +349,8 @@ class _Planner:
         counted = self.problem.knows_bytes, any(setting.parameters)
         return Plan(schedule, parts, timeline, *limits, rows, self.clock.cut, optimal, setting.recomputes, *counted)
 
-    def _key(self, row: Candidate) -> tuple[str, int, float]:
-        return row.name, row.num_microbatches, row.span if self.problem.span else row.makespan
+    def _value(self, row: Candidate) -> float:
+        return row.span if self.problem.span else row.makespan
 
     def _nothing_fits(self) -> str:
         if not self.rows:

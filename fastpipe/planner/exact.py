@@ -1,4 +1,4 @@
-"""Proved optima of small cases, by OR-Tools' CP-SAT (`pip install 'fastpipe[exact]'`).
+"""Proved optima of small cases, by OR-Tools' CP-SAT (`pip install ortools`).
 
 Every F, I and W is an interval, those of a rank do not overlap, and what a rank holds between the start of an F and the
 end of its W is bounded. The microbatches of a stage keep their order, which loses nothing, since they cost the same.

@@ -218,7 +218,7 @@ def _with_messages(placement: Placement, cost: CostModel, limit: Floats) -> tupl
         cost.per_stage(name, num_stages) for name in ("stage_bytes", "kept_bytes", "activation_bytes")
     )
     meets = [[a != b for a, b in zip(route, route[1:], strict=False)] for route in placement.routes]
-    remote = np.array(meets, dtype=np.bool_).reshape(-1, num_stages - 1).any(axis=0)
+    remote = np.array(meets, dtype=np.bool_).reshape(len(placement.routes), num_stages - 1).any(axis=0)
     inputs = np.concatenate([[0.0], np.where(remote, boundary[:-1], 0.0)])
     gradients = np.concatenate([np.where(remote, boundary[:-1], 0.0), [0.0]])
     # what is handed over within a rank is copied nowhere; but who recomputes holds it alone

@@ -1,4 +1,4 @@
-"""What proofs and windows share of OR-Tools' CP-SAT (`pip install 'fastpipe[exact]'`): durations, memory, orders."""
+"""What proofs and windows share of OR-Tools' CP-SAT (`pip install ortools`): durations, memory, orders."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def imported() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise ImportError(
-            "exact = True needs OR-Tools, which is not installed: pip install 'fastpipe[exact]'"
-        ) from None
+        raise ImportError("exact = True needs OR-Tools, which is not installed: pip install ortools") from None
     return cp_model
 
 

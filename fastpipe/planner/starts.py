@@ -80,6 +80,12 @@ def _may_fit(problem: Problem, schedule: Schedule) -> bool:
 
 def _shapes(problem: Problem, family: Family, allowed: list[int]) -> list[dict[str, Any]]:
     """The options that say how many stages a rank holds, for every number that is allowed."""
+    if problem.placement is not None and problem.placement.num_routes != family.num_routes:
+        return []
+    if family.num_routes > 1:
+        # a rank holds two stages of p; where they have to be is no question of how many are allowed
+        holds = problem.placement is not None or family.stages_per_rank <= problem.max_stages_per_rank
+        return [{}] if 1 in allowed and holds else []
     if "stages_per_rank" in family.options:
         # Of one stage a rank zb_auto is as good as loop_zb, but where messages count it may not fit where that does.
         by_bytes = problem.memory is not None and problem.memory.unit == "bytes"

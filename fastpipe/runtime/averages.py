@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,22 @@ class FlatBucket:
         """The part of every parameter, in its shape."""
         parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+
+class Told(NamedTuple):
+    """What the replicas told each other.
+
+    Attributes:
+        num_failed: in how many of them the step failed.
+        num_asking: how many of these made none, since parameters are missed in their pipeline.
+        num_missing: how many miss some in this wrapper.
+        again: whether a bucket had to be averaged again in any.
+    """
+
+    num_failed: int
+    num_asking: int
+    num_missing: int
+    again: bool
 
 
 class Average:
@@ -115,11 +131,12 @@ class Average:
                 elif parameter.grad is not None:
                     torch.mul(parameter.grad, self.factor, out=view)
 
-    def complete(self, failed: bool) -> None:
+    def complete(self, failed: bool, asks: tuple[bool, bool] = (False, False)) -> None:
         """All gradients are complete: start what has not been started, and tell the other replicas how it went.
 
         Args:
             failed: the step failed here, so send zeros instead, and that they mean nothing.
+            asks: that it is none, since parameters are missed in the pipeline, and whether they are in this wrapper.
         """
         self.unwatch()
         early = len(self._futures)
@@ -128,7 +145,8 @@ class Average:
         again = [int(number < early and self._changed(number)) for number in range(len(self.buckets))]
         used = [int(p.grad is not None and not failed) for parameters in self.parameters for p in parameters]
         device = self.buckets[0].buffer().device
-        self.status = torch.tensor([int(failed), *again, *used], dtype=torch.int32, device=device)
+        status = [int(failed), *map(int, asks), *again, *used]
+        self.status = torch.tensor(status, dtype=torch.int32, device=device)
         self._told = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
 
     def unwatch(self) -> None:
@@ -145,17 +163,14 @@ class Average:
             for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
         )
 
-    def finish(self, deadline: float) -> tuple[int, bool]:
+    def finish(self, deadline: float) -> Told:
         """Put the averages into ``.grad``.
-
-        Returns:
-            In how many replicas the step failed, and whether a bucket had to be averaged again in any.
 
         Raises:
             TimeoutError: when they are not there by the deadline.
         """
         _awaited(self._told, deadline)
-        num_failed, *flags = self.status.tolist()
+        num_failed, num_asking, num_missing, *flags = self.status.tolist()
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
         averages: list[torch.Tensor] = []
         for number, repeat in enumerate(again):
@@ -166,7 +181,7 @@ class Average:
                 if count:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
-        return int(num_failed), any(again)
+        return Told(num_failed, num_asking, num_missing, any(again))
 
     def _average(self, number: int, deadline: float, *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,12 +17,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fastpipe.runtime.buffers import keep_buffers
 from fastpipe.runtime.chain import whole
 from fastpipe.runtime.clip import Held, Norm, merged_norms, norms_message, total_norm
 from fastpipe.runtime.control import Reply
 from fastpipe.runtime.grad_dtype import zero_grad_of
 from fastpipe.runtime.modules import Named
-from fastpipe.runtime.parity import Difference, Parity, bytes_of, compared, parity_of
+from fastpipe.runtime.parity import Difference, Parity, bytes_of, compared, digest_of, parity_of
 from fastpipe.runtime.pipeline import Pipeline, StepResult
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.shared_weight import Tie
@@ -60,9 +60,9 @@ def check_parity(
     """Run one step of the pipeline and one of the unsplit model; compare losses, metrics, every gradient and the norm.
 
     Called on every rank alike, and in every replica: each compares what its own batch gave before gradients are
-    averaged. Parameters that ``fully_shard`` spread over replicas are gathered. Gradients, buffers and torch's random
-    generators are left as they were; parameters are not touched. The step of the unsplit model is
-    `fastpipe.testing.reference_step`.
+    averaged. Parameters that ``fully_shard`` spread over replicas are gathered. Gradients, buffers, embeddings with a
+    ``max_norm`` and torch's random generators are left as they were; other parameters are not touched. The step of the
+    unsplit model is `fastpipe.testing.reference_step`.
 
     Args:
         pipe: the pipeline.
@@ -148,7 +148,7 @@ class _Check:
     def _beginning(self, drew: bool) -> Reply:
         """What the others need to know of this rank before they compare."""
         named = _named(self.pipe)
-        parameters = [[p.stage, p.name, _digest(_whole(p.parameter)), p.is_echo] for p in named]
+        parameters = [[p.stage, p.name, digest_of(_whole(p.parameter)), p.is_echo] for p in named]
         grads = {(p.stage, p.name): (self.found[p.stage, p.name], p.is_echo) for p in named}
         norms = norms_message([Held(*key, g, is_echo) for key, (g, is_echo) in grads.items() if g is not None], 2.0)
         return {"has_model": self.model is not None, "parameters": parameters, "drew": drew, **norms}
@@ -179,8 +179,10 @@ class _Check:
         parameters = self._parameters_by_key(self.model)
         digests = {(stage, name): digest for reply in replies for stage, name, digest, _ in reply["parameters"]}
         ties = ties_in(self.model, self.pipe._ties)
-        stale = [key for key, p in parameters.items() if _digest(p) != digests[key]]
+        stale = [key for key, p in parameters.items() if digest_of(p) != digests[key]]
         reference = self._reference(ties)
+        for parameter in parameters.values():
+            parameter.grad = _dense(parameter.grad)
         expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, norms))
         found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
         found += _compare_losses(result, reference) + _compare_reports(result, reference)
@@ -291,7 +293,13 @@ def _whole_gradients(pipe: Pipeline) -> Gradients:
     found = {(p.stage, p.name): whole(p.parameter) for p in _named(pipe)}
     replicas = pipe._steps.replicas
     sums = replicas.whole_sums(whole) if isinstance(replicas, TiedWeights) else {}
-    return found | {key: sums[key[1]] for key in found if key[1] in sums}
+    found |= {key: sums[key[1]] for key in found if key[1] in sums}
+    return {key: _dense(grad) for key, grad in found.items()}
+
+
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient whose bytes can be compared, as those of a sparse one, in parts that are to be added, cannot."""
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,10 +317,6 @@ def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Iterator):
         raise ValueError("batch has an iterator, which can be read only once: give whole batches or lists")
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.blake2b(bytes_of(tensor).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _packed(grad: torch.Tensor | None) -> list[Any] | None:
@@ -341,15 +345,16 @@ def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[]
     held = [stage.module for stage in pipe._stages]
     modules = {id(m): m for m in [*held, *([] if model is None else [model])]}.values()
     grads = [(p, p.grad) for module in modules for p in module.parameters()]
-    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
+    put_back_buffers, renormalised = keep_buffers(modules), _renormalised(modules)
     generators, step_count = _generators(pipe.device), pipe.step_count
 
     def rewind() -> bool:
         drew = not all(map(torch.equal, generators, _generators(pipe.device)))
         _set_generators(pipe.device, generators)
+        put_back_buffers()
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for weight, value in renormalised:
+                weight.copy_(value)
         return drew
 
     for parameter, _ in grads:
@@ -364,6 +369,12 @@ def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[]
         pipe.step_count = step_count
         for parameter, grad in grads:
             parameter.grad = grad
+
+
+def _renormalised(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The weights that torch itself changes in a forward, with copies: those of embeddings with a ``max_norm``."""
+    found = [m for root in modules for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return [(m.weight, m.weight.detach().clone()) for m in found if m.max_norm is not None]
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:

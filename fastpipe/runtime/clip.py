@@ -63,19 +63,20 @@ def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     Raises:
         ValueError: naming the one that is wrong, and what to give.
     """
-    try:
-        limit = float(max_norm)
-    except (TypeError, ValueError):
-        limit = math.nan
+    limit, order = _number(max_norm), _number(math.inf if norm_type == "inf" else norm_type)
     if not limit >= 0:
         raise ValueError(f"max_norm = {max_norm!r}: give a number of at least 0; float('inf') only measures")
-    try:
-        order = float(norm_type)
-    except (TypeError, ValueError):
-        order = math.nan
-    if math.isnan(order):
-        raise ValueError(f"norm_type = {norm_type!r}: give the p of the p-norm, 2.0 say, or 'inf'")
+    if not order >= 0:
+        raise ValueError(f"norm_type = {norm_type!r}: give the p of the p-norm, 2.0 say and at least 0, or 'inf'")
     return limit, order
+
+
+def _number(value: Any) -> float:
+    """What is one, or a tensor of one; NaN for all else."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def gradients_of(parameters: Iterable[Named]) -> list[Held]:
@@ -85,7 +86,17 @@ def gradients_of(parameters: Iterable[Named]) -> list[Held]:
 
 @torch.no_grad()
 def norms_message(held: Sequence[Held], order: float) -> Reply:
-    """What this rank tells the others: stage, name, dtype, norm of every gradient, and whether it is an echo."""
+    """What this rank tells the others: stage, name, dtype, norm of every gradient, and whether it is an echo.
+
+    Raises:
+        ValueError: for a sparse gradient, of which torch has no norm.
+    """
+    for h in held:
+        if h.grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {h.name} (stage {h.stage}) is sparse, and torch takes no norm of such: leave out "
+                "sparse=True of its embedding, or make .grad dense by to_dense() before it is clipped"
+            )
     norms = _norms([h.grad for h in held], order)
     dtypes = [str(h.grad.dtype).removeprefix("torch.") for h in held]
     return {"norms": [[h.stage, h.name, d, value, h.is_echo] for h, d, value in zip(held, dtypes, norms, strict=True)]}

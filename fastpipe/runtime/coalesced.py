@@ -1,4 +1,4 @@
-"""Process groups in which a send and a receive that a rank begins side by side with one peer are one operation.
+"""Process groups in which a send and a receive that two ranks both begin side by side are one operation.
 
 That is what `torch.distributed.batch_isend_irecv` does on NCCL: one kernel moves both ways, on one communicator for
 each two ranks, where `fastpipe.runtime.process_group` has one for each of four kinds of messages. The price is that
@@ -11,19 +11,20 @@ Gloo knows no such operations; there the parts of one are begun together.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fastpipe.machine import COALESCED, batches
-from fastpipe.program import Op, Program, RankProgram
+from fastpipe.machine import COALESCED, Turn, batches, turns
+from fastpipe.program import Program
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.own_groups import OwnGroups, backend_of
+from fastpipe.runtime.own_groups import OwnGroups, attended, backend_of
 from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups, wait_for
 from fastpipe.runtime.tensors import Tensors
-from fastpipe.runtime.transport import Endpoint, Message, peer_of
+from fastpipe.runtime.transport import Endpoint, Message
 
 _BACKENDS = ("gloo", "nccl")
 
@@ -43,16 +44,18 @@ class _Part:
 
 class _CoalescedEndpoint(ProcessGroupEndpoint):
     def __init__(self, transport: CoalescedGroups, program: Program, rank: int, timeout: float) -> None:
-        super().__init__(transport.groups, program.channels, rank, timeout, transport.device)
+        super().__init__(transport, program.channels, rank, timeout)
         self.pairs = transport.pairs
-        self.last = _last_of_batches(program[rank])
-        self.turns: dict[int, Iterator[bool]] = {}
-        self.held: dict[int, list[_Part]] = {}
+        self.turns_of = _turns(program, rank)
+        self.turns: dict[int, Iterator[Turn]] = {}
+        self.fresh: list[_Part] = []
+        self.held: dict[int, dict[int, list[_Part]]] = {}
 
     def begin(self, signature: Any, announce: bool) -> None:
         super().begin(signature, announce)
-        self.turns = {peer: iter(last) for peer, last in self.last.items()}
-        self.held = {peer: [] for peer in self.last}
+        self.turns = {peer: iter(turns) for peer, turns in self.turns_of.items()}
+        self.fresh = []
+        self.held = {peer: {} for peer in self.turns_of}
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
         super().post_recv(message, channel, slot)
@@ -66,18 +69,24 @@ class _CoalescedEndpoint(ProcessGroupEndpoint):
         if self.book.announcing:
             return super()._start(verb, tensor, channel)
         part = _Part(verb, tensor)
-        self.held[self._peer(channel)].append(part)
+        self.fresh.append(part)
         return part
 
     def _posted(self, channel: int) -> None:
-        """Begin the operation with its last transfer."""
+        """Note a transfer for its operation; with the last one of a batch its operations are begun."""
         peer = self._peer(channel)
-        if next(self.turns[peer]) and self.held[peer]:
-            parts, self.held[peer] = self.held[peer], []
-            try:
+        held, turn = self.held[peer], next(self.turns[peer])
+        if self.fresh:
+            held[turn.operation] = held.get(turn.operation, []) + self.fresh
+            self.fresh = []
+        if not turn.last:
+            return
+        self.held[peer] = {}
+        try:
+            for _, parts in sorted(held.items()):
                 begin_together(self.pairs[peer].groups[0], int(self.rank < peer), parts, self.device)
-            except RuntimeError as error:
-                raise self._lost(channel, error) from error
+        except RuntimeError as error:
+            raise self._lost(channel, error) from error
 
 
 class CoalescedGroups(ProcessGroups):
@@ -97,7 +106,6 @@ class CoalescedGroups(ProcessGroups):
                 "'nccl'; use 'process_group'"
             )
         super().__init__(member, timeout)
-        self._member = member
         self.pairs: dict[int, OwnGroups] = {}
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
@@ -105,15 +113,15 @@ class CoalescedGroups(ProcessGroups):
         self._warm_up(program)
         return _CoalescedEndpoint(self, program, rank, timeout)
 
-    def _together(self, program: RankProgram) -> dict[str, Any]:
+    def _together(self, program: Program, rank: int) -> dict[str, Any]:
         pairs = {peer: own.groups[0] for peer, own in self.pairs.items()}
-        return {"pairs": pairs, "last": [batch[-1] for batch in batches(program)]}
+        return {"pairs": pairs, "turns": turns(batches(program)[rank])}
 
     def _warm_up(self, program: Program) -> None:
         """The same for the groups of two: made by all ranks in one order, and their connections with them."""
         super()._warm_up(program)
         for channel in program.channels:
-            peer = peer_of(channel, self.rank)
+            peer = channel.peer_of(self.rank)
             if self.rank in channel[:2] and peer != self.rank and peer not in self.pairs:
                 self.pairs[peer] = self._make_pair(peer)
 
@@ -124,29 +132,18 @@ class CoalescedGroups(ProcessGroups):
         )
         made = OwnGroups(member, [f"pair {both}"], self.timeout)
         if self.device.type != "cpu":
-            parts = [_Part(verb, torch.zeros(1, dtype=torch.uint8, device=self.device)) for verb in ("send", "recv")]
-            begin_together(made.groups[0], both.index(peer), parts, self.device)
-            for part in parts:
-                wait_for(part, self.timeout, self.device)
+            first = functools.partial(self._first_operation, made.groups[0], both.index(peer))
+            attended(first, self._member.lost, self.timeout, peer)
         return made
 
-    def close(self) -> None:
-        """End all groups."""
-        for own in self.pairs.values():
-            own.close()
-        super().close()
+    def _first_operation(self, group: Any, peer: int) -> None:
+        parts = [_Part(verb, torch.zeros(1, dtype=torch.uint8, device=self.device)) for verb in ("send", "recv")]
+        begin_together(group, peer, parts, self.device)
+        for part in parts:
+            wait_for(part, self.timeout, self.device)
 
-    def leave(self) -> None:
-        """End all groups, whatever is under way."""
-        for own in self.pairs.values():
-            own.end()
-        super().leave()
-
-    def end_silent(self) -> None:
-        """See `Transport.end_silent`."""
-        for own in list(self.pairs.values()):
-            own.end_silent()
-        super().end_silent()
+    def _all(self) -> list[OwnGroups]:
+        return [*self.pairs.values(), *super()._all()]
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
@@ -162,22 +159,25 @@ def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.
         parts: what it consists of; each gets the work to wait for.
         device: of the tensors.
     """
-    as_one = group._get_backend(device).supports_coalescing
-    if as_one:
-        group._start_coalescing(device)
-    for part in parts:
-        part.work = getattr(group, part.verb)([part.tensor], peer, 0)
-    if as_one:
-        work = group._end_coalescing(device)
+    if not group._get_backend(device).supports_coalescing:
         for part in parts:
-            part.work = work
+            part.work = getattr(group, part.verb)([part.tensor], peer, 0)
+        return
+    group._start_coalescing(device)
+    try:
+        for part in parts:
+            getattr(group, part.verb)([part.tensor], peer, 0)
+    finally:
+        # whatever fails: what NCCL is given in a group that nobody ends, by whomever on this thread, never begins
+        work = group._end_coalescing(device)
+    for part in parts:
+        part.work = work
 
 
-def _last_of_batches(program: RankProgram) -> Mapping[int, list[bool]]:
-    """By peer: of each transfer, in order, whether it is the last of its operation."""
-    last = {batch[-1] for batch in batches(program)}
-    found: dict[int, list[bool]] = {}
-    for position, it in enumerate(program):
-        if it.op in (Op.SEND, Op.POST_RECV):
-            found.setdefault(peer_of(program.channels[it.channel], program.rank), []).append(position in last)
+def _turns(program: Program, rank: int) -> Mapping[int, list[Turn]]:
+    """By peer: the turn of each transfer, in order."""
+    found: dict[int, list[Turn]] = {}
+    for position, turn in sorted(turns(batches(program)[rank]).items()):
+        channel = program.channels[program[rank][position].channel]
+        found.setdefault(channel.peer_of(rank), []).append(turn)
     return found

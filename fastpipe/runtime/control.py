@@ -67,11 +67,16 @@ class Control(ABC):
     def end(self) -> None:
         """The step is over."""
 
+    def on_loss(self, tell: Callable[[Failure], None]) -> None:  # noqa: B027 - one alone cannot lose anybody
+        """From now on ``tell`` is called when a process has ended before it closed the pipeline, in a step or between
+        two; from another thread, and more than once."""
+
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
-        """While the pipeline is built: what keeps another process from building it, if that is known.
+        """What keeps another process from building the pipeline, or in a step from taking part in it, if that is known.
 
         Args:
-            awaited: the ranks whose end matters; that of all unless given. Who has done its part may go.
+            awaited: while it is built, the ranks whose end matters; that of all unless given. Who has done its part may
+                go.
         """
         return None
 

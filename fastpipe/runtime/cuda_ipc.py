@@ -8,21 +8,18 @@ csrc/core/copy_engine_transport.h says why it cannot hang. Nothing of it has bee
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from fastpipe.hardware_queues import why_too_few
 from fastpipe.program import Program
 from fastpipe.runtime import native
 from fastpipe.runtime.group import Membership
 from fastpipe.runtime.shared_memory import SharedMemory
 
-QUEUES = 32
-"""What CUDA_DEVICE_MAX_CONNECTIONS must be. Streams that share a hardware queue wait for each other's waits, and those
-of this transport wait for other processes."""
 _TRIAL_SECONDS = 10.0
 _TRIAL_BYTES = 64
 
@@ -30,12 +27,8 @@ _TRIAL_BYTES = 64
 def _cuda_engine(runtime: Any, device: torch.device) -> Any:
     if not runtime.has_cuda:
         raise RuntimeError(f"{native.native_status()} It was built without CUDA")
-    found = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if not found.isdecimal() or int(found) < QUEUES:
-        raise RuntimeError(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is {found or 'not set'}; set it to {QUEUES} before CUDA starts, since "
-            "streams that wait for other processes must not share a hardware queue"
-        )
+    if reason := why_too_few():
+        raise RuntimeError(reason)
     return runtime.CudaCopyEngine(device.index or 0)
 
 

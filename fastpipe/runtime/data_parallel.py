@@ -32,6 +32,25 @@ class DataParallel(ABC):
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Before a step is agreed on: whatever may be wrong with the wrapper shows here, and not while others wait."""
 
+    def missed(self) -> list[str]:
+        """By name, parameters that are to be trained and that it would not reduce: they were not when it was made.
+
+        Raises:
+            ValueError: where it cannot be told of them.
+        """
+        return []
+
+    def ask(self) -> None:  # noqa: B027 - most miss nothing
+        """The step that has begun is none: the replicas only come together to say whether they miss parameters."""
+
+    def adopt(self) -> bool:
+        """After that: reduce them from now on, if all replicas do. Whether there was anything to be done.
+
+        Raises:
+            ValueError: when another replica does not, or has others.
+        """
+        return False
+
     @abstractmethod
     def begin(self, reduces: bool) -> None:
         """A step begins: hold the wrapper's hooks back.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastpipe.errors import StepError
 
+logger = logging.getLogger("fastpipe")
 DIED = "its process died"
 
 
@@ -65,11 +69,28 @@ class LostError(Exception):
         self.failure = failure
 
 
+@contextlib.contextmanager
+def logged(what: str) -> Iterator[None]:
+    """Within this context an exception is logged and not raised, as what comes after it must be done as well."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed", what)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what it says, or else its type."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (_said(error).splitlines() or [type(error).__name__])[0]
 
 
 def cause_text(error: BaseException) -> str:
     """An exception in one line: its type and its message."""
-    return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)}" if _said(error) else type(error).__name__
+
+
+def _said(error: BaseException) -> str:
+    """Nothing of one whose own message fails: that must not hide it."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

@@ -1,4 +1,7 @@
-"""Found: what a step found on the stages of a process, on its way to the others."""
+"""Found: what a step found on the stages of a process, on its way to the others.
+
+On a device it is found later than the host ends the step; `fastpipe.runtime.moments` says whether it can be trusted.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import Any
 import torch
 
 from fastpipe.runtime.control import Alone, Control, Reply
-from fastpipe.runtime.devices import recorded
 from fastpipe.runtime.mail import Mail
+from fastpipe.runtime.moments import Moment, Moments
 from fastpipe.runtime.reports import Values, packing
 from fastpipe.runtime.result import packing_tensors
 from fastpipe.runtime.stage import Stage
@@ -51,18 +54,18 @@ class Found:
         """As JSON, to the last bit; of a device the host waits for it."""
         return {name: pack() for name, pack in self._packing(wait=True).items()}
 
-    def packed_later(self, device: torch.device) -> Callable[[], Reply]:
-        """The same, for a thread that does nothing else to call: nothing waits until then."""
+    def packed_later(self, device: torch.device, moments: Moments) -> tuple[Moment, Callable[[], Reply]]:
+        """When it will be there, and the same for a thread that does nothing else to call: nothing waits until then."""
         packing = self._packing(wait=False)
-        copied = recorded(device)
+        copied = moments.make(device)
 
         def ready() -> Reply:
             # a thread begins on the first device, on which the call would make this process a context
             torch.accelerator.set_device_index(device.index or 0)
-            copied.synchronize()
+            copied.wait()
             return {name: pack() for name, pack in packing.items()}
 
-        return ready
+        return copied, ready
 
     def _packing(self, *, wait: bool) -> dict[str, Callable[[], Any]]:
         return {
@@ -79,10 +82,11 @@ class Telling:
     Args:
         control: the way to the other processes.
         device: what the stages compute on.
+        moments: of what it computes.
     """
 
-    def __init__(self, control: Control, device: torch.device) -> None:
-        self._control, self._device = control, device
+    def __init__(self, control: Control, device: torch.device, moments: Moments) -> None:
+        self._control, self._device, self._moments = control, device, moments
         self._here: Part = dict
 
     @property
@@ -97,10 +101,13 @@ class Telling:
         if not found:
             return wanted
         if mail is not None:
-            mail.post(self._control.step, found.packed_later(self._device))
-        elif not isinstance(self._control, Alone):
+            moment, ready = found.packed_later(self._device, self._moments)
+            mail.post(self._control.step, ready)
+            self._here = _given(_Here(found, moment))
+        elif isinstance(self._control, Alone):
+            self._here = _given(_Here(found, None))
+        else:
             return {"found": found.packed()}
-        self._here = _given(_Here(found))
         return {"later": True} | wanted
 
     def parts(self, replies: Sequence[Reply]) -> list[Part]:
@@ -135,10 +142,20 @@ class _Given:
 class _Here(dict[str, Any]):
     """What was found in this process: packed when it is asked for, each by itself."""
 
-    def __init__(self, found: Found) -> None:
-        self._found = found
+    def __init__(self, found: Found, moment: Moment | None) -> None:
+        self._found, self._moment = found, moment
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._wait()
+        return vars(self)
+
+    def _wait(self) -> None:
+        if (moment := self._moment) is not None:
+            moment.wait()
+            self._moment = None
 
     def __missing__(self, name: str) -> Any:
+        self._wait()
         tensors = getattr(self._found, name)
         self[name] = (packing if name in ("metrics", "added") else packing_tensors)(tensors)()
         return self[name]

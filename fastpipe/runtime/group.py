@@ -36,7 +36,7 @@ class Membership:
         group: the process group; None when the process is alone.
         ranks: the members' global ranks.
         device: what they compute on.
-        lost: asked by who waits for the others while the pipeline is built: what keeps one of them from coming.
+        lost: asked by who waits for the others to connect: what keeps one of them from coming.
     """
 
     rank: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import stat
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,7 @@ class Neighbours:
         processes: a process descriptor of each, by rank.
         gone: the ranks whose processes had ended before they could be watched.
         bell: the end of this process's pipe that is read.
+        parted: the ranks that have closed the pipeline, and may end.
     """
 
     def __init__(self) -> None:
@@ -92,6 +94,7 @@ class Neighbours:
         os.set_blocking(self.bell, False)
         os.set_blocking(self._own, False)
         self._bells: dict[int, int] = {}
+        self.parted: set[int] = set()
 
     def identity(self) -> dict[str, Any]:
         """What the others need to know of this process."""
@@ -136,10 +139,18 @@ class Neighbours:
         """Wake this process's own sleeper."""
         _ring(self._own)
 
+    def part(self, own: int) -> None:
+        """Tell the others that this process closes the pipeline, and owes them nothing."""
+        for bell in self._bells.values():
+            _ring(bell, f"<{own}>".encode())
+
     def quiet(self) -> None:
         """Take what has been rung for so far."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.bell, 4096)
+        said = b""
+        with contextlib.suppress(BlockingIOError):  # all of it, as a part may end within a word
+            while part := os.read(self.bell, 4096):
+                said += part
+        self.parted |= {int(rank) for rank in re.findall(rb"<(\d+)>", said)}
 
     def close(self) -> None:
         """Let go of all descriptors; called once."""
@@ -162,7 +173,7 @@ def _open_pipe(process: int, number: int) -> int:
     raise OSError(f"{path} is not a pipe of this user")
 
 
-def _ring(bell: int) -> None:
+def _ring(bell: int, word: bytes = b"!") -> None:
     # a full pipe has woken it already; one without a reader has nobody to wake
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
-        os.write(bell, b"!")
+        os.write(bell, word)

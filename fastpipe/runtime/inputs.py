@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.chain import chosen
-from fastpipe.runtime.microbatch import Rule, Rules, lengths, loss_divisors, rows_of, rows_of_cut, rule_for, split
+from fastpipe.runtime.microbatch import (
+    Counted,
+    Rule,
+    Rules,
+    count_rows,
+    lengths,
+    loss_divisors,
+    rows_of_cut,
+    rule_for,
+    split,
+)
 from fastpipe.runtime.parity import bytes_of
 from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage
@@ -59,7 +69,7 @@ class Inputs:
         kwargs: every keyword argument that a local stage takes, by name and microbatch.
         targets: by microbatch, on a process with the last stage.
         output_grads: the same.
-        rows: the rows of every microbatch, where they can be counted.
+        counted: the rows of every microbatch, where they can be counted.
         whole: the rows of what was given as a whole batch and is cut into microbatches, of every length one.
         divisors: of the losses, where the user's own function of the target says them.
         unknown: keys of the rules for splitting that are the name of nothing here.
@@ -69,7 +79,7 @@ class Inputs:
     kwargs: dict[str, list[Any]] = field(default_factory=dict)
     targets: list[Any] | None = None
     output_grads: list[tuple[torch.Tensor, ...]] | None = None
-    rows: list[int] | None = None
+    counted: Counted | None = None
     whole: dict[str, int] = field(default_factory=dict)
     divisors: list[float] | None = None
     unknown: list[str] = field(default_factory=list)
@@ -141,19 +151,22 @@ def take_inputs(
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
     inputs = Inputs(unknown=_unknown_names(rules, request, stages))
     count = request.num_microbatches
+    columns: list[list[Any]] = []
     if any(stage.is_first for stage in stages):
-        inputs.args, inputs.rows = _split_args(request, rules)
+        columns = _split_args(request, rules)
+        inputs.args = _by_microbatch(columns, count)
         for i, value in enumerate(request.args):
-            _add_lengths(inputs.whole, value, rule_for(rules, i), f"input {i}" if i else "the input")
+            _note_whole(inputs, request, value, rule_for(rules, i), f"input {i}" if i else "the input")
     for name, value in request.kwargs.items():
         if any(stage.accepts is None or name in stage.accepts for stage in stages):
             inputs.kwargs[name] = split(value, count, rule_for(rules, name), name)
-            _add_lengths(inputs.whole, value, rule_for(rules, name), name)
+            _note_whole(inputs, request, value, rule_for(rules, name), name)
     if any(stage.is_last for stage in stages):
         _take_for_last(inputs, request, rules, loss_fn)
         if callable(reduction) and inputs.output_grads is None and (loss_fn is None or inputs.targets is not None):
             inputs.divisors = loss_divisors(reduction, None, inputs.targets, count)
-    if reduction == "mean" and inputs.rows is not None and not sum(inputs.rows):
+    inputs.counted = count_rows(inputs.targets, columns, inputs.kwargs, rules)
+    if reduction == "mean" and inputs.counted is not None and not sum(inputs.counted[1]):
         raise ValueError("the microbatches have no rows at all: give at least one, or loss_reduction='sum'")
     return inputs
 
@@ -166,22 +179,30 @@ def _unknown_names(rules: Rules, request: Request, stages: Sequence[Stage]) -> l
     return [key for key in rules if isinstance(key, str) and key not in known]
 
 
-def _split_args(request: Request, rules: Rules) -> tuple[list[tuple[Any, ...]], list[int] | None]:
+def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
+    """Every positional argument by microbatch."""
     count = request.num_microbatches
     positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
     if request.args and positions and max(positions) >= len(request.args):
         raise ValueError(f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0")
-    if not request.args:
-        return [() for _ in range(count)], None
-    columns = [
+    if len(request.args) == 1 and request.args[0] is None and not request.kwargs:
+        raise ValueError(
+            "the input is None: give the batch on the rank of the first stage, or nothing where the model takes none"
+        )
+    return [
         split(value, count, rule_for(rules, i), "the input" if len(request.args) == 1 else f"input {i}", i)
         for i, value in enumerate(request.args)
     ]
-    rows = rows_of(columns[0], rule_for(rules, 0))
+
+
+def _by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
+    """The positional arguments of every microbatch."""
+    if not columns:
+        return [() for _ in range(count)]
     # a list or an iterator of tuples: each tuple is one microbatch's arguments
     if len(columns) == 1 and all(isinstance(item, tuple) for item in columns[0]):
-        return list(columns[0]), rows
-    return list(zip(*columns, strict=True)), rows
+        return list(columns[0])
+    return list(zip(*columns, strict=True))
 
 
 def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Callable[..., Any] | None) -> None:
@@ -198,15 +219,26 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
         raise ValueError("target: there is no loss_fn to give it to; pass loss_fn= to Pipeline, or leave target out")
     rule = rule_for(rules, "target")
     inputs.targets = split(request.target, count, rule, "target")
-    inputs.rows = rows_of(inputs.targets, rule) or inputs.rows
-    _add_lengths(inputs.whole, request.target, rule, "target")
+    _note_whole(inputs, request, request.target, rule, "target")
 
 
-def _add_lengths(whole: dict[str, int], value: Any, rule: Rule, name: str) -> None:
-    """Note the rows of a whole batch's tensors, where no other has as many."""
+def _note_whole(inputs: Inputs, request: Request, value: Any, rule: Rule, name: str) -> None:
+    """Note the rows of a whole batch's tensors, where no other has as many, and refuse those that share a history."""
     for leaf, rows in lengths(value, rule, name).items():
-        if rows not in whole.values():
-            whole[leaf] = rows
+        if rows not in inputs.whole.values():
+            inputs.whole[leaf] = rows
+    if request.training and request.num_microbatches > 1 and not isinstance(value, list | Iterator):
+        _check_history(value, name)
+
+
+def _check_history(value: Any, name: str) -> None:
+    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    history = next((leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn), None)
+    if history is not None:
+        raise ValueError(
+            f"{name} is the output of {history.name()}, which all microbatches would go back through, and the first "
+            "one frees it: detach it, or make what computes it a layer of the pipeline"
+        )
 
 
 def check_cuts(whole: Mapping[str, int], num_microbatches: int) -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastpipe.runtime.buffers import keep_buffers
 from fastpipe.runtime.carried import apart, as_arguments
 from fastpipe.runtime.chain import WholeNames, accepted_names, chosen
 from fastpipe.runtime.devices import cuda_devices, time_when_idle
@@ -183,15 +184,13 @@ def _leaves_of_a_graph(value: Any) -> Any:
 @contextlib.contextmanager
 def left_alone(layer: nn.Module) -> Iterator[None]:
     """Buffers and gradients come back."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
+    put_back = keep_buffers([layer])
     grads = [(parameter, parameter.grad) for parameter in layer.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        put_back()
         for parameter, grad in grads:
             parameter.grad = grad

@@ -16,7 +16,7 @@ from typing import Any
 from fastpipe.machine import Lanes, lane_numbers
 from fastpipe.program import Program
 from fastpipe.runtime.tensors import Tensors, copy_of
-from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError, peer_of
+from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError
 
 
 class _Operation:
@@ -57,7 +57,7 @@ class _Hub:
         """Block until an operation is done."""
         deadline = time.monotonic() + timeout
         lane = self.lane_of[operation.channel]
-        peer = peer_of(self.channels[operation.channel], rank)
+        peer = self.channels[operation.channel].peer_of(rank)
         with self.changed:
             while True:
                 due = self._match(lane, rank)
@@ -81,7 +81,7 @@ class _Hub:
             if not queue:
                 continue
             head = queue[0]
-            peer = peer_of(self.channels[head.channel], end)
+            peer = self.channels[head.channel].peer_of(end)
             other = self.queues.get((lane, peer))
             if not other or other[0].channel != head.channel or other[0].sends == head.sends:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,8 +104,30 @@ def checked_loss(loss: Any) -> torch.Tensor:
 
 
 def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
-    """A microbatch's share in the loss of the batch: the only copy of that rule."""
+    """A microbatch's share in the loss of the batch: the only copy of that rule.
+
+    One that weighs nothing has none, even where its loss is no number, as a mean over no tokens is.
+    """
+    if divisor == math.inf:
+        loss = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0)
     return loss if divisor is None else loss / divisor
+
+
+def weighed(value: Any, divisor: float | None) -> Any:
+    """What a loss function gets: the tree of tensors, whose gradients are 0 where the microbatch weighs nothing.
+
+    Those of a mean over nothing are no numbers, and times 0 they are none either.
+    """
+    if divisor != math.inf:
+        return value
+    return torch.utils._pytree.tree_map(lambda x: _without_gradient(x) if isinstance(x, torch.Tensor) else x, value)
+
+
+def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values; in the graph still, so that all that gets a gradient gets zeros."""
+    if not tensor.requires_grad:
+        return tensor
+    return torch.where(torch.zeros_like(tensor, dtype=torch.bool), tensor, tensor.detach())
 
 
 def sum_in_order(values: Sequence[torch.Tensor]) -> torch.Tensor:

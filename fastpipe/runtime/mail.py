@@ -11,21 +11,25 @@ import contextlib
 import json
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from dataclasses import asdict
 from typing import Any
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.failure import first_line
+from fastpipe.runtime.failure import Failure, cause_text, first_line
+from fastpipe.runtime.pauses import pauses
 
 _CLOSING_SECONDS = 10
+_LOST = "lost"
+"""In place of what was found: the failure because of which it cannot be trusted."""
 
 Contents = dict[str, Any]
 """As JSON has it."""
 
 Ready = Callable[[], Contents]
-"""Waits for the device, and says what it has found."""
+"""Waits for the device, and says what it has found; raises StepError when that cannot be trusted."""
 
 
 class Letter:
@@ -60,12 +64,16 @@ class Mail:
         store: that of all processes; what waits makes a connection of its own.
         rank: this process.
         timeout: seconds to wait for a letter.
+        dead: who has ended.
     """
 
-    def __init__(self, store: Any, rank: int, timeout: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, timeout: float, dead: Callable[[], Sequence[Failure]] = lambda: ()
+    ) -> None:
         self.store = store
         self.rank = rank
         self.timeout = timeout
+        self._dead = dead
         self._letters: weakref.WeakSet[Letter] = weakref.WeakSet()
         self._reading: Any = None
         self._posted: list[int] = []
@@ -84,6 +92,9 @@ class Mail:
 
     def letter(self, step: int, rank: int) -> Letter:
         """What another process said it would post."""
+        if self._reading is None:
+            # not when it is read: to connect takes minutes where the store is gone by then
+            self._reading = self.store.clone()
         letter = Letter(self, step, rank)
         self._letters.add(letter)
         return letter
@@ -110,13 +121,14 @@ class Mail:
         Raises:
             StepError: when it does not come.
         """
-        key = _key(step, rank)
         try:
-            if self._reading is None:
-                self._reading = self.store.clone()
-            self._reading.wait([key], timedelta(seconds=self.timeout))
-            found: Contents = json.loads(self._reading.get(key))
+            self._await(_key(step, rank), rank)
+            found: Contents = json.loads(self._reading.get(_key(step, rank)))
+        except StepError:
+            raise
         except RuntimeError as error:
+            for failure in self._dead():
+                raise failure.error() from error
             cause = first_line(error)
             raise StepError(
                 f"rank {rank} has not told the losses of a step within {self.timeout:g} s ({cause}); see what that "
@@ -124,7 +136,27 @@ class Mail:
                 rank=rank,
                 cause=cause,
             ) from error
+        if _LOST in found:
+            raise Failure(**found[_LOST]).error()
         return found
+
+    def _await(self, key: str, rank: int) -> None:
+        """Wait until it is there, as long as its sender lives.
+
+        Raises:
+            RuntimeError: when it does not come in time, or the store is gone.
+            StepError: when its sender has ended.
+        """
+        for pause in pauses(self.timeout):
+            # before it is looked for: it may come in between, and then its sender end
+            ended = next((failure for failure in self._dead() if failure.rank == rank), None)
+            if self._reading.check([key]):
+                return
+            if ended is not None:
+                raise ended.error()
+            time.sleep(pause)
+        if not self._reading.check([key]):
+            raise RuntimeError("it is not in the store")
 
     def close(self) -> None:
         """Send what is still to be sent, and end the thread; one that waits for a device that hangs is left alone."""
@@ -138,12 +170,23 @@ class Mail:
     def _work(self, store: Any) -> None:
         while (job := self._jobs.get()) is not None:
             step, ready = job
+            contents = None if ready is None else json.dumps(self._contents(ready))
             # without the store nobody can be told; who asks finds that out
             with contextlib.suppress(RuntimeError):
-                if ready is None:
+                if contents is None:
                     store.delete_key(_key(step, self.rank))
                 else:
-                    store.set(_key(step, self.rank), json.dumps(ready()))
+                    store.set(_key(step, self.rank), contents)
+
+    def _contents(self, ready: Ready) -> Contents:
+        """What was found, or what keeps this process from finding it: the others do not wait for it."""
+        try:
+            return ready()
+        except StepError as error:
+            lost = Failure(error.rank, str(error.cause), dead=True)
+        except Exception as error:
+            lost = Failure(self.rank, cause_text(error), dead=True)
+        return {_LOST: asdict(lost)}
 
 
 def _key(step: int, rank: int) -> str:

@@ -14,13 +14,10 @@ from typing import Any
 
 from fastpipe.runtime.control import DEAD, Reply
 from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.pauses import LOOK_SECONDS, pauses
 
 Lost = Callable[[Sequence[int]], Failure | None]
 """What keeps awaited ranks from coming while the pipeline is built, as `Control.lost` has it."""
-
-_PAUSE_SECONDS = 0.001
-_LOOK_SECONDS = 0.1
-"""How often those that have not come are looked for."""
 
 
 class Meeting(ABC):
@@ -65,15 +62,13 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
     Raises:
         LostError: when somebody is waited for who will not come. Who is merely slow is waited for.
     """
-    start = now = time.monotonic()
-    next_look = start
-    while now < start + seconds:
-        if now >= next_look:
+    next_look = time.monotonic()
+    for pause in pauses(seconds):
+        if time.monotonic() >= next_look:
             if (failure := lost()) is not None:
                 raise LostError(failure)
-            next_look = time.monotonic() + _LOOK_SECONDS
-        yield min(_PAUSE_SECONDS + (now - start) / 10, _LOOK_SECONDS)
-        now = time.monotonic()
+            next_look = time.monotonic() + LOOK_SECONDS
+        yield pause
 
 
 def patiently(wait: Callable[[], Sequence[int]]) -> Sequence[int]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.boundary import from_tensors, to_tensors
+from fastpipe.runtime.buffers import keep_buffers
 from fastpipe.runtime.chain import Chain, chosen
 from fastpipe.runtime.devices import cuda_devices, time_when_idle
 from fastpipe.runtime.sharded import Sharded
@@ -142,16 +143,14 @@ class _Probe:
         """After this context gradients and buffers are as they were."""
         module = self.part.module
         grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        put_back = keep_buffers([module])
         for parameter, _ in grads:
             parameter.grad = None
         try:
             yield
         finally:
             self.part.end()
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            put_back()
             for parameter, grad in grads:
                 parameter.grad = grad
 

@@ -79,9 +79,9 @@ def split(value: Any, num_microbatches: int, rule: Rule, name: str, position: in
 
 def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[Any]:
     if len(values) != num_microbatches:
+        or_pass = f", or pass num_microbatches={len(values)} to step" if values else ""
         raise ValueError(
-            f"{name} has {len(values)} microbatches and num_microbatches = {num_microbatches}: give as many, or pass "
-            f"num_microbatches={len(values)} to step"
+            f"{name} has {len(values)} microbatches and num_microbatches = {num_microbatches}: give as many{or_pass}"
         )
     return values
 
@@ -94,6 +94,11 @@ def _split_leaf(leaf: Any, num_microbatches: int, dim: int, name: str, key: str 
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
             f"or say how to split it with split={{{key!r}: function}}"
         )
+    if leaf.layout is not torch.strided:
+        raise ValueError(
+            f"{name} is a tensor of layout {leaf.layout}, which is not cut: give a list of microbatches, say how to "
+            f"split it with split={{{key!r}: function}}, or make it dense by to_dense()"
+        )
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(
             f"{name} of shape {tuple(leaf.shape)} has no dimension {dim} to split along: give another with "
@@ -104,7 +109,11 @@ def _split_leaf(leaf: Any, num_microbatches: int, dim: int, name: str, key: str 
             f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) and num_microbatches = "
             f"{num_microbatches}: give at least one row a microbatch"
         )
-    return leaf.tensor_split(num_microbatches, dim)
+    if leaf.requires_grad or type(leaf) is not torch.Tensor:
+        return leaf.tensor_split(num_microbatches, dim)
+    # Views of one tensor share the count of its changes, so that a layer that changes its input in place would spoil
+    # what other microbatches have saved for their backward. These share the memory alone.
+    return leaf.unsafe_split_with_sizes(list(rows_of_cut(leaf.shape[dim], num_microbatches)), dim)
 
 
 def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
@@ -124,8 +133,33 @@ def rows_of_cut(rows: int, num_microbatches: int) -> Iterator[int]:
     return (least + (number < more) for number in range(num_microbatches))
 
 
+Counted = tuple[tuple[int, int], list[int]]
+"""The rows of every microbatch, behind the place of what they are those of: targets come first, then arguments by
+position, then those by name. The lowest place of all ranks counts."""
+
+
+def count_rows(
+    targets: Sequence[Any] | None, columns: Sequence[Sequence[Any]], named: Mapping[str, Sequence[Any]], rules: Rules
+) -> Counted | None:
+    """The rows of the first of these that has any: a number has none, and neither has what every microbatch gets whole.
+
+    Args:
+        targets: by microbatch, if there are any.
+        columns: the positional arguments, each by microbatch.
+        named: the keyword arguments, each by microbatch.
+        rules: how they were cut.
+    """
+    places: list[tuple[tuple[int, int], Sequence[Any], str | int]] = [((0, 0), targets or [], "target")]
+    places += [((1, i), column, i) for i, column in enumerate(columns)]
+    places += [((2, i), values, name) for i, (name, values) in enumerate(named.items())]
+    found = ((place, rows_of(values, rule_for(rules, key))) for place, values, key in places)
+    return next(((place, rows) for place, rows in found if rows), None)
+
+
 def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
     """How many rows each microbatch has: the length of its first tensor along the split dimension; None if unknown."""
+    if len(microbatches) > 1 and all(microbatch is microbatches[0] for microbatch in microbatches):
+        return None
     dim = rule if _is_whole(rule) else 0
     rows = []
     for microbatch in microbatches:

@@ -14,6 +14,7 @@ import torch
 
 from fastpipe.program import Channel, Program
 from fastpipe.runtime import native
+from fastpipe.runtime.failure import Failure
 from fastpipe.runtime.native_endpoint import NativeEndpoint
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.shared_memory import SharedMemory
@@ -85,9 +86,9 @@ class Mixed(Transport):
         """The same when a rank is lost."""
         self.groups.leave()
 
-    def end_silent(self) -> None:
-        """See `Transport.end_silent`."""
-        self.groups.end_silent()
+    def let_go(self, failure: Failure) -> None:
+        """See `Transport.let_go`."""
+        self.groups.let_go(failure)
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

@@ -14,6 +14,7 @@ from fastpipe.runtime.devices import located
 from fastpipe.runtime.shared_weight import Tie
 from fastpipe.runtime.tied import make_ties, split_name, tied_names
 from fastpipe.runtime.torch_stages import TracedStage, device_of
+from fastpipe.runtime.walked import walked
 from fastpipe.runtime.wrappers import unwrapped
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
@@ -189,17 +190,12 @@ def state_prefix(module: nn.Module, stage: int) -> str:
 def flags_of(module: nn.Module) -> list[bool]:
     """What may change from step to step in a module and what it hands on: training modes and gradient flags.
 
-    Every step looks: ``modules()`` and ``parameters()``, which make names on their way, take several times as long.
+    Every step looks.
     """
     flags = []
-    pending, seen = [module], {module}
-    for found in pending:
+    for found in walked(module):
         flags.append(found.training)
         parameters = found._parameters
         if parameters:
             flags += [parameter.requires_grad for parameter in parameters.values() if parameter is not None]
-        for child in found._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                pending.append(child)
     return flags

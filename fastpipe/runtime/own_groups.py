@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import os
 import threading
-from collections.abc import Iterable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
+from fastpipe.runtime.aborts import Aborts
+from fastpipe.runtime.aside import aside, asked
 from fastpipe.runtime.connections import made_by
 from fastpipe.runtime.devices import CPU, wait_until_done
-from fastpipe.runtime.failure import first_line
+from fastpipe.runtime.failure import Failure, first_line
 from fastpipe.runtime.forked import keep_in_children
 from fastpipe.runtime.group import Membership, registered_group
 from fastpipe.runtime.meeting import waiting
 from fastpipe.runtime.transport import TransportError
+
+_T = TypeVar("_T")
+
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "10",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""What the watchdogs of own groups do when NCCL fails or a message takes longer than the timeout: they abort the group,
+and fastpipe says which rank it was. Torch's own way is to end the process after a minute. To a dump of what was under
+way they leave four times the milliseconds for every message; who drops a group waits for them.
+
+They also call for that dump. The first group of NCCL's in a process, whosever it is, makes it, and ends the process
+after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. One of these makes none. Where it is the user's only the user can see
+to that, before it is made (docs/guide.md)."""
 
 _CLOSING = 10.0
 """Seconds that a device is given to finish when groups are closed; a peer that died keeps it for ever."""
@@ -46,37 +64,65 @@ class OwnGroups:
         make = functools.partial(make_group, member, self._store)
         self.groups, connections = made_by(lambda: [make(name, timeout) for name in names])
         self._connections = connections.ask()
+        self._lock = threading.Lock()
+        self._aborts: Aborts | None = None
 
     def close(self) -> None:
-        """End them, on a GPU when the devices of all ranks are done with their messages.
+        """End them, on a GPU when the devices of all ranks are done with their messages."""
+        try:
+            self.settle()
+        finally:
+            self.end()
 
-        NCCL may still have to send what a device has handed to it, and ending a group drops that.
+    def settle(self) -> bool:
+        """Wait until the devices of all ranks are done with their messages; False when this rank's does not end.
+
+        NCCL may still have to send what a device has handed to it, and ending a group drops that. When a rank is lost,
+        so is that already, and the store may be gone.
         """
         device = self._member.device
-        if self.groups and device.type != "cpu" and wait_until_done(device, self._seconds):
-            meet(self._store, self._member.rank, self._member.size, self._seconds)
-        self.end()
+        if not self.groups or self._aborts is not None or device.type == "cpu":
+            return True
+        if not wait_until_done(device, self._seconds):
+            return False
+        meet(self._store, self._member.rank, self._member.size, self._seconds)
+        return True
 
-    def end_silent(self) -> None:
-        """End Gloo's connections with hosts that have vanished, so that nobody waits for their messages."""
+    def let_go(self) -> None:
+        """A rank is gone: end Gloo's connections with hosts that have vanished, and abort NCCL's messages, so that
+        nobody waits for them. From any thread, and more than once."""
         self._connections.end_silent()
+        self.abort()
+
+    def abort(self) -> None:
+        """Begin to abort NCCL's messages, of all groups at once. From any thread, and more than once."""
+        device = self._member.device
+        with self._lock:
+            if self._aborts is None and device.type == "cuda":
+                self._aborts = Aborts([group._get_backend(device) for group in self.groups])
 
     def end(self) -> None:
-        """End them, whatever is under way.
+        """End them, whatever is under way; where several are ended, `abort` all of them before.
 
         NCCL's destructor would abort them as well, and warn that the default group was not ended.
         """
+        self.abort()
         groups, self.groups = self.groups, []
-        for group in groups if self._member.device.type == "cuda" else ():
-            group._get_backend(self._member.device).abort()
+        if groups and self._aborts is not None:
+            self._aborts.wait(self._seconds)
 
 
 def meet(store: Any, rank: int, size: int, seconds: float) -> None:
     """Wait until as many ranks have come here, but no longer than so many seconds; without the store not at all."""
-    with contextlib.suppress(RuntimeError):
-        own = store.clone()  # a pipeline may be closed in any thread
-        own.set(f"closing/{rank}", "")
-        own.wait([f"closing/{other}" for other in range(size)], timedelta(seconds=seconds))
+
+    def come() -> None:
+        with contextlib.suppress(RuntimeError):
+            own = store.clone()  # which takes minutes where the store is gone
+            own.set(f"closing/{rank}", "")
+            own.wait([f"closing/{other}" for other in range(size)], timedelta(seconds=seconds))
+
+    for thread in aside([come], "fastpipe-closing"):
+        thread.join(seconds)
 
 
 def make_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
@@ -86,7 +132,9 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
     whoever waits for the others to make it can be told that one is dead.
     """
     if member.device.type == "cuda":
-        return _nccl_group(member, distributed_c10d.PrefixStore(name, store), name, timeout)
+        # a connection of its own: who waits there for a peer's word, at a first message, lets nobody else ask anything
+        own = attended(store.clone, member.lost, timeout)
+        return _nccl_group(member, distributed_c10d.PrefixStore(name, own), name, timeout)
     if (backend := backend_of(member)) != "gloo":
         return registered_group(member.group or dist.group.WORLD, backend, timeout)
     store = distributed_c10d.PrefixStore(name, store)
@@ -110,31 +158,66 @@ def backend_of(member: Membership) -> str:
 
 
 def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
-    """Gloo's connections with all others. It waits for them deaf and blind, so a thread does that.
-
-    If one of them will not come the thread is left alone, with a connection of its own to the store. (To make one takes
-    minutes where the store is gone.)
+    """Gloo's connections with all others, made over a connection of its own to the store, as the thread that makes them
+    may be left alone. (To make one takes minutes where the store is gone.)
 
     Raises:
         LostError: when one is dead, or does not build the pipeline.
         TransportError: when they cannot be made, or one is silent.
     """
-    made: Future[Any] = Future()
 
-    def make() -> None:
-        try:
-            made.set_result(dist.ProcessGroupGloo(store.clone(), member.rank, member.size, timeout=timeout))
-        except BaseException as error:
-            made.set_exception(error)
+    def make() -> Any:
+        return dist.ProcessGroupGloo(store.clone(), member.rank, member.size, timeout=timeout)
 
-    threading.Thread(target=make, name="fastpipe-connect", daemon=True).start()
-    for pause in waiting(math.inf, member.lost):
-        if wait([made], pause).done:
-            break
     try:
-        return made.result()
+        return attended(make, member.lost, 2 * timeout)  # Gloo ends first, and says more
     except RuntimeError as error:
         raise TransportError(f"the ranks cannot connect: {first_line(error)}", None) from error
+
+
+def attended(
+    connect: Callable[[], _T], lost: Callable[[], Failure | None], timeout: timedelta, peer: int | None = None
+) -> _T:
+    """Make connections with others, for which c10d waits deaf and blind: in a thread, while this one looks after them.
+
+    If one of them will not come the thread is left alone.
+
+    Args:
+        connect: what makes them. It has nothing of the calling thread, its current device say.
+        lost: what keeps somebody from coming, as a `Membership` has it.
+        timeout: for those who are slow: nobody may know of one that it will not come.
+        peer: the rank that is connected, if it is one.
+
+    Raises:
+        LostError: when somebody is dead, or does not build the pipeline.
+        TransportError: when it is not made in time.
+    """
+    made = asked(connect, "fastpipe-connect")
+    for pause in waiting(timeout.total_seconds(), lost):
+        if wait([made], pause).done:
+            return made.result()
+    who = "the other ranks did not" if peer is None else f"rank {peer} did not"
+    raise TransportError(
+        f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer
+    )
+
+
+def has_failed(groups: Iterable[Any], device: torch.device) -> bool:
+    """Whether NCCL, or its watchdog, has given one of them up; what streams have waited for there never came."""
+    backends = (group._get_backend(device) for group in groups if device.type == "cuda")
+    return any(backend.get_error() != ErrorType.SUCCESS for backend in backends)
+
+
+@contextlib.contextmanager
+def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of the environment, for a while, those that somebody has set, by their old names too, as they are."""
+    added = [name for name in variables if not {name, name.removeprefix("TORCH_")} & os.environ.keys()]
+    os.environ.update({name: variables[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
@@ -149,7 +232,8 @@ def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -
     options.is_high_priority_stream = True
     options.global_ranks_in_group = list(member.ranks)
     group = dist.ProcessGroup(store, member.rank, member.size)
-    nccl = dist.ProcessGroupNCCL(store, member.rank, member.size, options)
+    with _unless_set(_WATCHDOG):
+        nccl = dist.ProcessGroupNCCL(store, member.rank, member.size, options)
     group._register_backend(member.device, dist.ProcessGroup.BackendType.NCCL, nccl)
     gloo = _gloo(member, distributed_c10d.PrefixStore("host", store), timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,6 +139,11 @@ def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements' bytes in row-major order, on the CPU."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Of the elements' bytes."""
+    return hashlib.blake2b(bytes_of(tensor).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def measured(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:

@@ -65,10 +65,11 @@ from fastpipe.runtime.shared_memory import SharedMemory
 from fastpipe.runtime.shared_weight import check_alike, kinds_of_ties
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.steps import Settings, Steps
-from fastpipe.runtime.tied import between_ranks, make_tied, named_as_held, own_modules, share
+from fastpipe.runtime.tied import between_ranks, make_tied, named_as_held, share
 from fastpipe.runtime.torch_stages import from_torch, group_of
 from fastpipe.runtime.training import Trains
 from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.twins import own_modules
 from fastpipe.runtime.wrappers import check_parallel, find_data_parallel, replicate
 from fastpipe.schedule import Schedule
 
@@ -120,7 +121,7 @@ class Pipeline(Trains, Replannable):
             that or by ``fully_shard``; either way gradients are averaged over the replicas once a step.
         executor: ``"auto"``, ``"native"`` or ``"python"``.
         transport: ``"loopback"`` (the ranks are threads), ``"shared_memory"`` (processes of one host, on CPU),
-            ``"cuda_ipc"`` (processes of one host, on GPUs that reach each other, with CUDA_DEVICE_MAX_CONNECTIONS=32),
+            ``"cuda_ipc"`` (processes of one host, on GPUs that reach each other or on one GPU),
             ``"process_group"`` (any), or ``"auto"``: channel by channel the first of these that can be.
             ``"process_group_coalesced"``: sends and receives between two ranks that are due at one time are one
             operation (NCCL). The variable FASTPIPE_TRANSPORT says what "auto" means for several processes; set it
@@ -333,6 +334,8 @@ class Pipeline(Trains, Replannable):
             for rank, held in modules.items()
         }
         self._stages = [stage for held in self._stages_by_rank.values() for stage in held.values()]
+        for made in self._stages:
+            made.bare = data_parallel is not None and made.parallel is None
         if alone:
             self._ties = named_as_held(self._ties, prefixes_of([prefixes_message(self.stage_modules)]))
             tell_later(self._stages, [names_message(self._stages)])
@@ -343,7 +346,7 @@ class Pipeline(Trains, Replannable):
         stage = Stage(index, module, num_stages, self.loss_fn, recompute, self._contexts)
         if self.device.type != "cpu":
             stage.plans = KnownPlans(index, self.device)
-        stage.fused_weight_grad = self._fused_weight_grad
+        stage.fused_weight_grad, stage.grad_dtype = self._fused_weight_grad, self.grad_dtype
         if self.grad_dtype is not None:
             check_not_sharded(index, stage.parallel, self.grad_dtype)
             set_grad_dtype(module, self.grad_dtype)

@@ -10,18 +10,21 @@ and TORCH_NCCL_*, then say when a silent peer is given up.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from fastpipe.program import Channel, Program, RankProgram
+from fastpipe.program import Channel, Program
+from fastpipe.runtime.failure import Failure, logged
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.own_groups import OwnGroups, backend_of
+from fastpipe.runtime.own_groups import OwnGroups, attended, backend_of, has_failed
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
-from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError, peer_of
+from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError
 
 HEADER = 512
 """Numbers in a header."""
@@ -92,14 +95,13 @@ class _Receive:
 class ProcessGroupEndpoint(Endpoint):
     """One rank's side of `ProcessGroups`."""
 
-    def __init__(
-        self, groups: Sequence[Any], channels: Sequence[Channel], rank: int, timeout: float, device: torch.device
-    ) -> None:
-        self.groups = groups
+    def __init__(self, transport: ProcessGroups, channels: Sequence[Channel], rank: int, timeout: float) -> None:
+        self.transport = transport
+        self.groups = transport.groups
         self.channels = channels
         self.rank = rank
         self.timeout = timedelta(seconds=timeout)
-        self.device = device
+        self.device = transport.device
         self.book = SpecBook()
         self.queued: dict[int, deque[_Receive]] = {}
         self.receives: dict[int, _Receive] = {}
@@ -132,7 +134,10 @@ class ProcessGroupEndpoint(Endpoint):
     def _receive_announced(self, receive: _Receive, channel: int) -> None:
         header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
         self._wait([self._start("recv", header, channel)], channel)
-        specs = read_header(header)
+        here = header.cpu()
+        if (why := self.transport.why_let_go()) is not None:
+            raise self._lost(channel, RuntimeError(why))
+        specs = read_header(here)
         if specs is not None:
             self.book.write(receive.message, specs)
             self._post(receive, channel, specs)
@@ -170,8 +175,16 @@ class ProcessGroupEndpoint(Endpoint):
         self.receives.clear()
         self.sends.clear()
 
+    def check(self) -> None:
+        """See `Endpoint.check`."""
+        if (why := self.transport.why_let_go()) is not None:
+            lost = self.transport.lost
+            raise TransportError(
+                f"messages for rank {self.rank} did not come ({why})", None if lost is None else lost.rank
+            )
+
     def _peer(self, channel: int) -> int:
-        return peer_of(self.channels[channel], self.rank)
+        return self.channels[channel].peer_of(self.rank)
 
     def _start(self, verb: str, tensor: torch.Tensor, channel: int) -> Any:
         group = self.groups[group_index(self.channels[channel])]
@@ -190,7 +203,8 @@ class ProcessGroupEndpoint(Endpoint):
     def _lost(self, channel: int, error: RuntimeError) -> TransportError:
         peer = self._peer(channel)
         self.broken.add(peer)
-        return dead_or_silent(peer, error)
+        lost = self.transport.lost
+        return dead_or_silent(peer if lost is None or lost.rank is None else lost.rank, error)
 
 
 def wait_for(work: Any, timeout: timedelta, device: torch.device) -> None:
@@ -247,6 +261,12 @@ def group_index(channel: Channel) -> int:
     return int(channel.kind) * 2 + int(channel.destination < channel.source)
 
 
+FAILED = "the backend has given it up, as it says above"
+
+_Way = tuple[int, int, int]
+"""A group, who sends there, and who receives."""
+
+
 class ProcessGroups(Transport):
     """The ranks are processes, one each, of a c10d process group.
 
@@ -265,7 +285,11 @@ class ProcessGroups(Transport):
         self.timeout = timedelta(seconds=timeout)
         self.device = member.device
         self.backend = backend_of(member)
-        self._warm: set[Channel] = set()
+        self.lost: Failure | None = None
+        # a tuple: other threads read it while this one makes more
+        self._sources: tuple[Callable[[], Any], ...] = ()
+        self._member = member
+        self._warm: set[_Way] = set()
         names = ("activation up", "activation down", "gradient up", "gradient down")
         self._own = OwnGroups(member, names, self.timeout)
         has_streams = member.device.type != "cpu"
@@ -279,16 +303,20 @@ class ProcessGroups(Transport):
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side."""
         self._warm_up(program)
-        return ProcessGroupEndpoint(self.groups, program.channels, rank, timeout, self.device)
+        return ProcessGroupEndpoint(self, program.channels, rank, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++."""
         self._warm_up(program)
         channels = [tuple(map(int, channel)) for channel in program.channels]
-        together = self._together(program[rank])
-        return runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams, **together)
+        together = self._together(program, rank)
+        source = runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams, **together)
+        self._sources = (*(ref for ref in self._sources if ref() is not None), weakref.ref(source))
+        if self.lost is not None:
+            source.lose(_number(self.lost))
+        return source
 
-    def _together(self, program: RankProgram) -> dict[str, Any]:
+    def _together(self, program: Program, rank: int) -> dict[str, Any]:
         """What C++ needs to know of transfers that are one operation: here there are none."""
         return {}
 
@@ -298,17 +326,23 @@ class ProcessGroups(Transport):
         Made in a step, by two ranks while a third waits for one of them, they are a class of hangs of their own. As
         every rank goes through the same list, the first channel in it that is not done has both its ends there.
         """
-        if self.device.type == "cpu":
+        self._connect([(group_index(channel), channel.source, channel.destination) for channel in program.channels])
+
+    def _connect(self, ways: Sequence[_Way]) -> None:
+        """Send a message each way that this rank is an end of and that none has gone yet."""
+        own = [way for way in ways if way not in self._warm and way[1] != way[2] and self.rank in way[1:]]
+        if self.device.type == "cpu" or not own:
             return
-        for channel in program.channels:
-            if channel in self._warm or channel.source == channel.destination:
-                continue
-            self._warm.add(channel)
-            if self.rank in (channel.source, channel.destination):
-                verb = "send" if self.rank == channel.source else "recv"
-                message = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                work = getattr(self.groups[group_index(channel)], verb)([message], peer_of(channel, self.rank), 0)
-                wait_for(work, self.timeout, self.device)
+        for way in own:
+            peer = way[2] if self.rank == way[1] else way[1]
+            attended(functools.partial(self._first_message, way, peer), self._member.lost, self.timeout, peer)
+            self._warm.add(way)
+
+    def _first_message(self, way: _Way, peer: int) -> None:
+        group, source, _ = way
+        message = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        verb = "send" if self.rank == source else "recv"
+        wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.timeout, self.device)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Swap tensors with another rank, between steps: its tensors, which look like these.
@@ -316,21 +350,56 @@ class ProcessGroups(Transport):
         Raises:
             TransportError: when the peer is dead or silent.
         """
+        low, high = sorted((self.rank, peer))
+        self._connect([(0, low, high), (1, high, low)])
         out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]
         return swap(out, back, (self.rank, peer), tensors, self.timeout)
 
     def close(self) -> None:
-        """End the four groups, on a GPU when all ranks' devices are done with their messages."""
-        self._own.close()
+        """End the groups, on a GPU when all ranks' devices are done with their messages."""
+        try:
+            all(own.settle() for own in self._all())  # up to the first that finds the device at a standstill
+        finally:
+            self.leave()
 
     def leave(self) -> None:
-        """End the four groups, whatever is under way."""
-        self._own.end()
+        """End the groups, whatever is under way."""
+        for own in self._all():
+            own.abort()
+        for own in self._all():
+            own.end()
 
-    def end_silent(self) -> None:
-        """See `Transport.end_silent`. Of NCCL's nothing is ended: there it is streams that wait, and not the host."""
-        self._own.end_silent()
+    def let_go(self, failure: Failure) -> None:
+        """See `Transport.let_go`. With NCCL it is streams that wait, and the host for these: it aborts the groups."""
+        if self.device.type != "cpu" and self.lost is None:
+            # before that: whoever then finds that a stream has come on knows that there is no message
+            self.lost = failure
+            for ref in self._sources:
+                if (source := ref()) is not None:
+                    source.lose(_number(failure))
+        for own in self._all():
+            with logged("to end what waits for a lost rank's messages"):
+                own.let_go()
+
+    def why_let_go(self) -> str | None:
+        """Where streams wait, and not the host: whether they were let go, on whatever there was."""
+        if self.lost is not None:
+            return f"{self.lost.place()}: {self.lost.cause}"
+        return FAILED if self.has_failed() else None
+
+    def has_failed(self) -> bool:
+        """Whether the backend has given up a message by itself."""
+        return any(has_failed(own.groups, self.device) for own in self._all())
+
+    def _all(self) -> list[OwnGroups]:
+        """All that it has made, in the order in which they are ended."""
+        return [self._own]
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         return f"{super().describe()}, four {self.backend} groups"
+
+
+def _number(lost: Failure) -> int:
+    """As C++ has it."""
+    return -1 if lost.rank is None else lost.rank

@@ -21,6 +21,7 @@ from fastpipe.runtime.host import Crowd, Identity, Neighbours, same_host
 from fastpipe.runtime.lifeline import Lifeline
 from fastpipe.runtime.mail import Mail
 from fastpipe.runtime.meeting import Meeting, StoreMeeting
+from fastpipe.runtime.patience import SECONDS, Patience
 from fastpipe.runtime.watcher import Watcher, note_failure
 
 logger = logging.getLogger("fastpipe")
@@ -52,14 +53,17 @@ class Processes(Control):
         self.rank = rank
         self.size = size
         self.step = 0
+        self._told: Failure | None = None
         self._store, self._identity = store, identity
         self._lifeline = Lifeline(rank)
         self._neighbours = Neighbours()
         self._watcher = Watcher(store, self._neighbours, self._lifeline, self._died)
         self._store_meeting = StoreMeeting(store, rank, size, timeout, self._watcher.store_gone, self.lost)
-        self._board = Board(rank, size, timeout, crowd, self.lost)
+        # in steps the board knows of deaths by itself, and answers for the dead
+        self._board = Board(rank, size, timeout, crowd, lambda awaited: None if self.step else self.lost(awaited))
         self._meeting: Meeting = self._store_meeting
-        self.mail: Mail = Mail(store, rank, timeout)
+        self.mail: Mail = Mail(store, rank, timeout, self._watcher.dead)
+        self._patience = Patience(min(SECONDS, timeout))
 
     def setup(self, message: Reply) -> list[Reply]:
         """Meet the others, watch those that can be watched, and move to a board if all can."""
@@ -90,9 +94,9 @@ class Processes(Control):
         return [answer for rank, answer in enumerate(answers) if rank != self.rank]
 
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
-        """What one has left word of, or else who of those awaited has ended. In steps the watcher tells."""
+        """What one has left word of, or else who of those awaited has ended. In steps, what the watcher has told."""
         if self.step:
-            return None
+            return self._told or next(iter(self._watcher.dead()), None)
         with contextlib.suppress(RuntimeError):  # without the store whoever needs it finds out
             if self._store.check([_GIVEN_UP]):
                 return Failure(**json.loads(self._store.get(_GIVEN_UP)))
@@ -106,15 +110,25 @@ class Processes(Control):
 
     def give_up(self, failure: Failure) -> None:
         """Leave word; that of the first one stands."""
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(_GIVEN_UP, "", json.dumps(asdict(failure)))
+        self._patience.ask(lambda: self._store.compare_set(_GIVEN_UP, "", json.dumps(asdict(failure))), None)
 
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
         """Start a step."""
         self.step += 1
-        self._watcher.begin(self.step, on_failure)
+        self._told = None
+
+        def told(failure: Failure) -> None:
+            if failure.dead:
+                self._told = failure
+            on_failure(failure)
+
+        self._watcher.begin(self.step, told)
         if self.step == 1 and self._meeting is self._board:
             self._board.look_around()
+
+    def on_loss(self, tell: Callable[[Failure], None]) -> None:
+        """See `Control.on_loss`."""
+        self._watcher.on_loss = tell
 
     def end(self) -> None:
         """The step is over; what was said in the one before it has been read by all."""
@@ -135,16 +149,18 @@ class Processes(Control):
     def publish(self, failure: Failure) -> Failure:
         """Tell the others of a failure, unless somebody was faster."""
         # without the store nobody can be told; the others find out for themselves, and this rank goes on draining
-        with contextlib.suppress(RuntimeError):
-            first = self._watcher.publish(failure)
-            if failure.dead:
-                self._speak_for(self._store_meeting.store, failure, self.step)
-            return first
-        return failure
+        return self._patience.ask(lambda: self._publish(failure), failure)
+
+    def _publish(self, failure: Failure) -> Failure:
+        first = self._watcher.publish(failure)
+        if failure.dead:
+            self._speak_for(self._store_meeting.store, failure, self.step)
+        return first
 
     def close(self) -> None:
         """Stop watching, and let go of what the processes share."""
         self.mail.close()
+        self._neighbours.part(self.rank)
         self._watcher.close()
         self._lifeline.close(self.step)
         self._neighbours.close()

@@ -16,6 +16,7 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner.layer_costs import LayerCosts
 from fastpipe.program import Op
+from fastpipe.runtime.buffers import keep_buffers
 from fastpipe.runtime.chain import Chain
 from fastpipe.runtime.control import Reply
 from fastpipe.runtime.held_model import HeldModel
@@ -153,7 +154,7 @@ def _put_back(pipe: HeldModel, steps: Steps) -> Iterator[None]:
     """After this context gradients, buffers, random generators and the count of steps are as they were."""
     parameters = list(pipe.parameters())
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    buffers = [(b, b.detach().clone()) for module in pipe.stage_modules.values() for b in module.buffers()]
+    put_back = keep_buffers(pipe.stage_modules.values())
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     step_count = steps.random.step_count
     for parameter in parameters:
@@ -164,9 +165,7 @@ def _put_back(pipe: HeldModel, steps: Steps) -> Iterator[None]:
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        put_back()
         steps.random.step_count = step_count
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +16,15 @@ from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.executor import Drained, Executor, Seconds
 from fastpipe.runtime.failure import Failure, cause_text
+from fastpipe.runtime.moments import Moments
 from fastpipe.runtime.pairs import PairCounts
 from fastpipe.runtime.result import Spans
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.thread_state import ThreadState
 from fastpipe.runtime.transport import Transport, TransportError
+
+_CLOSING_SECONDS = 10
+"""How long a device may be behind its host when a pipeline is closed, beside what the mail waits."""
 
 
 @dataclass
@@ -59,6 +62,9 @@ class LocalRanks:
         pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.pairs`.
         device: what the stages compute on.
         several_streams: whether each stage may have a stream of its own.
+
+    Attributes:
+        moments: of what the steps of these ranks give the device.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class LocalRanks:
         self.publish = publish
         self.pairs = pairs
         self.device = device
+        self.moments = Moments()
         # of all programs the same: memory that one has done with is another's only on its own stream
         self._streams = {
             rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
@@ -100,7 +107,9 @@ class LocalRanks:
         """Make a program's executors."""
         # kept, so that the id stays its own
         self._programs.append(program)
-        self._executors[id(program)] = [self._make_executor(program, rank) for rank in self.stages]
+        executors = [self._make_executor(program, rank) for rank in self.stages]
+        self._executors[id(program)] = executors
+        self.moments.ask(executor.check for executor in executors)
 
     def _make_executor(self, program: Program, rank: int) -> Executor:
         def on_failure(position: int, error: BaseException) -> None:
@@ -136,18 +145,38 @@ class LocalRanks:
                 outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
+    def ask_replicas(self, program: Program) -> Outcome:
+        """Come to every meeting of a program, and do nothing else: the replicas of all stages say what they miss."""
+        self._outcome = outcome = Outcome()
+        for rank, held in self.stages.items():
+            found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
+            for _, parallel in found:
+                parallel.begin(True)
+                parallel.ask()
+            try:
+                for instruction in program[rank]:
+                    if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
+                        held[instruction.stage].meet(instruction.op, True)
+            except Exception as error:
+                failure = Failure(rank, cause_text(error), dead=True)
+                self._note(failure, error, self.publish(failure))
+            deadline = time.monotonic() + self.timeout
+            for stage, parallel in found:
+                self._await_replicas(rank, stage, parallel, True, deadline)
+        self._outcome = Outcome()
+        return outcome
+
     def check(self, outcome: Outcome) -> bool:
         """When the devices have come to the end of a step: whether the transport found none of its peers gone in it.
 
         Otherwise that is the step's failure.
         """
-        for executor in (executor for executors in self._executors.values() for executor in executors):
-            try:
-                executor.check()
-            except TransportError as error:
-                failure = Failure(executor.rank if error.peer is None else error.peer, str(error), dead=True)
-                outcome.failure, outcome.error, outcome.first = failure, error, failure
-                return False
+        try:
+            self.moments.check()
+        except TransportError as error:
+            failure = error.failure()
+            outcome.failure, outcome.error, outcome.first = failure, error, failure
+            return False
         return True
 
     def pair_counts(self) -> PairCounts:
@@ -176,14 +205,16 @@ class LocalRanks:
         for executor in tuple(self._current):
             executor.fail()
 
-    def leave(self) -> None:
+    def leave(self, failure: Failure) -> None:
         """No step comes any more: end the connections, so that who waits for this process is told."""
+        self.moments.give_up(failure)
         self.forget()
         self.transport.leave()
 
     def forget(self) -> None:
-        """The programs so far are run no more."""
-        for executor in itertools.chain.from_iterable(self._executors.values()):
+        """The programs so far are run no more. Waits for what the device still has of them and can be asked for."""
+        self.moments.ask_nobody()
+        for executor in [executor for executors in self._executors.values() for executor in executors]:
             executor.close()
         self._executors.clear()
         self._programs.clear()
@@ -196,8 +227,14 @@ class LocalRanks:
 
     def close(self) -> None:
         """End the threads, and what the transport holds."""
+        # before anything ends: streams that wait for it go on then
+        cause = "the pipeline was closed before its device was done; read the loss before that"
+        done = self.moments.close(Failure(next(iter(self.stages)), cause), _CLOSING_SECONDS)
         self.retire()
-        self.transport.close()
+        if done:
+            self.transport.close()
+        else:
+            self.transport.leave()
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = ThreadState(self.device)
@@ -265,9 +302,9 @@ class LocalRanks:
 def failure_at(
     program: Program, stages: Mapping[int, Stage], rank: int, position: int, error: BaseException
 ) -> Failure:
-    """The failure behind an exception: a peer that does not answer has failed itself."""
-    if isinstance(error, TransportError) and error.peer is not None:
-        return Failure(error.peer, str(error), dead=True)
+    """The failure behind an exception: a peer that does not answer has failed itself, even if none knows which."""
+    if isinstance(error, TransportError):
+        return error.failure()
     instruction = program[rank][position]
     action = instruction.action
     text = str(action) if action is not None else instruction.op.name

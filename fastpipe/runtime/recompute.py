@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from fastpipe.runtime.buffers import keep_buffers
 
 NONE = "none"
 FULL = "full"
@@ -77,24 +79,19 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
 
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:
-    """Around the forward, and around its repetition."""
-    return contextlib.nullcontext(), _buffers_kept(module)
+    """Around the forward, and around its repetitions."""
+    return contextlib.nullcontext(), _BuffersKept(module)
 
 
-@contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value, version in kept:
-                # Where its version says that it was changed, the copy is a change, too: what is saved for the backward
-                # may be the buffer itself, and torch then says so. But batch norm changes its statistics without a
-                # word, and whether it did would have to be asked of the device.
-                (buffer.data if _version(buffer) == version else buffer).copy_(value)
+class _BuffersKept:
+    """Around every repetition: a forward that asks for a gradient itself is repeated for that, and in the backward."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._put_back: list[Callable[[], None]] = []
 
-def _version(buffer: torch.Tensor) -> int:
-    """The count of its changes; tensors of inference mode have none."""
-    return -1 if buffer.is_inference() else buffer._version
+    def __enter__(self) -> None:
+        self._put_back.append(keep_buffers([self._module]))
+
+    def __exit__(self, *error: object) -> None:
+        self._put_back.pop()()

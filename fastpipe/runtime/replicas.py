@@ -28,8 +28,19 @@ def holders_of(placement: Placement, stage: int) -> list[int]:
     return list(dict.fromkeys(route[stage] for route in placement.routes))
 
 
+Told = dict[str, tuple[str, list[int]]]
+"""By name, a digest of a tied weight that was replaced since the last step, and the ranks that have it."""
+
+
 class Replicas(ABC):
     """What has to be done around a step for stages that are held twice."""
+
+    def prepare(self) -> Told:
+        """Before a step is agreed on: take in what the user changed, and say what the others have to have changed."""
+        return {}
+
+    def agreed(self) -> None:  # noqa: B027 - most have told nothing
+        """All have changed the same."""
 
     @abstractmethod
     def follow(self) -> None:
@@ -49,6 +60,27 @@ class Replicas(ABC):
 
     def release(self) -> None:  # noqa: B027 - most have nothing to undo
         """When a step is over, however it ended: the modules are as the user knows them."""
+
+
+def check_told(replies: Sequence[Told]) -> None:
+    """Refuse a tied weight that is not the same on all ranks that have it.
+
+    Args:
+        replies: of every rank.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    for rank, told in enumerate(replies):
+        for name, (digest, holders) in told.items():
+            for other in holders:
+                given, _ = replies[other].get(name, (None, []))
+                if given != digest:
+                    how = "was not" if given is None else "has other values, or another look,"
+                    raise ValueError(
+                        f"tied: {name} was replaced by another Parameter on rank {rank}, and {how} on rank {other}: "
+                        "assign one of the same values on every rank that has a stage with it"
+                    )
 
 
 class NoReplicas(Replicas):
@@ -73,15 +105,19 @@ class LocalCopies(Replicas):
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
-        self.parameters = [pair for a, b in pairs for pair in zip(a.parameters(), b.parameters(), strict=True)]
+        self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
 
     def follow(self) -> None:
         """Whatever became of the user's parameters, the optimizer's step say, becomes of the copy's; and `eval`."""
         for original, copied in self.modules:
             copied.training = original.training
+        # as they stand now: any of them may have been replaced
+        self.parameters = _pairs_of_parameters(self.modules)
         with torch.no_grad():
             for first, second in self.parameters:
+                if (second.shape, second.dtype) != (first.shape, first.dtype):
+                    second.data = torch.empty_like(first)
                 second.copy_(first)
                 second.requires_grad_(first.requires_grad)
 
@@ -97,6 +133,17 @@ class LocalCopies(Replicas):
             first.grad = _accumulated(kept, _added(first.grad, second.grad))
             second.grad = None
         self.kept = []
+
+
+def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Each parameter of the copies with what stands in its place in the original, once."""
+    found: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for original, copied in modules:
+        for name, second in copied._parameters.items():
+            first = original._parameters.get(name)
+            if first is not None and second is not None:
+                found.setdefault(id(second), (first, second))
+    return list(found.values())
 
 
 class RemoteCopies(Replicas):

@@ -59,7 +59,8 @@ class StepResult:
     def loss(self) -> torch.Tensor | None:
         """The loss of the batch, the same on every rank: the microbatches' shares, summed in ascending order.
 
-        It is that of the loss function; what stages added is in `added_losses`.
+        It is that of the loss function; what stages added is in `added_losses`. It is on the CPU, wherever the stages
+        are, and to read it is to wait for it.
         """
         return sum_in_order(self._scaled) if self._scaled else None
 

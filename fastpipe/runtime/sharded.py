@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
+from fastpipe.runtime.reduced import listed
+from fastpipe.runtime.walked import walked
 
 
 @dataclass
@@ -41,6 +43,13 @@ class _Flags:
 _HELD_BACK = _Flags(None, False, False, False)
 
 
+def _groups_of(state: Any) -> list[Any]:
+    """Those of one module: torch 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 class Sharded(DataParallel):
     """Every replica has a shard of the stage's parameters.
 
@@ -56,11 +65,38 @@ class Sharded(DataParallel):
         self._last: list[tuple[Any, bool]] = []
         self._reduces = False
         self._begun = False
+        self._known = {module: set(module._parameters) for module in self._inner()}
+
+    def _inner(self) -> list[nn.Module]:
+        """All modules that are sharded, and what is in them."""
+        return list(dict.fromkeys(inner for module in self.modules for inner in walked(module)))
+
+    def missed(self) -> list[str]:
+        """None: what `fully_shard` was not applied to it cannot be told of.
+
+        Raises:
+            ValueError: for parameters to train in a place where there was none.
+        """
+        found = [
+            (module, name)
+            for module in self._inner()
+            if module not in self._known or not self._known[module].issuperset(module._parameters)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad and name not in self._known.get(module, ())
+        ]
+        if found:
+            names = [f"{name} of a {type(module).__name__}" for module, name in found]
+            raise ValueError(
+                f"stages: stage {self.stage} has parameters to train that it did not have when the Pipeline was built, "
+                f"{listed(names)}, of which fully_shard does not know; apply it to the new layers, and build the "
+                "Pipeline anew"
+            )
+        return []
 
     @property
     def _groups(self) -> list[Any]:
         """The groups of parameters that are gathered and reduced together."""
-        return [group for state in self._states() for group in state._fsdp_param_groups]
+        return [group for state in self._states() for group in _groups_of(state)]
 
     def _states(self) -> list[Any]:
         return list(dict.fromkeys(module._get_fsdp_state() for module in self.modules))

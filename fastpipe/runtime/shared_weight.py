@@ -10,7 +10,7 @@ in the same order on every replica.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe.runtime.grad_dtype import alias_of
+from fastpipe.runtime.parity import digest_of
 from fastpipe.runtime.wrappers import is_sharded
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
@@ -102,6 +103,24 @@ def check_own_replicas(tie: Tie, stage: int, module: nn.Module) -> None:
         )
 
 
+def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
+    """Refuse a user's hooks on a weight of several stages: they would run on the gradient of one stage's uses.
+
+    Those that reductions need are there within a step alone.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    post: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    for method, hooks in (("register_hook", parameter._backward_hooks), ("register_post_accumulate_grad_hook", post)):
+        if hooks:
+            raise ValueError(
+                f"tied: {name} has a hook of {method}, which would see what one stage gives to the gradient, and not "
+                "what all stages that share the weight do; remove it, and change .grad after pipe.step, before the "
+                "optimizer's step"
+            )
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What of a tensor is on this process: a shard, or all of it."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
@@ -125,16 +144,46 @@ class Shared:
     Args:
         tie: its names.
         places: where it stands, for every stage here.
+
+    Attributes:
+        agreed: the Parameter that the processes which have the weight know to be equal.
     """
 
     def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
         self.tie = tie
         self.stages = sorted(places)
         module, name = places[self.stages[0]][0]
-        self.parameter = module.get_parameter(name)
+        self.parameter = self.agreed = module.get_parameter(name)
+        self.everywhere = places
         self.places = {stage: places[stage] for stage in self.stages[1:]}
         self.aliases = {stage: alias_of(self.parameter) for stage in self.places}
         self.kept: torch.Tensor | None = None
+
+    def adopt(self) -> None:
+        """Between steps: go on with another Parameter, if the user put one in all places.
+
+        Raises:
+            ValueError: where not all places have the same.
+        """
+        standing = {stage: [m._parameters.get(name) for m, name in self.everywhere[stage]] for stage in self.stages}
+        first = standing[self.stages[0]][0]
+        if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
+            changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}
+            raise ValueError(_no_longer_one(self.tie, changed))
+        if first is not self.parameter:
+            self.parameter = first
+            self.aliases = {stage: alias_of(first) for stage in self.aliases}
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that came since the Pipeline was built; see `check_no_hooks`."""
+        for parameter in (self.parameter, *self.aliases.values()) if len(self.tie.stages) > 1 else ():
+            check_no_hooks(parameter, self.tie.names[0])
+
+    def replaced(self) -> str | None:
+        """A digest of the value of a Parameter that the other processes have not been told of."""
+        if self.parameter is self.agreed:
+            return None
+        return f"{self.parameter.dtype} {tuple(self.parameter.shape)} {digest_of(self.parameter)}"
 
     def put_in(self) -> None:
         """Let the later stages see their aliases."""
@@ -202,6 +251,9 @@ class SharedShards(Shared):
                     "apply fully_shard to both alike"
                 )
 
+    def adopt(self) -> None:
+        """Which Parameters there are is for ``fully_shard`` to say."""
+
     def put_in(self) -> None:
         """Copy what the optimizer made of the first stage's shard."""
         with torch.no_grad():
@@ -216,6 +268,16 @@ class SharedShards(Shared):
 def shared_weight(tie: Tie, places: Mapping[int, Places], kind: str) -> Shared:
     """A weight whose stages are wrapped in that."""
     return {REPLICATED: SharedReplicas, SHARDED: SharedShards}.get(kind, Shared)(tie, places)
+
+
+def _no_longer_one(tie: Tie, changed: Container[int]) -> str:
+    """What to do where only some of a weight's names have a new Parameter."""
+    names = [name for name, (stage, _) in zip(tie.names, tie.members, strict=True) if stage in changed]
+    return (
+        f"tied: {' and '.join(tie.names)} are one weight in this Pipeline, and since the last step {', '.join(names)} "
+        "got another Parameter, or none; assign the same nn.Parameter to all of them, or build a new Pipeline for "
+        "weights that are no longer tied"
+    )
 
 
 def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -57,6 +57,8 @@ class Stage:
         modules: the layers of a chain, or the one module.
         fuses: whether it brings a method for fused pairs; see `fastpipe.runtime.fused`.
         plans: of the trees that it hands on and is given, on a device with streams; None elsewhere.
+        bare: whether it was to have replicas, and had no parameters to wrap.
+        grad_dtype: what its gradients are, where that is not its parameters' dtype; None otherwise.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Stage:
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
         self.plans: KnownPlans | None = None
+        self.bare = False
+        self.grad_dtype: torch.dtype | None = None
         self.fused_weight_grad = False
         self.moments = Moments(index, *contexts)
         self.later: frozenset[str] | None = None

@@ -16,6 +16,7 @@ from fastpipe.runtime.losses import (
     names_of,
     returned_loss,
     scale_loss,
+    weighed,
 )
 from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import Tensors, tensors_in
@@ -102,10 +103,12 @@ class StageLosses:
 
     def root(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
         """The loss of one microbatch: its share in that of the batch, and what was added, both scaled."""
-        work = self.work
-        found, metrics = (returned_loss(output), {}) if self.loss_fn is None else self._call_loss_fn(output, target)
+        work, divisor = self.work, self._divisor(microbatch)
+        found, metrics = (
+            (returned_loss(output), {}) if self.loss_fn is None else self._call_loss_fn(output, target, divisor)
+        )
         loss = checked_loss(found)
-        scaled = scale_loss(loss, self._divisor(microbatch))
+        scaled = scale_loss(loss, divisor)
         if torch.is_grad_enabled() and not scaled.requires_grad:
             whose = "the last stage" if self.loss_fn is None else "loss_fn"
             raise ValueError(
@@ -121,9 +124,9 @@ class StageLosses:
         assert root is not None
         return root
 
-    def _call_loss_fn(self, output: Any, target: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _call_loss_fn(self, output: Any, target: Any, divisor: float | None) -> tuple[Any, dict[str, torch.Tensor]]:
         assert self.loss_fn is not None
-        return loss_and_metrics(self.loss_fn(output, target, **self.carried))
+        return loss_and_metrics(self.loss_fn(weighed(output, divisor), target, **weighed(self.carried, divisor)))
 
     def _share_added(self, microbatch: int) -> torch.Tensor | None:
         """The share of the losses that this stage added in that of the batch, which are noted."""

@@ -24,9 +24,10 @@ from fastpipe.runtime.one_at_a_time import OneAtATime
 from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.random_numbers import RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks, Outcome
-from fastpipe.runtime.replicas import Replicas
+from fastpipe.runtime.replicas import Replicas, check_told
 from fastpipe.runtime.reports import MetricRules, Reports, Weights, weights_of
 from fastpipe.runtime.result import StepResult, pack_spans, unpack_spans
+from fastpipe.runtime.settling import misses, settle
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_losses import NoLoss
 from fastpipe.runtime.transport import TransportError
@@ -102,7 +103,8 @@ class Steps:
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.elsewhere: Failure | None = None
         self.broken: Failure | None = None
-        self._telling = Telling(control, settings.device)
+        self._telling = Telling(control, settings.device, ranks.moments)
+        control.on_loss(self._lost)
         self._interrupts = Interrupts(ranks.interrupt)
         self._calls = OneAtATime()
 
@@ -121,6 +123,9 @@ class Steps:
             program = self.plans.program(request.num_microbatches, not request.training)
             if not self.ranks.has(program):
                 prepare_together(self.control, lambda: self.ranks.prepare(program))
+            if any(reply["misses"] for reply in replies):
+                settle(self.control, self.ranks, self.stages, program)
+                self._forget_habits()
             signature = (request.training, *(reply["signature"] for reply in replies))
             weights = self._weights(replies, request)
             with torch.set_grad_enabled(request.training):
@@ -154,7 +159,7 @@ class Steps:
             try:
                 self.replicas.after_step(succeeded)
             except TransportError as error:
-                raise LostError(Failure(error.peer, str(error), dead=True)) from error
+                raise LostError(error.failure()) from error
         return replies
 
     def give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
@@ -162,7 +167,7 @@ class Steps:
         self.broken = failure
         self._release()
         # another may have begun the step that this one never will, and wait for it
-        self.ranks.leave()
+        self.ranks.leave(failure)
         raise failure.error() from cause
 
     def _release(self) -> None:
@@ -178,18 +183,19 @@ class Steps:
         inputs = Inputs()
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
+            message["told"] = self.replicas.prepare()
             self.plans.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
                 if stage.parallel is not None:
                     stage.parallel.prepare()
+            message["misses"] = request.training and request.reduces and misses(self.stages)
             inputs = take_inputs(
                 request, self.settings.split, self.stages, self.settings.loss_fn, self.settings.reduction
             )
             signature = self._signature(request, inputs)
-            message |= {"rows": inputs.rows, "whole": inputs.whole, "signature": signature}
-            message |= {"divisors": inputs.divisors, "has_target": inputs.targets is not None}
-            message |= {"unknown": inputs.unknown}
+            message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": signature}
+            message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
             message["digests"] = {} if isinstance(self.control, Alone) else inputs.digests(self._compared)
         except BaseException as found:
             # an iterator may raise anything, and the others must not wait for this rank
@@ -197,14 +203,19 @@ class Steps:
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
+        self.replicas.agreed()
         self._compared.update(inputs.kwargs)
         return inputs, replies
 
     def follow(self, plans: Plans, *, forward_only: bool) -> None:
         """From the next step on run other programs on the same stages."""
         self.plans, self.forward_only = plans, forward_only
-        self.known.clear()
         self.ranks.forget()
+        self._forget_habits()
+
+    def _forget_habits(self) -> None:
+        """What the stages hand on, and which gradients wait for W, may be other than it was."""
+        self.known.clear()
         for stage in self.stages:
             stage.has_split, stage.deferred = False, frozenset()
 
@@ -267,6 +278,7 @@ class Steps:
                 "of an input, 'target' or 'output_grad'"
             )
         check_digests([reply["digests"] for reply in replies])
+        check_told([reply["told"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Whatever may change a shape, a dtype or a gradient flag between stages."""
@@ -282,8 +294,8 @@ class Steps:
 
     def _weights(self, replies: Sequence[Reply], request: Request) -> Weights:
         """What the microbatches weigh on every rank: by the target where it can be counted, or else by the input."""
-        by_target = sorted(replies, key=lambda reply: not reply["has_target"])
-        rows = next((reply["rows"] for reply in by_target if reply["rows"]), None)
+        counted = [reply["rows"] for reply in replies if reply["rows"]]
+        _, rows = min(counted, key=lambda found: found[0]) if counted else (None, None)
         given = next((reply["divisors"] for reply in replies if reply["divisors"]), None)
         return weights_of(self.settings.reduction, given, rows, request.num_microbatches)
 
@@ -341,9 +353,12 @@ class Steps:
             self.elsewhere = failure
         self.ranks.fail()
         if failure.dead:
-            self.ranks.transport.end_silent()
-        if failure.dead:
-            self.ranks.transport.end_silent()
+            self._lost(failure)
+
+    def _lost(self, failure: Failure) -> None:
+        """From the watcher, in a step or between two: another process has ended."""
+        self.ranks.moments.give_up(failure)
+        self.ranks.transport.let_go(failure)
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         """What the others need to know of this process's step."""
@@ -360,7 +375,9 @@ class Steps:
 
     def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
         failures = [Failure(**reply["failure"]) for reply in replies if "failure" in reply]
-        dead = dead_among(replies) or next((f for f in failures if f.dead), None)
+        # one that is known says more than that messages did not come
+        lost = sorted((failure for failure in failures if failure.dead), key=lambda failure: failure.rank is None)
+        dead = dead_among(replies) or next(iter(lost), None)
         if dead is not None:
             self.give_up(dead, outcome.error)
         first = next((Failure(**reply["first"]) for reply in replies if "first" in reply), self.elsewhere)

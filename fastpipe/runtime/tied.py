@@ -12,7 +12,6 @@ goes on to the next one. To do the same, a gradient a microbatch would have to b
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,14 +20,14 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.chain import Chain
 from fastpipe.runtime.grad_dtype import dense, grad_dtype_of
-from fastpipe.runtime.replicas import Exchange, Replicas, holders_of
+from fastpipe.runtime.replicas import Exchange, Replicas, Told, holders_of
 from fastpipe.runtime.shared_weight import (
     Places,
     Shared,
     SharedShards,
     Tie,
+    check_no_hooks,
     check_own_replicas,
     kind_of_tie,
     local_part,
@@ -37,6 +36,7 @@ from fastpipe.runtime.shared_weight import (
     sum_of_uses,
     with_local_part,
 )
+from fastpipe.runtime.twins import Twins
 from fastpipe.runtime.wrappers import unwrapped
 
 
@@ -95,7 +95,7 @@ def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
     """Have the local names of every weight be one Parameter, that of the first; shards stay what they are.
 
     Raises:
-        ValueError: for a name that is no parameter, or weights of other looks or other replicas.
+        ValueError: for a name that is no parameter, or weights of other looks or other replicas, or with hooks.
     """
     for tie in ties:
         first: nn.Parameter | None = None
@@ -104,6 +104,8 @@ def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
             if stage not in modules:
                 continue
             parameter = parameter_of(unwrapped(modules[stage]), local, name)
+            if len(tie.stages) > 1:
+                check_no_hooks(parameter, name)
             if first is None:
                 first = parameter
             if parameter is first:
@@ -116,33 +118,6 @@ def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
             if not sharded or stage == tie.stages[0]:
                 check_own_replicas(tie, stage, modules[stage])
                 put(places_of(modules[stage], parameter), first)
-
-
-def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
-    """Stages that share no module: a shared one is copied for the later stage, with the very same parameters.
-
-    A layer that stands in the list twice is run by two ranks at once, and each has to see its own alias.
-    """
-    seen: set[int] = set()
-    own = {}
-    for stage, module in sorted(modules.items()):
-        for name, child in list(module._modules.items()) if isinstance(module, Chain) else ():
-            if child is not None and seen & with_parameters(child):
-                module._modules[name] = twin(child)
-        own[stage] = twin(module) if seen & with_parameters(module) else module
-        seen |= with_parameters(own[stage])
-    return own
-
-
-def with_parameters(module: nn.Module) -> set[int]:
-    """The ``id`` of the modules in it that have parameters of their own."""
-    return {id(m) for m in module.modules() if any(p is not None for p in m._parameters.values())}
-
-
-def twin(module: nn.Module) -> nn.Module:
-    """A copy of a module with the very same parameters and buffers."""
-    same: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    return copy.deepcopy(module, same)
 
 
 def parameter_of(module: nn.Module, local: str, name: str) -> nn.Parameter:
@@ -168,12 +143,18 @@ class TiedWeights(Replicas):
     Args:
         shared: the weights that this process has.
         swaps: per weight, the other processes that have uses of it.
+        twins: of layers that stand in several stages here.
+
+    Attributes:
+        sees_aliases: whether the stages do now.
     """
 
-    def __init__(self, shared: Sequence[Shared], swaps: Swaps | None) -> None:
+    def __init__(self, shared: Sequence[Shared], swaps: Swaps | None, twins: Twins) -> None:
         self.shared = shared
         self.swaps = swaps
+        self.twins = twins
         self.base: Replicas | None = None
+        self.sees_aliases = False
 
     def around(self, make: Callable[[], Replicas]) -> TiedWeights:
         """Make what is inside while the stages see their aliases, so that it works on these."""
@@ -189,17 +170,43 @@ class TiedWeights(Replicas):
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The stages see their aliases."""
-        for weight in self.shared:
-            weight.put_in()
+        self._adopt()
+        self._put_in()
         try:
             yield
         finally:
             self.release()
 
-    def follow(self) -> None:
-        """Before every step; the aliases stay until `release`."""
+    def _adopt(self) -> None:
+        self.twins.follow()
+        for weight in self.shared:
+            weight.adopt()
+
+    def _put_in(self) -> None:
+        self.sees_aliases = True
         for weight in self.shared:
             weight.put_in()
+
+    def prepare(self) -> Told:
+        """Weights that the user replaced go on as the new ones."""
+        self._adopt()
+        for weight in self.shared:
+            weight.check_hooks()
+        found = {weight: weight.replaced() for weight in self.shared} if self.swaps is not None else {}
+        return {
+            weight.tie.names[0]: (digest, self.swaps.holders(weight.tie))
+            for weight, digest in found.items()
+            if digest is not None and self.swaps is not None
+        }
+
+    def agreed(self) -> None:
+        """The others have replaced theirs alike."""
+        for weight in self.shared:
+            weight.agreed = weight.parameter
+
+    def follow(self) -> None:
+        """Before every step; the aliases stay until `release`."""
+        self._put_in()
         self._inside.follow()
 
     def before_step(self) -> None:
@@ -217,8 +224,10 @@ class TiedWeights(Replicas):
 
     def release(self) -> None:
         """The modules are as the user knows them."""
-        for weight in self.shared:
+        # nothing is overwritten that the user put there and `prepare` refused
+        for weight in self.shared if self.sees_aliases else ():
             weight.take_out()
+        self.sees_aliases = False
 
     def whole_sums(self, whole: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """By name, the gradient of every weight of which only shards are held here: the sum of its stages' uses.
@@ -275,6 +284,10 @@ class Swaps:
         self.rank = rank
         self.placement = placement
         self.exchange = exchange
+
+    def holders(self, tie: Tie) -> list[int]:
+        """The ranks that have a weight."""
+        return list(users_of(tie, self.placement))
 
     def gather(
         self, tie: Tie, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
@@ -333,7 +346,7 @@ def make_tied(
     if not shared:
         return make()
     swaps = None if exchange is None else Swaps(rank, placement, exchange)
-    return TiedWeights(shared, swaps).around(make)
+    return TiedWeights(shared, swaps, Twins(modules.values())).around(make)
 
 
 def first_names(ties: Sequence[Tie]) -> dict[str, tuple[int, str]]:

@@ -17,10 +17,14 @@ import torch
 from torch import fx, nn
 
 
+class _Unknown:
+    """What no object is an instance of."""
+
+
 def _known(module: str, name: str) -> type:
     """A class of torch, if anybody has imported it; who has not has none of its objects."""
     found = sys.modules.get(f"torch.distributed.pipelining.{module}")
-    return getattr(found, name, type(None)) if found is not None else type(None)
+    return getattr(found, name, _Unknown)
 
 
 def torch_stages(stages: Any) -> list[Any]:
@@ -32,12 +36,12 @@ def torch_stages(stages: Any) -> list[Any]:
         listed = list(stages)
     else:
         listed = [stages]
-    return listed if stages is not None and any(isinstance(stage, base) for stage in listed) else []
+    return listed if any(isinstance(stage, base) for stage in listed) else []
 
 
 def is_traced(stages: Any) -> bool:
     """Whether a model is given that ``pipeline()`` of torch traced."""
-    return stages is not None and isinstance(stages, _known("_IR", "Pipe"))
+    return isinstance(stages, _known("_IR", "Pipe"))
 
 
 def group_of(stages: Any) -> Any:

@@ -11,7 +11,8 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from fastpipe.machine import Lanes
-from fastpipe.program import Channel, ChannelKind, Program
+from fastpipe.program import ChannelKind, Program
+from fastpipe.runtime.failure import Failure
 from fastpipe.runtime.tensors import Specs, Tensors, alike, dense_all, specs_of, specs_text
 
 
@@ -44,6 +45,10 @@ class TransportError(RuntimeError):
     def __init__(self, message: str, peer: int | None) -> None:
         super().__init__(message)
         self.peer = peer
+
+    def failure(self) -> Failure:
+        """The same for the other processes: without the peer this pipeline cannot go on."""
+        return Failure(self.peer, str(self), dead=True)
 
 
 class SpecBook:
@@ -87,7 +92,8 @@ class SpecBook:
         elif self._open[message] != found and not alike(self._open[message], found):
             raise ValueError(
                 f"{message} changed without a change in the inputs: expected {specs_text(self._open[message])}, found "
-                f"{specs_text(found)}; the next step will announce it anew"
+                f"{specs_text(found)}; pad it to one shape, or cut the model so that who makes it and who takes it are "
+                "in one stage"
             )
         return ready
 
@@ -161,14 +167,15 @@ class Transport(ABC):
         """The same when a rank is lost, so that nobody is waited for; `close` is still called."""
         self.close()
 
-    def end_silent(self) -> None:  # noqa: B027 - most are told by the kernel
-        """A rank is gone: who waits for one whose host has vanished is let go. From any thread, more than once."""
+    def let_go(self, failure: Failure) -> None:  # noqa: B027 - most are told by the kernel
+        """A rank is gone: who waits for its messages is let go, where its kernel does not see to that.
+
+        From any thread, and more than once.
+
+        Args:
+            failure: which one, if that is known, and what became of it.
+        """
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         return f"{self.kind}, lanes {self.lanes}" + (f" ({self.why})" if self.why else "")
-
-
-def peer_of(channel: Channel, rank: int) -> int:
-    """The other end of a channel."""
-    return channel.destination if channel.source == rank else channel.source

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from fastpipe.runtime.shared_weight import Places, Shared, Tie
-from fastpipe.runtime.tied import parameter_of, twin, with_parameters
+from fastpipe.runtime.tied import parameter_of
+from fastpipe.runtime.twins import Made, twin, with_parameters
 
 
 @contextmanager
@@ -16,20 +17,17 @@ def uses_apart(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
     """Sum the uses of tied weights as a pipeline does: those of every stage by themselves, then the last stage's first.
 
     Raises:
-        ValueError: when the model's weights are not tied.
+        ValueError: when the model's weights are not tied, or have hooks.
     """
     children = dict(model._modules)
-    _separate(model, ties)
-    shared = [Shared(tie, _places_by_name(model, tie)) for tie in ties]
-    for weight in shared:
-        weight.set_aside()
-        weight.put_in()
     try:
-        yield
-    finally:
+        _separate(model, ties)
+        shared = [Shared(tie, _places_by_name(model, tie)) for tie in ties]
         for weight in shared:
-            weight.add_up(weight.grads())
-            weight.take_out()
+            weight.check_hooks()
+        with _aliases_in(shared):
+            yield
+    finally:
         model._modules.update(children)
 
 
@@ -49,16 +47,30 @@ def ties_in(model: nn.Module, ties: Sequence[Tie]) -> list[Tie]:
     return found
 
 
+@contextmanager
+def _aliases_in(shared: Sequence[Shared]) -> Iterator[None]:
+    for weight in shared:
+        weight.set_aside()
+        weight.put_in()
+    try:
+        yield
+    finally:
+        for weight in shared:
+            weight.add_up(weight.grads())
+            weight.take_out()
+
+
 def _separate(model: nn.Module, ties: Sequence[Tie]) -> None:
     """Layers of several stages share no module, as `own_modules` has it for those of a pipeline."""
     layers = {
         (stage, name.partition(".")[0]) for tie in ties for (stage, _), name in zip(tie.members, tie.names, strict=True)
     }
     seen: dict[int, set[int]] = {}
+    made: dict[int, Made] = {}
     for stage, name in sorted(layers):
         layer = model.get_submodule(name)
         if any(earlier & with_parameters(layer) for other, earlier in seen.items() if other != stage):
-            layer = model._modules[name] = twin(layer)
+            layer = model._modules[name] = twin(layer, made.setdefault(stage, {}))
         seen.setdefault(stage, set()).update(with_parameters(layer))
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastpipe.runtime.connections import connections_with, made_by
-from fastpipe.runtime.failure import DIED, Failure, first_line
+from fastpipe.runtime.failure import DIED, Failure, first_line, logged
 from fastpipe.runtime.host import Neighbours
 from fastpipe.runtime.lifeline import BEAT_SECONDS, GONE, Lifeline
 
@@ -39,6 +39,8 @@ class Watcher:
 
     Attributes:
         polls: whether some process cannot ring, so that its failures have to be looked for.
+        on_loss: called when a process has ended that had not closed the pipeline, in a step or between two, from the
+            watcher's thread.
     """
 
     def __init__(self, store: Any, neighbours: Neighbours, lifeline: Lifeline, on_death: OnDeath) -> None:
@@ -47,6 +49,7 @@ class Watcher:
         self.lifeline = lifeline
         self.on_death = on_death
         self.polls = True
+        self.on_loss: Callable[[Failure], None] = lambda failure: None
         self.step = 0
         self._on_failure: OnFailure | None = None
         self._published: int | None = None
@@ -117,20 +120,30 @@ class Watcher:
         looking = False
         while True:
             ready = poll.poll(self._milliseconds(looking))
-            if self._stopping:
-                return
-            self.neighbours.quiet()
             self.lifeline.beat()
             for descriptor, _ in ready:
                 if descriptor != self.neighbours.bell:
                     poll.unregister(descriptor)
+            self._dead = self.find_dead(self.step)
+            # in this order: whoever parts says so before it ends, and what is rung for is there before the ring
+            self.neighbours.quiet()
+            if self._stopping:
+                return
             with self._lock:
                 step, active = self.step, self._on_failure is not None
-            self._dead = self.find_dead(step)
             # told again until the step ends: a rank that has not begun its program yet would forget it
             looking = active
-            if active and not self._look(store, step):
+            # a step is told first, before it can end by what is let go on a loss
+            seen = not active or self._look(store, step)
+            self._tell_losses()
+            if not seen:
                 return
+
+    def _tell_losses(self) -> None:
+        for failure in self.dead():
+            if failure.rank not in self.neighbours.parted:
+                with logged("to let go of a lost rank"):
+                    self.on_loss(failure)
 
     def _poll(self) -> select.poll:
         poll = select.poll()
@@ -152,8 +165,7 @@ class Watcher:
         if self._dead:
             self._connections.end_silent()
         try:
-            for rank, cause in sorted(self._dead.items()):
-                death = Failure(rank, cause, dead=True)
+            for death in self.dead():
                 self._report(death, step)
                 self.on_death(store, death, step)
             if store.check([_key(step)]):
@@ -162,6 +174,10 @@ class Watcher:
             self._report(self.store_gone(error), step)
             return False
         return True
+
+    def dead(self) -> list[Failure]:
+        """Who has been found to have ended, in order of the ranks."""
+        return [Failure(rank, cause, dead=True) for rank, cause in sorted(self._dead.items())]
 
     def find_dead(self, step: int) -> dict[int, str]:
         """Who cannot take part in a step, and what became of it."""
@@ -173,7 +189,8 @@ class Watcher:
         # under the lock, or it might be told to the next step, which has nothing to do with it
         with self._lock:
             if self._on_failure is not None and self.step == step:
-                self._on_failure(failure)
+                with logged("to tell a step of its failure"):
+                    self._on_failure(failure)
 
 
 def note_failure(store: Any, failure: Failure, step: int) -> Failure:

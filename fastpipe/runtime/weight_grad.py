@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import local
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import GraphExecGroup
 
 from fastpipe.runtime import native
 from fastpipe.runtime.fused_accumulation import Use, accumulate_in_place
@@ -101,8 +102,9 @@ class PythonWeightGradients:
         self.survey, self.fuses = survey, fused
         self.backward = self.fused = False
         self._surveys = not survey.done
-        self._asked: list[torch.Tensor] = []
+        self._asked: list[Any] = []
         self._pending: list[_Pending] = []
+        self._group: GraphExecGroup | None = None
 
     @contextmanager
     def armed(self, backward: bool, fused: bool = False) -> Iterator[None]:
@@ -110,8 +112,11 @@ class PythonWeightGradients:
         self.backward, self.fused = backward, fused
         before = _thread.armed
         _thread.armed = self
+        # I and W are to torch's checkpoint one backward: what I recomputed is there in W
+        group = self._group if backward else None
         try:
-            yield
+            with nullcontext() if group is None else group:
+                yield
         finally:
             _thread.armed = before
 
@@ -120,7 +125,7 @@ class PythonWeightGradients:
         if not self._surveys:
             return
         kept: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs}
-        _reach([get_gradient_edge(tensor).node for tensor in (*outputs, *self._asked)], kept)
+        _reach([*(get_gradient_edge(tensor).node for tensor in outputs), *self._asked], kept)
         weights = _weights_of(kept) - kept
         while whole := [node for node in weights if not _separate(node, kept, weights)]:
             _reach(whole, kept)
@@ -138,15 +143,22 @@ class PythonWeightGradients:
             return False
         leaves = _leaves({get_gradient_edge(weight).node}, past_linears=False)
         if self.backward:
-            # the checkpoint's inputs are leaves of the graph made anew, and their gradients are wanted at once
+            # The checkpoint's inputs are leaves of the graph made anew, and their gradients are wanted at once. What a
+            # checkpoint within it makes, W would make again: it is too late to have this run of the engine in a group.
+            if _in_checkpoint() and not weight.is_leaf:
+                return False
             parameters = all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves.values())
             return bool(leaves) and parameters and self.survey.whole.isdisjoint(leaves)
         return bool(leaves) and leaves.keys() <= self.survey.waits.keys()
 
-    def differentiated(self, weight: torch.Tensor) -> None:
-        """In F: the model differentiates a linear itself, and may ask for its weight's gradient."""
-        if weight.requires_grad:
-            self._asked.append(weight)
+    def leave(self, weight: torch.Tensor) -> None:
+        """In F: a linear has left this weight for W."""
+        if self._group is None and _in_checkpoint() and not weight.is_leaf:
+            self._group = GraphExecGroup()
+
+    def differentiated(self, node: Any) -> None:
+        """In F: the model differentiates a linear itself, and may ask for the gradient of the weight of this node."""
+        self._asked.append(node)
 
     def add(self, weight: torch.Tensor, edge: GradientEdge, use: Use) -> None:
         """In I: queue what one linear leaves."""
@@ -249,6 +261,11 @@ def _in_reentrant_checkpoint() -> bool:
     return node is not None and node.name() == "CheckpointFunctionBackward"
 
 
+def _in_checkpoint() -> bool:
+    """Whether what autograd saves now may be computed again, as far as can be told: something is done to it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def _weight_gradient(inputs: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """By autograd's own formula for mm, which depends on the weight's layout."""
     if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
@@ -292,7 +309,7 @@ class _Linear(torch.autograd.Function):
         for_weight = _weight_gradient(inputs, grad, weight) if ctx.needs_input_grad[1] else None
         for_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.weights.backward:
-            ctx.weights.differentiated(weight)
+            ctx.weights.differentiated(ctx.next_functions[_WEIGHT][0])
         elif ctx.later is not None:
             ctx.weights.add(*ctx.later, Use(inputs, grad))
         return for_inputs, for_weight, for_bias, None, None, None
@@ -353,6 +370,7 @@ def _multiply(
 ) -> torch.Tensor:
     later = anchor = None
     if weights.waits(weight):
+        weights.leave(weight)
         later, weight = (weight, get_gradient_edge(weight)), weight.detach()
         if not inputs.requires_grad and (bias is None or not bias.requires_grad):
             anchor = weight.new_empty(()).requires_grad_()

@@ -69,7 +69,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Module]:
-    """Wrap what has parameters to train in DistributedDataParallel.
+    """Wrap what has parameters in DistributedDataParallel, also those that are frozen: they may not stay it.
 
     Args:
         modules: by stage.
@@ -93,10 +93,22 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
 
 
 def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return module
-    # else torch begins with one bucket for all, and makes smaller ones only when its own reducer has been at work
-    return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+    parameters = list(module.parameters())
+    stand_ins: list[nn.Parameter] = []
+    if not any(parameter.requires_grad for parameter in parameters):
+        # a frozen stage may be unfrozen later, and torch wants one parameter to train: the one that costs the least
+        able = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+        stand_ins = sorted(able, key=nn.Parameter.numel)[:1]
+        if not able:
+            return module
+    for stand_in in stand_ins:
+        stand_in.requires_grad_(True)
+    try:
+        # else torch begins with one bucket for all, and makes smaller ones only when its own reducer has been at work
+        return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+    finally:
+        for stand_in in stand_ins:
+            stand_in.requires_grad_(False)
 
 
 def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: int, num_routes: int) -> None:

@@ -76,7 +76,10 @@ def find(name: str) -> Family:
         ValueError: naming those there are.
     """
     if not isinstance(name, str):
-        raise TypeError(f"schedule name: expected a str, found {type(name).__name__}")
+        raise TypeError(
+            f"schedule name: expected a str, found {type(name).__name__} {getattr(name, '__name__', name)}; give the "
+            "name of one of list_schedules(), or to Pipeline a Schedule"
+        )
     family = FAMILIES.get(name.lower())
     if family is None:
         hint = f", or Schedule.from_csv({name!r}) for a file" if Path(name).suffix or len(Path(name).parts) > 1 else ""

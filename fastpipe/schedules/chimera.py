@@ -35,4 +35,5 @@ CHIMERA = Family(
     "even ranks, even microbatches; made for as many microbatches as ranks",
     generate,
     stages_per_rank=2,
+    num_routes=2,
 )

@@ -90,6 +90,7 @@ DUALPIPE = Family(
     "even ranks, even microbatches >= 2 x ranks",
     generate,
     stages_per_rank=2,
+    num_routes=2,
 )
 DUALPIPEV = Family(
     "dualpipev",

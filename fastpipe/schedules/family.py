@@ -36,6 +36,7 @@ class Family:
         generate: ``(num_ranks, num_microbatches, **options)`` to a schedule.
         options: by name.
         stages_per_rank: how many stages a rank holds, where no option says so.
+        num_routes: 2 where every stage is on two ranks, so that there are half as many stages as ranks hold.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Family:
     generate: Callable[..., Schedule]
     options: Mapping[str, Option] = field(default_factory=dict)
     stages_per_rank: int = 1
+    num_routes: int = 1
 
     def make(self, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
         """Check the options and generate."""

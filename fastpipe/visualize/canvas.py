@@ -33,9 +33,7 @@ def checked_path(path: str | Path) -> Path:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib, which is not installed: run `pip install fastpipe[plot]`"
-        ) from error
+        raise ImportError("pictures need matplotlib, which is not installed: run `pip install matplotlib`") from error
     return path
 
 

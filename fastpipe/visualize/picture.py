@@ -40,6 +40,8 @@ def plot(
         timeline: simulated or measured.
         path: the file; its suffix says the format: .png, .svg or .pdf.
         against: a second timeline, drawn beneath on the same time axis, such as the prediction of a measured one.
+            Where its stages are of another size, the most activations that a rank holds are counted in those of a
+            rank's share of the model (1/ranks of it), as `fastpipe.compare` counts them.
         title: the heading; the schedule and its numbers unless given.
         width: inches, 2 to 200.
         row_height: inches a rank takes; chosen by the number of ranks unless given.
@@ -63,7 +65,7 @@ def plot(
     lines = any(panel.wants_transfers() for panel in panels) if transfers is None else transfers
     for panel in panels:
         panel.draw(with_labels=labels, with_transfers=lines, critical_path=critical_path)
-        panel.describe(_heading(panel.timeline, shown))
+        panel.describe(_heading(panel.timeline, shown), as_shares=not _same_stages(shown))
         panel.axes.set_xlabel(f"time ({panel.unit})", color=canvas.INK)
     _head(figure, title or _title(shown), canvas.legend_handles(shown, critical_path=critical_path, transfers=lines))
     return canvas.save(figure, path, dpi)
@@ -101,6 +103,11 @@ def _title(shown: Sequence[Timeline]) -> str:
     same = len({t.program.num_stages for t in shown}) == 1
     stages = _stages(shown[0]) if same else ""
     return f"{name}   {program.num_ranks} ranks{stages}, {program.num_microbatches} microbatches"
+
+
+def _same_stages(shown: Sequence[Timeline]) -> bool:
+    """Whether a stage is the same part of the model in all."""
+    return len({t.program.num_stages / t.program.num_ranks for t in shown}) == 1
 
 
 def _stages(timeline: Timeline) -> str:

@@ -85,8 +85,14 @@ class Panel:
         if critical_path:
             self._outline_critical_path()
 
-    def describe(self, heading: str) -> None:
-        """Everything around it: ranks on the left, peaks on the right, the heading above."""
+    def describe(self, heading: str, *, as_shares: bool = False) -> None:
+        """Everything around it: ranks on the left, peaks on the right, the heading above.
+
+        Args:
+            heading: of the panel.
+            as_shares: count peaks in activations of a rank's share of the model, as `fastpipe.compare` does, where
+                another panel has stages of another size.
+        """
         axes, ranks = self.axes, self.bars.program.num_ranks
         axes.set_xlim(0, self.longest * self.scale)
         axes.set_ylim(ranks, 0)
@@ -99,7 +105,7 @@ class Panel:
             axes.spines[side].set_visible(False)
         axes.spines["bottom"].set_color(canvas.INK)
         axes.set_title(heading, loc="left", fontsize=10, color=canvas.INK, pad=5)
-        self._write_peaks(shown, size)
+        self._write_peaks(shown, size, as_shares)
 
     def wants_transfers(self) -> bool:
         """Whether transfers take time and are few enough to be told from each other."""
@@ -109,14 +115,17 @@ class Panel:
     def _typical(self) -> float:
         return float(np.median(self.bars.end - self.bars.start)) if len(self.bars) else 0.0
 
-    def _write_peaks(self, shown: range, size: float) -> None:
+    def _write_peaks(self, shown: range, size: float, as_shares: bool) -> None:
         style: dict[str, Any] = {"transform": self.axes.get_yaxis_transform(), "ha": "center", "color": canvas.INK}
         centre = 1 + 0.34 / self.inches
         above = -3.5 / self.points_a_row
-        self.axes.text(centre, above, "peak\nlive", va="bottom", fontsize=7.5, linespacing=0.95, **style)
+        what = "peak live\n(shares)" if as_shares else "peak\nlive"
+        self.axes.text(centre, above, what, va="bottom", fontsize=7.5, linespacing=0.95, **style)
+        program = self.timeline.program
         for rank in shown:
             peak = self.timeline.peak_activations[rank]
-            self.axes.text(centre, rank + 0.5, str(peak), va="center", fontsize=size, **style)
+            text = f"{peak * program.num_ranks / program.num_stages:.4g}" if as_shares else str(peak)
+            self.axes.text(centre, rank + 0.5, text, va="center", fontsize=size, **style)
 
     def _parts(self, kind: str) -> Parts:
         drawn = self.bars

@@ -136,6 +136,31 @@ def test_lost(moment: str, how: str, options: dict[str, Any], tmp_path: Path) ->
         started.results(others(victim))
 
 
+def lose_one_in_a_step(victim: int, note: str) -> dict[str, Any]:
+    """Runs on every rank: the victim ends when groups for pairs of ranks are made, which is in the first step."""
+
+    def act() -> None:
+        Path(note).write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pipe = build(transport="process_group_coalesced")
+    if dist.get_rank() == victim:
+        stop_at("making groups", act, 1)
+    batch = CASES["plain"].batches(1, 2 * COUNT)[0]
+    with pytest.raises(StepError) as caught:
+        pipe.step(*batch.args, target=batch.target)
+    seconds = time.monotonic() - float(Path(note).read_text())
+    return {"text": str(caught.value), "rank": caught.value.rank, "seconds": seconds}
+
+
+def test_killed_while_connections_are_made_in_a_step(tmp_path: Path) -> None:
+    with ranks(SIZE) as started:
+        started.start(lose_one_in_a_step, 2, str(tmp_path / "note"))
+        for answer in started.results(others(2)):
+            assert answer["rank"] == 2 and "its process died" in answer["text"], answer
+            assert promptly(answer["seconds"], WITHIN), answer
+
+
 def test_killed_with_the_store(tmp_path: Path) -> None:
     """Started by hand, rank 0 holds the store: with it the others can tell each other nothing."""
     with ranks(SIZE, host="first") as started:
@@ -195,6 +220,17 @@ def test_another_process_with_a_number_that_was_free_again() -> None:
         neighbours.watch(2, mine | {"started": "1"})
         neighbours.watch(3, mine | {"host": "elsewhere", "started": "1"})
         assert neighbours.ended() == {2} and set(neighbours.processes) == {1}
+    finally:
+        neighbours.close()
+
+
+def test_who_parts_is_heard_whatever_is_rung_before() -> None:
+    """A pipe is read a part at a time, and a part may end within a word."""
+    neighbours = Neighbours()
+    try:
+        os.write(neighbours._own, b"!" * 4094 + b"<12>")
+        neighbours.quiet()
+        assert neighbours.parted == {12}
     finally:
         neighbours.close()
 

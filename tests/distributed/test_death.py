@@ -15,9 +15,9 @@ from fastpipe.runtime.failure import Failure, LostError
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
-from tests.promptly import promptly
+from tests.promptly import PATIENCE, promptly
 from tests.runtime.checks import rows_for, train_and_compare
-from tests.runtime.models import CASES, Block
+from tests.runtime.models import CASES, DEVICE, Block
 
 SIZE = 4
 COUNT = 8
@@ -29,7 +29,7 @@ class Stopping(torch.nn.Module):
 
     def __init__(self, at_call: int, number: int, note: str) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = Block().to(DEVICE)
         self.at_call = at_call
         self.number = number
         self.note = note
@@ -136,6 +136,35 @@ def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
         check(group.results(others(0)), 0, WITHIN)
 
 
+def hear_of_losses(closes: bool) -> list[int | None]:
+    """Runs on both ranks: rank 1 ends between two steps, and rank 0 says whom it was told to be lost until then."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn)
+    heard: list[Failure] = []
+    pipe._control.on_loss(heard.append)
+    (batch,) = case.batches(1, rows_for(COUNT))
+    pipe.step(*batch.args, target=batch.target)
+    if dist.get_rank() == 1:
+        if closes:
+            pipe._finalizer()
+        os.kill(os.getpid(), signal.SIGKILL)
+    until = time.monotonic() + PATIENCE
+    watcher: Any = pipe._control._watcher  # type: ignore[attr-defined]
+    while not (heard or (closes and watcher.dead())) and time.monotonic() < until:
+        time.sleep(0.01)
+    if closes:
+        time.sleep(0.2)  # in which it would be told
+    return sorted({failure.rank for failure in heard}, key=str)
+
+
+@pytest.mark.parametrize(("closes", "lost"), [(True, []), (False, [1])])
+def test_who_has_closed_the_pipeline_may_end(closes: bool, lost: list[int]) -> None:
+    """The others may still read results of the last step; with one that has not, what they wait for is given up."""
+    with ranks(2) as group:
+        group.start(hear_of_losses, closes)
+        assert group.results([0]) == [lost]
+
+
 def lose_the_store(executor: str) -> str:
     """Runs on every rank: the store is lost when all but rank 1 have begun the step."""
     case = CASES["plain"]
@@ -177,3 +206,12 @@ def test_silent(victim: int, when: str, executor: str, tmp_path: Path) -> None:
         note = str(tmp_path / "note")
         group.start(train_until, victim, at_call, int(signal.SIGSTOP), note, executor, "1f1b", timeout, 3)
         check(group.results(others(victim)), victim, 3 * timeout + WITHIN)
+
+
+def test_silent_with_the_store(tmp_path: Path) -> None:
+    """Started by hand, rank 0 holds the store: stopped, it does not answer who wants to tell the others of it."""
+    timeout = 3.0
+    with ranks(SIZE, host="first") as group:
+        note = str(tmp_path / "note")
+        group.start(train_until, 0, COUNT + 3, int(signal.SIGSTOP), note, "python", "1f1b", timeout, 3)
+        check(group.results(others(0)), 0, 5 * timeout + WITHIN)

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,15 @@ SIDE_BY_SIDE = [
     ((4, 4), "dualpipev", HOSTS),
 ]
 WAYS = [("native", "shared_memory"), ("python", "shared_memory"), ("native", "process_group")]
+# Which of these by which way. Process groups know no hosts, so the last two would be the first three again. The Python
+# executor shares shared memory with the native one; what it does itself are pairs, and two transports in one.
+ALL, PAIRS_AND_HOSTS, ON_ONE_HOST = (0, 1, 2, 3, 4), (2, 3), (0, 1, 2)
 
 
-def in_all_sizes(executor: str, transport: str) -> list[tuple[int, str]]:
+def in_sizes(numbers: Sequence[int], executor: str, transport: str) -> list[tuple[int, str]]:
     """Runs on every rank; each pipeline is compared with the unsplit model at every step: its size, its transport."""
     found = []
-    for sizes, schedule, hosts in SIDE_BY_SIDE:
+    for sizes, schedule, hosts in [SIDE_BY_SIDE[number] for number in numbers]:
         starts = itertools.accumulate(sizes, initial=0)
         groups = [dist.new_group(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
         group = next(group for group in groups if dist.get_rank() in dist.get_process_group_ranks(group))
@@ -59,11 +62,16 @@ def in_all_sizes(executor: str, transport: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize(("executor", "transport"), WAYS)
-def test_one_to_eight_ranks_paused_and_resumed_at_random(executor: str, transport: str, group_of: GroupOf) -> None:
+@pytest.mark.parametrize(
+    ("executor", "transport", "numbers"),
+    [(*way, part) for way, part in zip(WAYS, (ALL, PAIRS_AND_HOSTS, ON_ONE_HOST), strict=True)],
+)
+def test_one_to_eight_ranks_paused_and_resumed_at_random(
+    executor: str, transport: str, numbers: Sequence[int], group_of: GroupOf
+) -> None:
     skip_without_native()
     group = group_of(MOST)
-    group.start(in_all_sizes, executor, transport)
+    group.start(in_sizes, numbers, executor, transport)
     choice = random.Random(3)
     deadline = time.monotonic() + 60
     while not group.answered() and time.monotonic() < deadline:
@@ -73,8 +81,9 @@ def test_one_to_eight_ranks_paused_and_resumed_at_random(executor: str, transpor
         group.signal(rank, signal.SIGCONT)
         time.sleep(choice.random() * 0.02)
     kinds = dict(pair for found in group.results() for pair in found)
-    assert set(kinds) == set(range(1, MOST + 1))
-    assert {kinds[3], kinds[5]} == {"mixed" if transport == "shared_memory" else transport}
+    assert set(kinds) == {size for number in numbers for size in SIDE_BY_SIDE[number][0]}
+    mixed = transport == "shared_memory"
+    assert all(kinds[size] == ("mixed" if mixed else transport) for size in (3, 5) if size in kinds)
 
 
 def held() -> tuple[list[int], int]:
@@ -125,7 +134,7 @@ def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list
     """Runs on every rank, whose process may have trained before: what it holds after some steps, and after all."""
     layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
     pipe = Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, executor=executor, transport=transport, num_ranks=2)
-    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    x, y = torch.randn(64, 64), torch.randn(64, 64)
     found = []
     for step in range(num_steps):
         pipe.step(x, target=y)
@@ -135,10 +144,10 @@ def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list
 
 
 @pytest.mark.parametrize(("executor", "transport"), WAYS)
-def test_nothing_grows_in_500_steps(executor: str, transport: str, group_of: GroupOf) -> None:
+def test_nothing_grows_in_250_steps(executor: str, transport: str, group_of: GroupOf) -> None:
     """One microbatch's activations kept at every step would be over 6 MB. What earlier tests left may go meanwhile."""
     skip_without_native()
-    for (counts, before), (counts_after, after) in group_of(2).run(many_steps, executor, transport, 500):
+    for (counts, before), (counts_after, after) in group_of(2).run(many_steps, executor, transport, 250):
         grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
         assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
         assert after - before < 3000

@@ -25,7 +25,7 @@ from tests.distributed.ranks import ranks
 from tests.distributed.test_death import COUNT, SIZE, check, others, report
 from tests.promptly import PATIENCE
 from tests.runtime.checks import rows_for
-from tests.runtime.models import CASES, Block
+from tests.runtime.models import CASES, DEVICE, Block
 
 Place = tuple[str, int]
 WITHIN = 3.0
@@ -54,7 +54,7 @@ class Vanishing(torch.nn.Module):
 
     def __init__(self, at_call: int, note: Path) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = Block().to(DEVICE)
         self.at_call = at_call
         self.note = note
         self.calls = 0

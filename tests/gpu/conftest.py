@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-# What waits for a flag must not hold up what shares its hardware queue; CUDA looks at it when it starts.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+HOST_CUDA = "CUDA on the host"
+"""What the device is called that tests/host_cuda makes."""
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +16,11 @@ def on_a_gpu(request: pytest.FixtureRequest) -> None:
         return
     what = " ".join(str(request.function.__doc__).split())
     pytest.skip(f"no CUDA device, so not checked: {what}")
+
+
+@pytest.fixture
+def true_gpu(request: pytest.FixtureRequest) -> None:
+    """Skips over CUDA on the host, which has no profiler and no speed."""
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == HOST_CUDA:
+        what = " ".join(str(request.function.__doc__).split())
+        pytest.skip(f"no true GPU, so not checked: {what}")

@@ -10,24 +10,31 @@ sockets: that is for correctness, and says nothing about speed.
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fastpipe
+from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.testing import reference_step
 from tests.gpu.models import batch, layers, loss_fn
+from tests.promptly import promptly
 from tests.runtime.checks import same_bits
 
 TIMEOUT = 40.0
+NOTE = Path(os.environ.get("NOTE", ""))
+"""When that was."""
 RECORDED = "RECORDED" in os.environ
 
 
@@ -62,6 +69,8 @@ def run(schedule: str, name: str, executor: str) -> str:
         model, schedule, 8, loss_fn, executor=executor, device="cuda", timeout=TIMEOUT, cuda_graph=RECORDED
     )
     x, target = batch(32, dtype)
+    if os.environ.get("WHEN") == "connecting":
+        return lose(pipe, x, target)
     reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
     expected = {key: parameter.grad for key, parameter in unsplit.named_parameters()}
     wrong = []
@@ -79,18 +88,42 @@ def run(schedule: str, name: str, executor: str) -> str:
 
 
 def lose(pipe: fastpipe.Pipeline, x: torch.Tensor, target: torch.Tensor) -> str:
-    """One more step, in which the rank VICTIM is killed while the others wait for what it has not computed."""
-    if os.environ["RANK"] == os.environ["VICTIM"]:
+    """One more step, which the rank VICTIM does not live to end: WHEN its first stage begins, when the others wait for
+    its first message, or when only its device has still to do what they wait for."""
+    is_victim, late = os.environ["RANK"] == os.environ["VICTIM"], os.environ["WHEN"] == "late"
+    if is_victim and os.environ["WHEN"] == "connecting":
+        ProcessGroups._connect = die  # type: ignore[method-assign]
+    elif is_victim:
         module = next(iter(pipe.stage_modules.values()))
-        module.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    start = time.perf_counter()
+        module.register_forward_pre_hook(hold_up if late else die)
     try:
-        pipe.step(x, target=target)
-        torch.cuda.synchronize()
+        result = pipe.step(x, target=target)
+        if late and is_victim:
+            die()
+        float(result.loss)
     except fastpipe.StepError as error:
         torch.cuda.synchronize()
-        return f"lost {error.rank} {time.perf_counter() - start < 20}"
+        seconds = time.monotonic() - float(NOTE.read_text())
+        return f"lost {error.rank} {promptly(seconds, 4.0) or seconds}"
     return "lost nobody"
+
+
+def die(*_: object) -> None:
+    """Write down when; the others have come to wait by then."""
+    time.sleep(0.3)
+    NOTE.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold_up(*_: object) -> None:
+    """The current stream comes to nothing behind this any more; the host goes on."""
+    runtime = ctypes.CDLL(None)  # torch makes its CUDA runtime known to the whole process
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    code = runtime.cudaLaunchHostFunc(stream, NEVER_ENDS, None)
+    assert code == 0, f"cudaLaunchHostFunc gives {code}"
+
+
+NEVER_ENDS = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: threading.Event().wait())
 
 
 if __name__ == "__main__":

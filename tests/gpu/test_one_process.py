@@ -110,7 +110,7 @@ def busy(events: list, stream: int) -> list[tuple[float, float]]:
     return sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.device_resource_id() == stream)
 
 
-def test_streams_overlap() -> None:
+def test_streams_overlap(true_gpu: None) -> None:
     """The stages of DualPipeV on one rank have a stream each, and kernels of one run while kernels of the other do, for
     more than where one happens to end as the other begins."""
     pipe, _ = build("dualpipev", torch.float32, "native", num_ranks=1, width=WIDE)
@@ -132,7 +132,7 @@ def test_streams_overlap() -> None:
     assert together > 0.1 * min(sum(end - start for start, end in spans) for spans in (one, other))
 
 
-def test_times_of_a_traced_step_are_the_devices(executor: str) -> None:
+def test_times_of_a_traced_step_are_the_devices(executor: str, true_gpu: None) -> None:
     """They add up to what events around the step say, on the clock of the host. The step is long enough for what lies
     before its first action and after its last to be little of it."""
     pipe, _ = build("1f1b", torch.float32, executor, width=2 * WIDE)

@@ -164,12 +164,35 @@ def test_recorded_steps(schedule: str, executor: str, said: Said) -> None:
         assert "1 recorded and 5 replayed" in text
 
 
-@pytest.mark.timeout(SECONDS + 60)
-def test_streams_that_wait_for_a_killed_process_are_released(executor: str, tmp_path: Path) -> None:
-    """A process that shares the GPU is killed in mid-step: the other's streams, which wait for flags that the dead one
-    would have set, come to their end, and the step fails with its rank."""
+def survivor(folder: Path, victim: int, when: str, transport: str, executor: str) -> str:
+    """What the other one of two ranks says when one is killed."""
     case = f"1f1b:float32:{executor}"
-    first, victim = ranks = start(tmp_path, 2, [case], FASTPIPE_TRANSPORT="cuda_ipc", VICTIM="1")
+    told = {"FASTPIPE_TRANSPORT": transport, "VICTIM": str(victim), "WHEN": when, "NOTE": str(folder / "note")}
+    ranks = start(folder, 2, [case], **told)
     finish(ranks)
-    assert first.said_of(case) == "ok lost 1 True"
-    assert victim.process.returncode == -signal.SIGKILL
+    assert ranks[victim].process.returncode == -signal.SIGKILL, ranks[victim].said_of(case)
+    return ranks[1 - victim].said_of(case)
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("transport", ["cuda_ipc", "process_group"])
+def test_streams_that_wait_for_a_killed_process_are_released(transport: str, executor: str, tmp_path: Path) -> None:
+    """A process that shares the GPU is killed in mid-step: the other's streams, which wait for what the dead one would
+    have sent, come to their end, and the step fails with its rank."""
+    assert survivor(tmp_path, 1, "in the step", transport, executor) == "ok lost 1 True"
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced"])
+def test_who_waits_for_a_killed_process_to_connect_is_released(transport: str, executor: str, tmp_path: Path) -> None:
+    """A process is killed while the other waits, in the first step, for its first message over NCCL."""
+    assert survivor(tmp_path, 1, "connecting", transport, executor) == "ok lost 1 True"
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("transport", ["cuda_ipc", "process_group"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_losses_that_a_killed_process_still_owed_are_given_up(transport: str, victim: int, tmp_path: Path) -> None:
+    """A process is killed when all hosts are through with the step, and its device is not: who asks for the loss is
+    told of the dead one, on the rank that computes it, of messages that never came, as on the other."""
+    assert survivor(tmp_path, victim, "late", transport, "native") == f"ok lost {victim} True"

@@ -67,7 +67,8 @@ void test_random_program(std::uint32_t seed) {
 int main(int argc, char** argv) {
   const int count = argc > 1 ? std::atoi(argv[1]) : 100;
   const int first = argc > 2 ? std::atoi(argv[2]) : 0;
-  for (int seed = first; seed < first + count; ++seed) {
+  // Of each 26 steps over each of three transports.
+  for (int seed = first; seed < first + count / 3; ++seed) {
     fastpipe::testing::test_random_program(static_cast<std::uint32_t>(seed));
   }
   std::printf("%d programs: ok\n", count);

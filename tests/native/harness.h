@@ -86,6 +86,15 @@ class Rank final {
     allocations_ = num_allocations - before + alarm.beside_allocated;
   }
   void fail() { executor_->fail(); }
+  // What it says of what has come so far; empty: all is good.
+  std::string check() const {
+    try {
+      executor_->check();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  }
 
   // In the last step, by the executor and its helper.
   std::int64_t allocations() const { return allocations_; }

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.native.build import ROOT, SANITIZERS, SanitizedCore
+from tests.native.build import ALONE, SANITIZERS, TOGETHER, SanitizedCore
 
 NUM_PROGRAMS = 60
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SanitizedCore]:
-    """``core(sanitizer)``: built and started when it is first asked for."""
-    built: dict[str, SanitizedCore] = {}
-
-    def build(sanitizer: str) -> SanitizedCore:
-        if sanitizer not in built:
-            folder = tmp_path_factory.mktemp("core")
-            built[sanitizer] = SanitizedCore(sanitizer, folder, [str(NUM_PROGRAMS)])
-        return built[sanitizer]
-
-    return build
+def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], SanitizedCore]]:
+    """``core(sanitizer)``: one is built while the programs of another run."""
+    arguments = [str(NUM_PROGRAMS)]
+    with ThreadPoolExecutor(1) as builder:
+        built = {
+            sanitizer: builder.submit(SanitizedCore, sanitizer, tmp_path_factory.mktemp("core"), arguments)
+            for sanitizer in SANITIZERS
+        }
+        yield lambda sanitizer: built[sanitizer].result()
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in ROOT.glob("tests/native/*_test.cpp")))
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize(
+    ("sanitizer", "name"), [*itertools.product(SANITIZERS, TOGETHER), (SANITIZERS[0], ALONE)], ids=str
+)
 def test_random_programs_run_clean(sanitizer: str, name: str, core: Callable[[str], SanitizedCore]) -> None:
     """Loopback: threads, with and without delay. Shared memory, and the exchange beside it: threads and processes, some
     of which are killed. Both in one program, for ranks of several hosts. Copy engines: queues of threads.

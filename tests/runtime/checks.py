@@ -17,10 +17,10 @@ from tests.runtime.models import CASES, Batch, Case
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same to the last bit, the sign of zero and NaN included."""
+    """Whether two tensors are the same to the last bit, the sign of zero and NaN included, wherever they are."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    left, right = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(left, right)
 
 

@@ -12,7 +12,7 @@ from fastpipe.action import ActionKind
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import Fault
 from tests.runtime.checks import assert_same, reference_of, rows_for
-from tests.runtime.models import CASES
+from tests.runtime.models import CASES, DEVICE
 
 NEVER = -1
 MOST_STAGES = 8
@@ -68,6 +68,7 @@ class FaultyTraining:
             scenario.num_microbatches,
             self.case.loss_fn,
             executor=scenario.executor,
+            device=DEVICE,
             **options,
         )
         layers = [self._layer(plain[i], i, NEVER) for i in range(self.pipe.num_stages)]

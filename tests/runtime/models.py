@@ -5,12 +5,14 @@ input, nothing that requires a gradient. They serve the tests of one process and
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import add_loss
@@ -18,6 +20,8 @@ from fastpipe.runtime.microbatch import Rules
 from tests.runtime.tree_models import BytesFirst, OneDict, Tree, decoder, u_net
 
 WIDTH = 6
+DEVICE = torch.device(os.environ.get("FASTPIPE_TEST_DEVICE", "cpu"))
+"""Where the cases are; they are made on the host."""
 
 
 class Block(nn.Module):
@@ -246,6 +250,12 @@ def _numbers_from(seed: int) -> Iterator[None]:
         yield
 
 
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device == DEVICE:
+        return tensor
+    return tensor.detach().to(DEVICE).requires_grad_(tensor.requires_grad)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and its batches.
@@ -265,12 +275,13 @@ class Case:
     def layers(self, num_layers: int) -> list[nn.Module]:
         """The same layers at every call, in memory of their own."""
         with _numbers_from(7):
-            return self.make(num_layers)
+            return [layer.to(DEVICE) for layer in self.make(num_layers)]
 
     def batches(self, steps: int, rows: int) -> list[Batch]:
         """The same batches at every call."""
         with _numbers_from(11):
-            return [self.batch(rows) for _ in range(steps)]
+            made = [self.batch(rows) for _ in range(steps)]
+        return [Batch(*tree_map_only(torch.Tensor, _on_device, tuple(vars(batch).values()))) for batch in made]
 
 
 def _each(make: Callable[[], nn.Module]) -> Callable[[int], list[nn.Module]]:

@@ -312,3 +312,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "around_reentrant": lambda: Around(Checkpointed(Mlp(), reentrant=True)),
     "adapted": Adapted,
 }
+
+
+def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def layers_of(make: Callable[[], nn.Module], count: int) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [make() for _ in range(count)]
+
+
+def batch_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    return torch.randn(rows, 5, WIDTH), torch.randn(rows, 5, WIDTH)

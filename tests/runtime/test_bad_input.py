@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.runtime.models import CASES, WIDTH, Block, squared
 LAYERS = CASES["plain"].layers(4)
 SCHEDULE = make_schedule("1f1b", num_ranks=2, num_microbatches=4)
 X, Y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
+W = torch.ones(WIDTH, requires_grad=True)
 
 
 def build(**wrong: Any) -> Pipeline:
@@ -90,6 +92,13 @@ def test_building(wrong: dict[str, Any], message: str) -> None:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+def test_none_among_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no stage of torch's, either, where nobody has imported these."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining.stage", raising=False)
+    with pytest.raises(TypeError, match=r"stages\[1\] is a NoneType"):
+        build(stages=[Block(), None])
+
+
 def no_scalar(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target) ** 2
 
@@ -119,6 +128,11 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "no target": ({}, lambda p: p.step(X), "target = None.*pass target="),
     "a target for nobody": ({"loss_fn": None}, lambda p: p.step(X, target=Y), "target.*no loss_fn"),
     "a list too short": ({}, lambda p: p.step([X] * 3, target=Y), "the input has 3 microbatches.*num_microbatches = 4"),
+    "a list of nothing": ({}, lambda p: p.step([], target=[]), "the input has 0 microbatches.*: give as many$"),
+    "no input": ({}, lambda p: p.step(None, target=Y), "the input is None: give the batch"),
+    "a sparse input": ({}, lambda p: p.step(X.to_sparse(), target=Y), "layout torch.sparse_coo.*give a list.*to_dense"),
+    "an input with a history": ({}, lambda p: p.step(X * W, target=Y), "the input is the output of Mul.*detach it"),
+    "a target with a history": ({}, lambda p: p.step(X, target=Y * W), "target is the output of Mul.*detach it"),
     "an iterator too short": ({}, lambda p: p.step(iter([X] * 3), target=Y), "the input .an iterator. has 3"),
     "a target list too long": ({}, lambda p: p.step(X, target=[Y] * 5), "target has 5 microbatches"),
     "too few rows": ({}, lambda p: p.step(X[:3], target=Y), "the input has 3 rows"),
@@ -196,6 +210,14 @@ def test_stepping_and_then_a_good_step(
         assert pipe.step(X, target=Y).loss is not None
 
 
+def test_microbatches_with_histories_of_their_own(executor: str) -> None:
+    """They go through; and so does a whole batch where there is no backward."""
+    pipe, scale = build(executor=executor), torch.ones(WIDTH, requires_grad=True)
+    pipe.step([part * scale for part in X.tensor_split(4)], target=Y)
+    assert scale.grad is not None and scale.grad.any()
+    assert pipe.eval_step(X * scale, target=Y).loss is not None
+
+
 def test_an_iterator_that_raises(executor: str) -> None:
     pipe = build(executor=executor)
     with pytest.raises(KeyError, match="the loader broke"):
@@ -214,7 +236,7 @@ def test_a_shape_that_changes_without_the_inputs(executor: str) -> None:
     pipe = build(stages=[growing, nn.Identity()], loss_fn=lambda o, t: o.sum(), executor=executor)
     pipe.step(X.requires_grad_(), target=Y)
     Growing.width = WIDTH + 1
-    with pytest.raises(ValueError, match=r"expected.*3, 6.*found.*3, 7"):
+    with pytest.raises(ValueError, match=r"expected.*3, 6.*found.*3, 7.*; .*pad it .*in one stage"):
         pipe.step(X, target=Y)
     assert pipe.step(X, target=Y).outputs.shape == (9, WIDTH + 1)
 
@@ -248,6 +270,35 @@ def test_an_error_is_not_its_own_cause(executor: str) -> None:
     with pytest.raises(RuntimeError, match="boom") as caught:
         Pipeline(layers, "1f1b", 4, squared, num_ranks=2, executor=executor).step(batch.args[0], target=batch.target)
     assert caught.value.__cause__ is None
+
+
+class Refusing:
+    """A group that coalesces, whose transfers fail."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _get_backend(self, device: torch.device) -> "Refusing":
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.calls.append("start")
+
+    def _end_coalescing(self, device: torch.device) -> None:
+        self.calls.append("end")
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        raise RuntimeError("no communicator")
+
+
+def test_an_operation_that_fails_is_ended() -> None:
+    """Else what others do next over NCCL, on the same thread, would never begin."""
+    group, tensor = Refusing(), torch.zeros(1)
+    with pytest.raises(RuntimeError, match="no communicator"):
+        coalesced.begin_together(group, 1, [coalesced._Part("send", tensor)], tensor.device)
+    assert group.calls == ["start", "end"]
 
 
 def test_only_backends_that_are_known_coalesce(monkeypatch: pytest.MonkeyPatch) -> None:

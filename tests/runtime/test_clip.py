@@ -105,6 +105,16 @@ def test_training_goes_on_after_clipping(executor: str) -> None:
     assert all(same_bits(value, state[name]) for name, value in pipe.state_dict().items())
 
 
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    layers = [nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)]
+    pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+    pipe.step(torch.randint(5, (4,)), target=torch.randn(4, 4))
+    with pytest.raises(ValueError, match=r"0\.weight \(stage 0\) is sparse.*sparse=True.*to_dense"):
+        pipe.clip_grad_norm_(1.0)
+    layers[0].weight.grad = layers[0].weight.grad.to_dense()
+    assert pipe.clip_grad_norm_(1.0) > 0
+
+
 def test_nothing_to_clip() -> None:
     pipe = Pipeline(CASES["plain"].layers(4), "1f1b", 4, CASES["plain"].loss_fn, num_ranks=2)
     assert same_bits(
@@ -156,7 +166,11 @@ def test_a_norm_that_overflows_names_no_gradient() -> None:
         ((-1.0,), "max_norm = -1.0: give a number of at least 0"),
         ((math.nan,), "max_norm = nan"),
         (("much",), "max_norm = 'much'"),
+        (("1",), "max_norm = '1'"),
+        ((torch.ones(2),), "max_norm = tensor"),
         ((1.0, None), "norm_type = None: give the p of the p-norm"),
+        ((1.0, -3), "norm_type = -3: give the p of the p-norm, 2.0 say and at least 0"),
+        ((1.0, "2"), "norm_type = '2'"),
         ((1.0, math.nan), "norm_type = nan"),
     ],
 )

@@ -183,25 +183,27 @@ def test_steps_are_counted_and_seconds_are_measured(example, monkeypatch):
     assert seconds.spent(8) == 1
 
 
+@pytest.mark.parametrize(("wanted", "count"), [("auto", 0), ("cpu", 0), ("cpu", 2)])
+def test_a_process_without_a_gpu_has_the_cpu(example, monkeypatch, wanted, count):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert example("training").own_device(wanted) == torch.device("cpu")
+
+
+def test_processes_have_gpus_in_turn_and_a_wish_for_one_that_is_not_there_is_refused(example, monkeypatch):
+    own_device = example("training").own_device
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for process in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(process))
+        assert own_device("auto") == own_device("cuda") == torch.device("cuda", process % 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device = 'cuda': torch finds no GPU"):
+        own_device("cuda")
+
+
 def test_the_learning_rate_rises_then_falls(example):
     rates = [example("training").learning_rate(1.0, spent / 100) for spent in range(101)]
     assert rates[0] == pytest.approx(0.05) and rates[5] == 1.0 and rates[100] == pytest.approx(0.05)
     assert rates[:6] == sorted(rates[:6]) and rates[5:] == sorted(rates[5:], reverse=True)
-
-
-@pytest.mark.parametrize("largest", [0.01, 1e6])
-def test_clipping_is_that_of_torch(example, largest):
-    torch.manual_seed(0)
-    model = small_model(example, layers=2, width=32, context=16)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    twin = [parameter.grad.clone().requires_grad_() for parameter in model.parameters()]
-    for parameter in twin:
-        parameter.grad = parameter.detach().clone()
-    torch.nn.utils.clip_grad_norm_(twin, largest)
-    example("training").GradientClipper(model, largest).clip(model)
-    for parameter, expected in zip(model.parameters(), twin, strict=True):
-        torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 def test_the_meter_smooths_the_loss_and_keeps_the_last_bubble(example):

@@ -1,13 +1,16 @@
 """A failing stage, ranks as threads: its own exception comes through, everything is drained, the next step works."""
 
 import threading
+import time
 import traceback
 
 import pytest
+import torch
+from torch import nn
 
-from fastpipe import StepError
+from fastpipe import Pipeline, StepError
 from fastpipe.runtime.failure import Failure
-from fastpipe.runtime.ranks import LocalRanks, Outcome
+from fastpipe.runtime.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.runtime.transport import TransportError
 from fastpipe.testing import Loopback
 from tests.promptly import promptly
@@ -42,18 +45,15 @@ def test_own_exception_then_a_good_step(schedule: str, stage: int, backward: boo
         training.good_step()
 
 
-def test_a_peer_that_is_found_gone_when_the_device_ends_fails_the_step(
-    executor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_is_found_gone_when_the_device_ends_fails_the_step(executor: str) -> None:
     """A device that is behind its host may wait for who is gone, and go on without: its losses are no losses."""
     training = FaultyTraining(Scenario("1f1b", NEVER, NEVER, 0, False, executor), num_ranks=4)
     training.good_step()
 
-    def gone(_: object) -> None:
+    def gone() -> None:
         raise TransportError("rank 0: no transfer with rank 1 any more", 1)
 
-    executors = next(iter(training.pipe._steps.ranks._executors.values()))
-    monkeypatch.setattr(type(executors[0]), "check", gone)
+    training.pipe._steps.ranks.moments.ask([gone])
     for _ in range(2):
         error, _ = training.bad_step()
         assert isinstance(error, StepError) and error.rank == 1
@@ -68,3 +68,37 @@ def test_a_peer_that_is_lost_while_a_step_is_drained_counts_more() -> None:
     for failure in (refused, lost, later):
         local._note(failure, RuntimeError(failure.cause), refused)
     assert local._outcome.failure is lost and str(local._outcome.error) == "gone"
+
+
+class UnsayableError(Exception):
+    """Its own message fails, as one does that is made of an attribute nobody set."""
+
+    def __str__(self) -> str:
+        return str(self.missing)  # type: ignore[attr-defined]
+
+
+class Fails(nn.Linear):
+    """Once."""
+
+    failed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.failed:
+            self.failed = True
+            raise UnsayableError
+        return super().forward(x)
+
+
+def test_an_exception_that_cannot_be_told_is_one_like_any_other(executor: str) -> None:
+    pipe = Pipeline([nn.Linear(4, 4), Fails(4, 4)], "1f1b", 2, nn.MSELoss(), num_ranks=2, executor=executor, timeout=60)
+    x = torch.randn(4, 4)
+    start = time.monotonic()
+    with pytest.raises(UnsayableError):
+        pipe.step(x, target=x)
+    assert promptly(time.monotonic() - start)
+    assert pipe.step(x, target=x).loss is not None
+
+
+def test_a_peer_that_is_gone_is_a_failure_even_if_nobody_knows_which() -> None:
+    failure = failure_at(None, {}, 2, 0, TransportError("messages for rank 2 did not come", None))  # type: ignore[arg-type]
+    assert failure.rank is None and failure.dead

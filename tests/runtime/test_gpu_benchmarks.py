@@ -21,7 +21,6 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """That script, which imports its neighbours by their short names; all are forgotten again."""
     monkeypatch.syspath_prepend(str(FOLDER.parent))
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # or the script would set it for good
     before = set(sys.modules)
     yield __import__("overlap")
     for found in set(sys.modules) - before:

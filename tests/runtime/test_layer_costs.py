@@ -75,8 +75,20 @@ def test_tuples_keywords_and_integers_go_from_layer_to_layer() -> None:
         assert len(costs) == len(layers) and costs[-1] > 0
 
 
+class Averaging(nn.Module):
+    """Puts another tensor in its buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
 def test_nothing_is_left_behind() -> None:
-    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)]
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4), Averaging()]
     layers[0].weight.grad = torch.ones(4, 4)
     x = torch.randn(6, 4, requires_grad=True)
     before = copy.deepcopy(nn.Sequential(*layers).state_dict())

@@ -1,4 +1,4 @@
-"""Nothing is left behind: by five hundred steps, by one step, by a pipeline that is dropped."""
+"""Nothing is left behind: by hundreds of steps, by one step, by a pipeline that is dropped."""
 
 import contextlib
 import gc
@@ -32,7 +32,7 @@ def tensors_alive() -> int:
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
-def test_five_hundred_steps(executor: str) -> None:
+def test_hundreds_of_steps(executor: str) -> None:
     torch.manual_seed(0)
     width = 64
     pipe = pipeline([Block(width) for _ in range(4)], executor=executor, merge=False)
@@ -46,11 +46,11 @@ def test_five_hundred_steps(executor: str) -> None:
     gc.collect()
     steps(50)
     before = tensors_alive(), threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kilobytes()
-    steps(500)
+    steps(250)
     after = tensors_alive(), threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kilobytes()
     # fewer is no leak: what an earlier test left may end meanwhile
     assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True)), (before, after)
-    # one microbatch's activations kept at every step would be over 25 MB
+    # one microbatch's activations kept at every step would be over 12 MB
     assert after[3] - before[3] < 8_000
 
 

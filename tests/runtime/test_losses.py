@@ -193,6 +193,42 @@ def test_uneven_microbatches_train_as_the_whole_batch(reduction: str, executor: 
     torch.testing.assert_close(grads(model), expected)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+def test_a_microbatch_of_weight_0_counts_for_nothing(schedule: str, executor: str) -> None:
+    """Its loss is a mean over no tokens, which is NaN, as are that one's gradients."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        counts = target[:, 0] > 0
+        error = ((output - target) ** 2).mean(1)
+        return (error * counts).sum() / counts.sum(), {"error": error[counts].mean()}
+
+    layers = [Balanced(), Block(), Balanced(), Balanced()]
+    unsplit = nn.Sequential(*copy.deepcopy(layers))
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    y[:, 0] = torch.tensor([-1, -1, 1, 1, -1, -1, 1, -1])
+    options = {"loss_reduction": lambda target: (target[:, 0] > 0).sum()}
+    pipe = Pipeline(layers, schedule, 4, loss_fn, num_ranks=2, executor=executor, **options)
+    result = pipe.step(x, target=y)
+    reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn, **options)
+    assert_same(pipe, result, unsplit, reference)
+    with fastpipe.AddedLosses():
+        expected, metrics = loss_fn(unsplit(x), y)
+    assert all(grad.isfinite().all() for grad in grads(unsplit))
+    torch.testing.assert_close(result.loss, expected.detach())
+    torch.testing.assert_close(result.metrics["error"], metrics["error"].detach())
+    evaluated = pipe.eval_step(x, target=y)
+    assert evaluated.loss is not None and same_bits(evaluated.loss, result.loss)
+    assert [bool(loss.isnan()) for loss in result.losses or ()] == [True, False, True, False]
+
+
+def test_a_microbatch_without_rows_counts_for_nothing(executor: str) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2, executor=executor)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    result = pipe.step([x, x[:0]], target=[y, y[:0]])
+    assert result.loss is not None and same_bits(result.loss, nn.functional.mse_loss(nn.Sequential(*layers)(x), y))
+
+
 def whole_numbers(*shape: int) -> torch.Tensor:
     return torch.randint(-1, 2, shape).double()
 

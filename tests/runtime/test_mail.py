@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from fastpipe import StepError
+from fastpipe.runtime.failure import DIED, Failure
 from fastpipe.runtime.mail import Mail
 from tests.promptly import PATIENCE
 
@@ -69,3 +71,54 @@ def test_what_does_not_come_is_an_error(store: dist.Store) -> None:
     with pytest.raises(StepError, match="rank 1 has not told the losses of a step within 0.05 s") as caught:
         letter()
     assert caught.value.rank == 1
+
+
+def test_who_waits_warns_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch does so whenever a store is waited for in vain."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    sender, reader = Mail(store, 1, PATIENCE), Mail(store, 0, PATIENCE)
+    letter = reader.letter(1, 1)
+    later = threading.Timer(0.5, sender.post, (1, lambda: {"losses": 1}))
+    later.start()
+    assert letter() == {"losses": 1}
+    later.join()
+    sender.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_who_is_dead_is_not_waited_for(store: dist.Store, sender: Mail) -> None:
+    """But what it posted before is read, and so is what others post."""
+    reader = Mail(store, 0, PATIENCE, lambda: [Failure(1, DIED, dead=True)])
+    with pytest.raises(StepError, match="the step failed on rank 1: its process died") as caught:
+        reader.letter(1, 1)()
+    assert caught.value.rank == 1
+    sender.post(2, lambda: {"losses": 2})
+    store.wait(["2/found/1"], timedelta(seconds=PATIENCE))
+    assert reader.letter(2, 1)() == {"losses": 2}
+    other = Mail(store, 2, PATIENCE)
+    threading.Timer(0.5, other.post, (2, lambda: {"losses": 3})).start()
+    assert reader.letter(2, 2)() == {"losses": 3}
+    other.close()
+
+
+def test_what_cannot_be_trusted_is_an_error_for_who_reads_it(sender: Mail, reader: Mail) -> None:
+    def ready() -> dict[str, int]:
+        raise Failure(2, DIED, dead=True).error()
+
+    sender.post(1, ready)
+    with pytest.raises(StepError, match="the step failed on rank 2: its process died") as caught:
+        reader.letter(1, 1)()
+    assert caught.value.rank == 2
+
+
+def test_whatever_keeps_a_process_from_telling_is_told(sender: Mail, reader: Mail) -> None:
+    """An error of its device, say: nobody waits for the whole timeout. And the next letter goes as ever."""
+
+    def ready() -> dict[str, int]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nof which it says more")
+
+    sender.post(1, ready)
+    sender.post(2, lambda: {"losses": 2})
+    with pytest.raises(StepError, match="failed on rank 1: RuntimeError: CUDA error: an illegal memory access .*again"):
+        reader.letter(1, 1)()
+    assert reader.letter(2, 1)() == {"losses": 2}

@@ -148,6 +148,57 @@ def test_everything_is_left_as_it_was(fails: bool) -> None:
     assert same_bits(x.grad, before_x)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_sparse_gradients_are_compared(schedule: str, executor: str) -> None:
+    layers = [nn.Embedding(20, WIDTH, sparse=True), *CASE.layers(3)]
+    model, given = copy.deepcopy(layers), (torch.randint(20, (9,)), batch()[1])
+    pipe = Pipeline(layers, schedule, 4, squared, num_ranks=2, executor=executor)
+    parity = check_parity(pipe, model, given)
+    assert parity.ok and parity.num_compared == 7, parity
+    with torch.no_grad():
+        model[0].weight[given[0][0], 0] += 0.25
+    assert ("gradient", "0.weight") in {(d.what, d.name) for d in check_parity(pipe, model, given).differences}
+
+
+class Averaging(nn.Module):
+    """A forward that replaces one of its buffers, and makes another when it needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "first"):
+            self.register_buffer("first", x.detach().clone())
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return (y - self.mean + self.first.mean()).tanh()
+
+
+def test_buffers_that_a_forward_replaces_are_put_back(executor: str) -> None:
+    layers = [Averaging() for _ in range(4)]
+    model = copy.deepcopy(layers)
+    pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=2, executor=executor)
+    before = [layer.mean for layer in (*layers, *model)]
+    for given in (model, model, layers):
+        assert check_parity(pipe, given, batch()).ok
+    assert all(layer.mean is mean and not mean.any() for layer, mean in zip((*layers, *model), before, strict=True))
+    assert not any(hasattr(layer, "first") for layer in (*layers, *model))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_embeddings_that_torch_renormalises(own: bool) -> None:
+    """Their weights are changed by the pipeline's forwards: these are no stale parameters, and they are put back."""
+    layers = [nn.Embedding(20, WIDTH, max_norm=1.0), *CASE.layers(3)]
+    model = layers if own else copy.deepcopy(layers)
+    before = layers[0].weight.detach().clone()
+    pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=2)
+    parity = check_parity(pipe, model, (torch.randint(20, (9,)), batch()[1]))
+    assert parity.ok, parity
+    assert all(torch.equal(embedding.weight, before) for embedding in (layers[0], model[0]))
+
+
 def test_stages_made_by_a_function_are_matched_by_order() -> None:
     layers = CASE.layers(4)
     pipe = Pipeline(lambda stage: copy.deepcopy(layers[stage]), "zbv", 4, squared, num_ranks=2)

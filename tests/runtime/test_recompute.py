@@ -132,8 +132,10 @@ class Drops(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block, self.norm, self.dropout = Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.register_buffer("size", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.size = 0.9 * self.size + 0.1 * x.detach().abs().mean()  # another tensor under the same name
         return self.norm(self.dropout(self.block(x)))
 
 

@@ -168,14 +168,14 @@ def used() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), maps
 
 
-def test_nothing_grows_in_500_steps_and_nothing_is_left(ranks_of: type[NativeRanks]) -> None:
+def test_nothing_grows_in_100_steps_and_nothing_is_left(ranks_of: type[NativeRanks]) -> None:
     before = used()
     ranks = ranks_of(layers(2), lowered("1f1b", 2, 2))
     inputs, targets = data(2)
     ranks.step(inputs, targets, announce=True)
     ranks.step(inputs, targets, announce=False)
     one = used()
-    for _ in range(500):
+    for _ in range(100):
         ranks.step(inputs, targets, announce=False)
     assert not ranks.errors and used() == one
     del ranks

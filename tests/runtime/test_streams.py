@@ -197,6 +197,11 @@ def test_messages_between_processes_are_waited_for_by_streams(
     if name == "native" or transport == "cuda_ipc":
         skip_without_native()
     cases = ["one stage each of two", "pairs", "split backward", "several stages a rank", "trees", "two routes"]
+    if (name, transport) == ("python", "cuda_ipc"):
+        cases = [
+            "pairs",
+            "trees",
+        ]  # its end of this one is the native executor's, whose messages are those of all cases
     cases += REPLICAS if transport == "process_group" else []  # there each rank is a pipeline of its own
     monkeypatch.setenv("FASTPIPE_TRANSPORT", transport)
     for where, account in run_steps(library, name, cases, processes=2):
@@ -226,7 +231,8 @@ def test_recorded_steps_are_replayed(library: Path, name: str, transport: str, m
         skip_without_native()
     monkeypatch.setenv("FASTPIPE_TRANSPORT", transport)
     alone = [case for case, (_, num_ranks, *_) in RECORDED.items() if num_ranks == 1]
-    found = run_steps(library, name, alone)
+    # one rank sends nothing, so that once is enough
+    found = run_steps(library, name, alone) if transport == "process_group" else []
     found += run_steps(library, name, [case for case in RECORDED if case not in alone], processes=2)
     for where, account in found:
         assert account["same"], where

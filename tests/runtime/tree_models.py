@@ -45,7 +45,10 @@ class Tree(nn.Module):
     ) -> Any:
         if state is None or extra is None:
             state = State(x, 0)
-            extra = {"mask": x > 0, "deep": [torch.arange(len(x)), {"scale": 0.5, "pair": Pair(x, 2 * x)}, None]}
+            extra = {
+                "mask": x > 0,
+                "deep": [torch.arange(len(x), device=x.device), {"scale": 0.5, "pair": Pair(x, 2 * x)}, None],
+            }
         positions, inner, none = extra["deep"]
         assert nothing is none is None and state.note == (f"after {state.depth}" if state.depth else None)
         assert type(inner["pair"]) is Pair and type(state.depth) is int and positions.dtype is torch.int64
@@ -78,7 +81,7 @@ class BytesFirst(nn.Module):
 
     def forward(self, line: torch.Tensor, x: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if x is None:
-            x, line = line, torch.arange(len(line), dtype=torch.uint8)
+            x, line = line, torch.arange(len(line), dtype=torch.uint8, device=line.device)
         return line + 1, torch.tanh(self.linear(x)) + 0.01 * line[:, None]
 
 
@@ -91,7 +94,7 @@ class Rotary(nn.Module):
         self.bias = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: torch.Tensor) -> Any:
-        angles = torch.arange(WIDTH) * 0.1
+        angles = torch.arange(WIDTH, device=x.device) * 0.1
         hidden = self.linear(x)
         return fastpipe.carry(hidden, mask=hidden > 0, rotary=(angles.cos(), self.bias.exp()), memory=hidden)
 

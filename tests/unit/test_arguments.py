@@ -11,6 +11,8 @@ import pytest
 
 import fastpipe
 from fastpipe import CostModel, Placement, Schedule
+from fastpipe.bounds import any_placement_bounds, bounds
+from fastpipe.visualize import to_chrome_trace
 
 SCHEDULE: Any = fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=3)
 PROGRAM: Any = fastpipe.lower(SCHEDULE)
@@ -30,6 +32,35 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", width=1), "width = 1"),
     (lambda: ANY.compare("1f1b", num_ranks=2, num_microbatches=3), "schedules: expected a list"),
     (lambda: ANY.compare(["1f1b"], num_ranks=2, num_microbatches=3, cost=1), "cost: expected a CostModel, found int"),
+    (lambda: ANY.simulate(SCHEDULE, lanes=5), "lanes = 5: use 'directed'"),
+    (lambda: ANY.simulate(SCHEDULE, lanes=[0.5, 1]), "lanes names 0.5: lanes are whole numbers"),
+    (lambda: ANY.simulate(SCHEDULE, lanes=[0, -1]), "lanes names -1: lanes are whole numbers"),
+    (lambda: ANY.simulate(SCHEDULE, lanes=[0, 2**31]), "lanes names 2147483648: lanes are whole numbers from 0 to"),
+    (lambda: ANY.simulate(SCHEDULE, CostModel(comm={(0, 5): 9.0})), "comm names the link 0->5, and num_ranks = 2"),
+    (lambda: ANY.simulate(SCHEDULE, CostModel(bandwidth={(2, 0): 9.0})), "bandwidth names the link 2->0"),
+    (lambda: bounds(SCHEDULE, CostModel(comm={(0, 5): 9.0})), "comm names the link 0->5, and num_ranks = 2"),
+    (
+        lambda: any_placement_bounds(CostModel(comm={(0, 5): 9.0}), num_ranks=2, num_stages=2, num_microbatches=1),
+        "comm names the link 0->5, and num_ranks = 2",
+    ),
+    (
+        lambda: fastpipe.plan(CostModel(comm={(0, 5): 9.0}), num_ranks=2, num_microbatches=1),
+        "comm names the link 0->5, and num_ranks = 2",
+    ),
+    (lambda: CostModel(comm={(-1, 0): 9.0}), "comm: (-1, 0) is no link"),
+    (lambda: CostModel(comm={(True, 0): 9.0}), "comm: (True, 0) is no link"),
+    (lambda: ANY.simulate(SCHEDULE, CostModel(forward=1e308)), "cost: the step takes inf seconds"),
+    (lambda: ANY.simulate(SCHEDULE, CostModel(comm=1e305)), "give costs in a larger unit"),
+    (lambda: Placement.custom([0, 1.7]), "stage_to_rank[1] = 1.7: ranks are whole numbers"),  # type: ignore[list-item]
+    (lambda: Placement.custom("01"), "stage_to_rank[0] = '0': ranks are whole numbers"),  # type: ignore[arg-type]
+    (lambda: Placement.custom([0, -1]), "stage_to_rank[1] = -1: ranks are whole numbers of at least 0"),
+    (lambda: Placement.custom(3), "stage_to_rank = 3: give the rank of every stage"),  # type: ignore[arg-type]
+    (lambda: Placement.loop(1.5), "num_ranks = 1.5: give a whole number"),  # type: ignore[arg-type]
+    (lambda: Placement.loop("2"), "num_ranks = '2': give a whole number"),  # type: ignore[arg-type]
+    (lambda: Placement.loop(2, 0), "stages_per_rank = 0: give a whole number of at least 1"),
+    (lambda: Placement.wave(2, 1.5), "stages_per_rank = 1.5: give a whole number"),  # type: ignore[arg-type]
+    (lambda: Placement.v(0), "num_ranks = 0: give a whole number"),
+    (lambda: Placement.bidirectional("2"), "num_ranks = '2': give a whole number"),  # type: ignore[arg-type]
     (lambda: CostModel(forward=None), "forward = None"),  # type: ignore[arg-type]
     (lambda: CostModel(comm=10**400), "comm = 1000"),
     (lambda: ANY.make_schedule("zbv", num_ranks=2, num_microbatches=3, forward=10**400), "forward = 1000"),
@@ -69,3 +100,18 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
     numbers: Any = {"num_ranks": np.int64(2), "num_microbatches": np.int32(3)}
     assert fastpipe.make_schedule("1f1b", **numbers) == SCHEDULE
     assert repr(fastpipe.make_schedule("1f1b", **numbers)) == repr(SCHEDULE)
+
+
+def test_the_longest_step_that_is_simulated_has_finite_numbers_everywhere(tmp_path: Path) -> None:
+    """Microseconds in a trace, and sums over the ranks, are still numbers."""
+    timeline = fastpipe.simulate(SCHEDULE, CostModel(forward=1e299))
+    path = tmp_path / "trace.json"
+    to_chrome_trace(timeline, path)
+    assert "Infinity" not in path.read_text() and "NaN" not in path.read_text()
+    assert 0 < timeline.bubble_fraction < 1
+
+
+def test_numpys_whole_numbers_are_ranks_and_lanes() -> None:
+    assert Placement.custom(np.array([0, 1])) == Placement.custom([0, 1])  # type: ignore[arg-type]
+    lanes = [np.int64(lane) for lane in range(len(PROGRAM.channels))]
+    assert fastpipe.simulate(PROGRAM, lanes=lanes).makespan == fastpipe.simulate(PROGRAM).makespan

@@ -5,12 +5,14 @@ from dataclasses import replace
 from functools import cache
 from math import isclose
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastpipe import CostModel, Placement, formulas, list_schedules, make_schedule, simulate
+from fastpipe import CostModel, Placement, Schedule, formulas, list_schedules, make_schedule, simulate
 from fastpipe.bounds import MEASURES, any_placement_bounds, best, bounds
+from tests.unit.planning import random_schedules
 
 FAMILIES = {family.name: family for family in list_schedules()}
 SECONDS = st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0])
@@ -66,16 +68,38 @@ def all_bounds(schedule, cost, measure):
     return found
 
 
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_nothing_beats_the_bounds(data):
-    schedule = data.draw(schedules())
+def check_bounds(data, schedule):
+    """Under costs that are drawn, by every measure."""
     cost = data.draw(costs(schedule.num_ranks, schedule.num_stages))
     found = simulate(schedule, cost)
     for measure in MEASURES:
         seconds = getattr(found, measure)
         for where, bound in all_bounds(schedule, cost, measure):
             assert bound.seconds <= seconds * (1 + 1e-9), (where, measure, bound, schedule)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nothing_beats_the_bounds(data):
+    check_bounds(data, data.draw(schedules()))
+
+
+@pytest.mark.filterwarnings("ignore:.*its W come in another order")
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nothing_beats_the_bounds_of_whole_and_split_backwards_mixed(data):
+    """A schedule where some backwards are B and others are I and W, in any order that can run."""
+    check_bounds(data, data.draw(random_schedules()))
+
+
+def test_a_whole_backward_that_comes_last_leaves_no_weights_for_later():
+    orders = [["0F0", "0B0"], ["1F0", "1I0", "1W0"]]
+    mixed = Schedule.from_actions("mixed", Placement.loop(2), 1, orders)
+    assert of("drain", bounds(mixed)) == simulate(mixed).makespan == 5
+    # where the last stages' backwards are whole, what stage 0 leaves for later counts as before
+    orders = [["0F0", "0I0", "0W0"], ["1F0", "1B0"]]
+    mixed = Schedule.from_actions("mixed", Placement.loop(2), 1, orders)
+    assert of("drain", bounds(mixed)) == simulate(mixed).makespan == 6
 
 
 def test_every_bound_is_met_by_some_schedule():
@@ -215,6 +239,31 @@ def test_without_fused_pairs_more_is_known():
         (lambda: bounds(Placement.v(4), num_microbatches=4, memory=[1, 2]), "give one number above 0, or 4"),
         (lambda: bounds(Placement.v(4), num_microbatches=4, measure="time"), "measure = 'time'"),
         (lambda: bounds(Placement.v(4), num_microbatches=4, memory=9, in_bytes=True), "stage_bytes"),
+        (
+            lambda: bounds(Placement.loop(2), num_microbatches=4, memory=0.5),
+            "memory = 0.5: less than one .*at least 1$",
+        ),
+        (lambda: bounds(Placement.v(2), num_microbatches=4, memory=[2, 0.9]), "memory = 0.9: less than one activation"),
+        (
+            lambda: bounds(
+                Placement.loop(2), CostModel(stage_bytes=[50, 100]), num_microbatches=4, memory=60, in_bytes=True
+            ),
+            "memory = 60.0: less than one activation of stage 1; give at least 100",
+        ),
+        (lambda: any_placement_bounds(num_ranks=2, num_stages=2, num_microbatches=4, memory=0.5), "memory = 0.5: less"),
+        (
+            lambda: any_placement_bounds(
+                CostModel(stage_bytes=9), num_ranks=2, num_stages=2, num_microbatches=4, memory=8, in_bytes=True
+            ),
+            "memory = 8.0: less than one activation of stage 0; give at least 9",
+        ),
+        (lambda: bounds(Placement.v(4), num_microbatches=4, memory="x"), "memory = 'x': give one number above 0, or 4"),
+        (lambda: bounds(Placement.v(4), num_microbatches=4, memory=[1, 2, 3, "4"]), "give one number above 0, or 4"),
+        (lambda: bounds(Placement.v(4), num_microbatches=4, memory=float("nan")), "memory = nan: give one number"),
+        (
+            lambda: any_placement_bounds(num_ranks=2, num_stages=2, num_microbatches=4, memory=True),
+            "memory = True: give one number",
+        ),
         (lambda: bounds(made("1f1b", 2, 2), memory=3), "a schedule has its own"),
         (lambda: bounds(made("1f1b", 2, 2), CostModel([1, 2, 3])), "forward has 3 values for 2 stages"),
         (lambda: any_placement_bounds(num_ranks=3, num_stages=2, num_microbatches=1), "num_stages = 2"),
@@ -226,3 +275,27 @@ def test_without_fused_pairs_more_is_known():
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bounds(None, num_microbatches=2), "work: expected a Schedule or a Placement, found NoneType"),
+        (lambda: bounds(Placement.v(2), "x", num_microbatches=2), "cost: expected a CostModel, found str"),
+        (
+            lambda: any_placement_bounds("x", num_ranks=2, num_stages=2, num_microbatches=4),
+            "cost: expected a CostModel, found str",
+        ),
+    ],
+)
+def test_other_types_are_refused_by_name(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_one_activation_is_enough_memory():
+    """The least that is not refused, also where it was computed and is a last bit below."""
+    for memory in (1, 1 - 1e-12, np.float32(1)):
+        assert best(bounds(Placement.loop(2), num_microbatches=4, memory=memory)).seconds == 20
+        found = any_placement_bounds(num_ranks=2, num_stages=2, num_microbatches=4, memory=memory)
+        assert 0 < best(found).seconds <= 20

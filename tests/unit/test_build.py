@@ -14,14 +14,13 @@ import pytest
 
 from tests.native_tree import REPOSITORY, NativeTree
 
-pytestmark = pytest.mark.without_torch
-
 setuptools = pytest.importorskip("setuptools", minversion="77", reason="builds need setuptools>=77")
 NO_TORCH = {"built": False, "reason": "torch is not installed"}
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> NativeTree:
+    """Torch is hidden from it, so that a build goes alike where there is none."""
     return NativeTree(tmp_path)
 
 
@@ -31,6 +30,7 @@ def touch(*paths: Path) -> None:
         os.utime(path, ns=(time.time_ns() + 10**9,) * 2)
 
 
+@pytest.mark.without_torch
 def test_without_torch_the_planning_library_is_built_and_the_other_says_why_not(tree: NativeTree) -> None:
     output = tree.build()
     assert "fastpipe._runtime was not built: torch is not installed" in output

@@ -236,6 +236,15 @@ def test_convert_and_back_gives_the_same(to: str, capsys: Any, csv: str, tmp_pat
         assert run(capsys, "convert", str(path), "--to", "csv") == Path(csv).read_text()
 
 
+def test_a_dash_is_the_standard_output_and_no_file(capsys: Any, csv: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert run(capsys, "convert", csv, "--to", "json", "-o", "-") == run(capsys, "convert", csv, "--to", "json")
+    for command in ("plot", "html", "trace"):
+        assert "'-' is no file" in refused(capsys, command, "1f1b", "-p", "2", "-m", "2", "-o", "-")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_doctor_looks_at_everything(capsys: Any) -> None:
     found = diagnosis()
     assert found["fastpipe"] == fastpipe.__version__
@@ -387,7 +396,7 @@ def test_it_needs_neither_rich_nor_matplotlib_nor_torch(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
     done = without(missing, "plot", "zbv", *SMALL, "-o", str(tmp_path / "x.png"))
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "pip install fastpipe[plot]" in done.stderr
+    assert done.stderr.count("\n") == 1 and "pip install matplotlib" in done.stderr
 
 
 def test_the_parser_prints_help_for_the_whole(capsys: Any) -> None:

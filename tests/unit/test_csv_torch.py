@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import pytest
 
 import fastpipe
 from fastpipe import ActionKind, Schedule
+from fastpipe.cli import main
 from tests.unit.planning import random_orders
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -97,6 +99,41 @@ def test_ours_with_transfers_load_in_torch(name: str, tmp_path: Path) -> None:
         receives_late = fastpipe.lower(schedule, recv_lookahead=0).to_csv()
         rows = [[schedules._Action.from_str(cell) for cell in row.split(",")] for row in receives_late.splitlines()]
         schedules._simulate_comms_compute(dict(enumerate(rows)), lambda s: s % 4, schedule.num_stages)
+
+
+def progresses_in_torch(text: str, schedule: Schedule) -> None:
+    """torch's own check, which raises where ranks would stop; a fused pair, which it does not know, as its parts."""
+    plain = re.sub(r"\((\w+);(\w+)\)OVERLAP_F_B", r"\1,\2", text)
+    rows = [[schedules._Action.from_str(cell) for cell in row.split(",")] for row in plain.splitlines()]
+    schedules._simulate_comms_compute(dict(enumerate(rows)), schedule.placement.rank_of, schedule.num_stages)
+
+
+@pytest.mark.parametrize("name", [family.name for family in fastpipe.list_schedules() if family.num_routes == 1])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 7)])
+def test_what_convert_writes_with_transfers_progresses_in_torch(
+    name: str, ranks: int, microbatches: int, tmp_path: Path
+) -> None:
+    schedule = fastpipe.make_schedule(name, num_ranks=ranks, num_microbatches=microbatches)
+    plain, comms = tmp_path / "plain.csv", tmp_path / "comms.csv"
+    schedule.to_csv(plain)
+    assert main(["convert", str(plain), "--to", "comms", "-o", str(comms)]) == 0
+    progresses_in_torch(comms.read_text(), schedule)
+
+
+def test_receives_that_are_posted_ahead_do_not_progress_in_torch() -> None:
+    """Why `convert` does not write them: a rank stays at a receive whose message another one sends later."""
+    schedule = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)
+    with pytest.raises(ValueError, match="not progressing"):
+        progresses_in_torch(fastpipe.lower(schedule).to_csv(), schedule)
+
+
+@pytest.mark.filterwarnings("ignore:.*its W come in another order")
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_with_transfers_progresses_in_torch(seed: int) -> None:
+    stages = [0, 1, 2, 1, 0]
+    orders = random_orders(stages, 4, seed=seed, split="always")
+    schedule = Schedule.from_actions("mine", fastpipe.Placement.custom(stages), 4, orders)
+    progresses_in_torch(fastpipe.lower(schedule, coalesce=True).to_csv(), schedule)
 
 
 def test_an_order_by_hand_loads_in_torch(tmp_path: Path) -> None:

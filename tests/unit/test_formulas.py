@@ -12,6 +12,9 @@ COSTS = [(1, 1, 1), (1, 2, 2), (3, 1, 2), (4, 3, 2)]
 BY_NAME = {family.name: family for family in list_schedules()}
 
 
+NAN = float("nan")
+
+
 @cache
 def program(name, p, m, **options):
     return lower(make_schedule(name, num_ranks=p, num_microbatches=m, **options), recv_lookahead="all")
@@ -85,6 +88,27 @@ def test_fused_pairs_may_be_shorter(name, overlapped):
             assert found.makespan == pytest.approx(expected(name, p, m, overlapped=overlapped, **options))
             fraction = formulas.bubble(name, num_ranks=p, num_microbatches=m, overlapped=overlapped, **options)
             assert found.bubble_fraction == pytest.approx(fraction, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["1f1b_overlap", "interleaved_overlap", "dualpipe", "dualpipev"])
+def test_fused_pairs_shorter_than_a_part_have_no_closed_form(name):
+    """With a pair shorter than the backwards of other ranks these hold it up, which no formula counts."""
+    numbers = {"num_ranks": 8, "num_microbatches": 24, "overlapped": 0.9}
+    for measure in ("makespan", "span"):
+        assert "max(F, B) <= F&B <= F + B" in formulas.bubble_formula(name, measure).range
+        with pytest.raises(ValueError, match=re.escape("max(F, B) <= F&B <= F + B")):
+            formulas.bubble(name, measure=measure, **numbers)
+    assert timeline(name, 8, 24, overlapped=0.9).bubble_fraction > 0
+
+
+@pytest.mark.parametrize("costs", [(3, 0.5, 0.5), (0.5, 2, 1), (0.1, 0.2, 0.3)])
+@pytest.mark.parametrize("name", ["1f1b_overlap", "interleaved_overlap"])
+def test_fused_pairs_may_take_from_the_longer_part_to_the_sum(name, costs):
+    longer = max(costs[0], costs[1] + costs[2])
+    for overlapped in (longer, (longer + sum(costs)) / 2, None):
+        for options in stages(name):
+            found = timeline(name, 3, 9, costs, overlapped=overlapped, **options)
+            assert found.makespan == pytest.approx(expected(name, 3, 9, costs, overlapped=overlapped, **options))
 
 
 @pytest.mark.parametrize("p", [2, 4, 6])
@@ -204,6 +228,24 @@ def test_smallest_number_of_microbatches_of_chimera():
         (lambda: formulas.bubble("1f1b", num_ranks=4, num_microbatches=8, backward_input="1"), "backward_input = '1'"),
         (lambda: formulas.peak_activations("1f1b", num_ranks=2.5, num_microbatches=8), "num_ranks = 2.5"),
         (lambda: formulas.single_stage_bound(num_ranks=4, num_microbatches=4, live=4), "more than live = 4"),
+        (lambda: formulas.single_stage_bound(num_ranks=4, num_microbatches=8, live=-1), "live = -1: give a whole"),
+        (lambda: formulas.single_stage_bound(num_ranks=4, num_microbatches=8, live=2, comm=NAN), "comm = nan: costs"),
+        (lambda: formulas.wave_bubble_bound(4, num_ranks=-1, stages_per_rank=4), "num_ranks = -1: give a whole"),
+        (lambda: formulas.wave_bubble_bound(NAN, num_ranks=2, stages_per_rank=4), "live = nan: give a whole number"),
+        (lambda: formulas.wave_bubble_bound(4, num_ranks=2, stages_per_rank=0), "stages_per_rank = 0: give a whole"),
+        (lambda: formulas.v_bubble_bound(4, num_ranks=2, unit=-1), "unit = -1: costs are finite"),
+        (lambda: formulas.memory_bubble_bound(NAN, num_ranks=4), "live_fraction = nan: give a finite fraction"),
+        (lambda: formulas.memory_bubble_bound(-0.1, num_ranks=4), "live_fraction = -0.1"),
+        (lambda: formulas.ramp_bound(NAN, num_ranks=2), "busiest = nan: give the seconds"),
+        (lambda: formulas.ramp_bound(1, num_ranks=0), "num_ranks = 0: give a whole"),
+        (lambda: formulas.ramp_bound(1, num_ranks=4, num_routes=3), "num_routes = 3: give 1, or 2"),
+        (
+            lambda: formulas.full_throughput_memory(forward=0, backward_input=0, backward_weight=0),
+            "one of them above 0",
+        ),
+        (lambda: formulas.full_throughput_memory(forward="1"), "forward = '1': costs are finite"),
+        (lambda: formulas.full_throughput_memory(forward=10**400), "forward = 1000"),
+        (lambda: formulas.smallest_num_microbatches("1f1b", 0.5, num_ranks=2, as_="seconds"), "leave as_ out"),
     ],
 )
 def test_refused(call, message):

@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fastpipe"
 PLANNING = {
     "errors": set(),
     "_version": set(),
+    "hardware_queues": set(),
     "action": {"errors"},
     "placement": {"errors"},
     "dependencies": {"action", "placement"},
@@ -26,7 +27,7 @@ PLANNING = {
     "program": {"action", "placement", "errors", "program_json"},
     "native_plan": set(),
     "cost": {"program"},
-    "machine": {"action", "program"},
+    "machine": {"action", "placement", "program"},
     "messages": {"action", "program"},
     "timeline": {"action", "program", "messages", "critical_path"},
     "critical_path": {"action", "program", "messages"},
@@ -74,7 +75,10 @@ FOLDERS = {
             "errors",
         ),
     },
-    "runtime": {"runtime", "program", "placement", "action", "dependencies", "machine", "timeline", "errors"},
+    "runtime": {
+        "runtime",
+        *("program", "placement", "action", "dependencies", "machine", "timeline", "errors", "hardware_queues"),
+    },
 }
 MEETING = {
     "runtime.pipeline",

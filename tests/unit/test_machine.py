@@ -76,7 +76,7 @@ def both_ways() -> Program:
 
 def test_what_is_begun_side_by_side_is_one_operation() -> None:
     program = both_ways()
-    assert [batches(rank) for rank in program] == [[[1, 2]], [[1, 2]]]
+    assert batches(program) == [[[[1, 2]]], [[[1, 2]]]]
     assert set(Machine(program, "pair").run().blocked) == {0, 1}, "each sends before it receives"
     seconds = {0: 1.0, 1: 4.0, 2: 1.0, 3: 1.0}
     costs = (lambda op, stage, pair: seconds[stage], lambda channel, *_: (0.5, 2.0)[channel])
@@ -88,8 +88,9 @@ def test_what_is_begun_side_by_side_is_one_operation() -> None:
 
 
 def test_a_wait_or_an_action_ends_an_operation() -> None:
-    for rank in fastpipe.lower(fastpipe.make_schedule("zbv", num_ranks=3, num_microbatches=7), coalesce=True):
-        found = batches(rank)
+    program = fastpipe.lower(fastpipe.make_schedule("zbv", num_ranks=3, num_microbatches=7), coalesce=True)
+    for rank, own in zip(program, batches(program), strict=True):
+        found = [sorted(sum(batch, [])) for batch in own]
         assert sorted(sum(found, [])) == [p for p, it in enumerate(rank) if it.op in (Op.SEND, Op.POST_RECV)]
         for batch in found:
             between = {it.op for it in rank[batch[0] : batch[-1]]}

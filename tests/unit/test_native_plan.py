@@ -19,10 +19,7 @@ from fastpipe.simulate import simulate_program
 from tests.conftest import native_expected
 from tests.unit.planning import random_schedules, small_schedules, with_columns
 
-pytestmark = [
-    pytest.mark.without_torch,
-    pytest.mark.filterwarnings("ignore:.*its W come in another order"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +79,7 @@ def check_program(program: Program) -> None:
                 assert np.array_equal(mine, theirs)
 
 
+@pytest.mark.without_torch
 @pytest.mark.parametrize("schedule", small_schedules(), ids=repr)
 def test_small_schedules(schedule: Schedule) -> None:
     check_schedule(schedule)
@@ -183,5 +181,6 @@ def test_a_library_that_does_not_fit_is_left_alone(elsewhere: Path) -> None:
     assert "is of another version of fastpipe" in native_plan.status()
 
 
+@pytest.mark.without_torch
 def test_the_library_is_loaded() -> None:
     assert native_plan.status() == f"{native_plan.PATH.name} is loaded: planning is native."

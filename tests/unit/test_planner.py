@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fastpipe
-from fastpipe import CostModel, native_plan
+from fastpipe import CostModel, LayerCosts, native_plan
 from tests.unit.plans import COSTS, LAYERS, UNEVEN, small
 
 pytestmark = pytest.mark.without_torch
@@ -80,6 +80,68 @@ def test_no_schedule_of_the_registry_is_shorter(seed: int, objective: str) -> No
 def plan_cost(plan: fastpipe.Plan) -> CostModel:
     depth = plan.schedule.num_stages / plan.schedule.num_ranks
     return CostModel(1.0 / depth, 1.2 / depth, 0.8 / depth, comm=0.05)
+
+
+STAGES = CostModel(forward=[0.25] * 4, backward_input=[1.0] * 4, backward_weight=[1.0] * 4)
+"""Of stages that dualpipe is the best of the registry for."""
+
+
+@pytest.mark.parametrize("count", [5, None])
+def test_one_candidate_is_the_plan_and_none_is_there_twice(count: int | None) -> None:
+    """Several orders that began alike are annealed to the same numbers."""
+    costs = CostModel() if count else LayerCosts(num_layers=12, microbatch_size=1, batch_size=5)
+    options = {"num_microbatches": count, "max_stages_per_rank": 3, "memory": 0.6, "seed": 5, "effort": 0.1}
+    plan = small(costs, **options)
+    assert [one.chosen for one in plan.candidates].count(True) == 1 and plan.candidates[0].chosen
+    assert len(set(plan.candidates)) == len(plan.candidates)
+    assert plan.chosen.makespan == plan.value and str(plan).count("the plan") == 1
+
+
+def test_both_copies_of_the_model_are_planned_where_the_stages_are_named() -> None:
+    """A rank holds two stages of them, and there are as many stages as ranks."""
+    plan = small(STAGES, max_stages_per_rank=4, effort=0.1)
+    assert {"dualpipe", "chimera"} <= {one.name for one in plan.candidates if one.fits}
+    dualpipe = fastpipe.make_schedule("dualpipe", num_ranks=4, num_microbatches=8)
+    assert plan.value < fastpipe.simulate(dualpipe, STAGES).makespan == 19
+    # annealing has made an order over both routes: a schedule as any other
+    assert plan.chosen.name.startswith("plan from") and plan.chosen.copies == 2
+    assert fastpipe.simulate(plan.schedule.validate(), STAGES).makespan == plan.value
+    fastpipe.validate_program(fastpipe.lower(plan.schedule))
+    alone = small(STAGES, max_stages_per_rank=1, effort=0.1)
+    assert alone.chosen.copies == 1 and all(one.copies == 1 for one in alone.candidates)
+
+
+@pytest.mark.skipif(native_plan.library() is None, reason="the planning library is not built")
+def test_both_copies_of_the_model_are_planned_alike_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small(STAGES, seed=2, effort=0.002)
+    assert any(one.name.startswith("plan from") and one.copies == 2 for one in plan.candidates)
+    monkeypatch.setattr(native_plan, "library", lambda: None)
+    again = small(STAGES, seed=2, effort=0.002)
+    assert again.schedule == plan.schedule and again.candidates == plan.candidates
+
+
+def test_both_copies_of_the_model_are_planned_where_the_placement_has_them() -> None:
+    places = fastpipe.Placement.bidirectional(2)
+    for depth in (1, 4):
+        plan = small(CostModel(), num_ranks=2, num_microbatches=6, placement=places, max_stages_per_rank=depth)
+        assert plan.schedule.placement.routes == places.routes
+        assert {"dualpipe", "chimera"} <= {one.name for one in plan.candidates}
+        assert {one.copies for one in plan.candidates} == {2}
+    other = small(CostModel(), num_ranks=2, num_microbatches=6, placement=fastpipe.Placement.loop(2))
+    assert not {"dualpipe", "chimera"} & {one.name for one in other.candidates}
+    with pytest.raises(ValueError, match="half of the microbatches each way and needs an even number"):
+        small(CostModel(), num_ranks=2, num_microbatches=7, placement=places)
+
+
+def test_both_copies_of_the_model_count_in_bytes() -> None:
+    """Five layers are cut into four stages of a copy; with parameters of both ranks' copies they are too much."""
+    layers = LayerCosts(num_layers=5, held_bytes=1e6, parameter_bytes=10e6)
+    plenty, scarce = small(layers, memory="100MB", effort=0), small(layers, memory="32MB", effort=0)
+    for plan, fits in ((plenty, True), (scarce, False)):
+        both = [one for one in plan.candidates if one.copies == 2]
+        assert {one.name for one in both} == {"dualpipe", "chimera"}
+        assert all(one.fits == fits and one.peak_bytes > 30e6 for one in both)
+    assert scarce.chosen.copies == 1
 
 
 def test_a_plan_is_the_same_again_and_searches_with_its_seed() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fastpipe
-from fastpipe import CostModel, LayerCosts
+from fastpipe import CostModel, LayerCosts, native_plan
 from fastpipe.bounds import any_placement_bounds
 from fastpipe.planner import result
 from fastpipe.planner.budget import Memory, human, memory_of
@@ -91,6 +91,17 @@ def test_received_messages_have_room_in_a_plan_in_bytes(effort: float) -> None:
         fitting = [one.makespan for one in named if max(one.peak_bytes) <= memory]
         assert fitting and plan.makespan <= min(fitting) + 1e-9
         assert max(plan.timeline.peak_bytes) <= memory
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_one_rank_with_one_stage_is_planned_in_bytes(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no boundary of stages at all, over which a message could come."""
+    if not native:
+        monkeypatch.setattr(native_plan, "library", lambda: None)
+    plan = small(CostModel(stage_bytes=1e9), num_ranks=1, num_microbatches=2, memory="40GiB")
+    assert plan.value == 6 and plan.chosen.peak_bytes <= 2e9
+    one = small(CostModel(stage_bytes=1e9), num_ranks=1, num_microbatches=2, memory="1GB", max_stages_per_rank=1)
+    assert one.value == 6 and one.chosen.peak_bytes == 1e9
 
 
 def test_list_scheduling_looks_at_the_memory_of_every_rank() -> None:

@@ -26,14 +26,35 @@ from fastpipe.visualize.page import page_data
 from fastpipe.visualize.places import Box, place_labels
 from fastpipe.visualize.waits import critical_bars, limited_by, runs, waited_for
 
-pytestmark = pytest.mark.without_torch
-
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipe", "dualpipev")
 
 
 def simulated(name: str = "dualpipev", ranks: int = 4, microbatches: int = 10, **costs: Any) -> fastpipe.Timeline:
     schedule = fastpipe.make_schedule(name, num_ranks=ranks, num_microbatches=microbatches)
     return fastpipe.simulate(schedule, fastpipe.CostModel(**costs))
+
+
+def test_peaks_of_stages_of_different_size_are_counted_in_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `compare` counts them: 1F1B and ZB-V hold the same; beside its own kind a stage is a stage."""
+    rows = pytest.importorskip("fastpipe.visualize.rows", exc_type=ImportError)
+    written: list[str] = []
+    real = rows.Panel._write_peaks
+
+    def noted(self: Any, *numbers: Any) -> None:
+        before = len(self.axes.texts)
+        real(self, *numbers)
+        written.extend(text.get_text() for text in self.axes.texts[before:])
+
+    monkeypatch.setattr(rows.Panel, "_write_peaks", noted)
+    one, two, third = (simulated(name, 4, 8) for name in ("1f1b", "zbv", "interleaved_1f1b"))
+    plot(one, tmp_path / "both.svg", against=two)
+    assert written == ["peak live\n(shares)", "4", "3", "2", "1", "peak live\n(shares)", "4", "4", "4", "4"]
+    written.clear()
+    plot(two, tmp_path / "same.svg", against=third)
+    plot(two, tmp_path / "one.svg")
+    assert written[:2] == written[10:12] == ["peak\nlive", "8"] and "(shares)" not in str(written)
 
 
 def computes(timeline: fastpipe.Timeline) -> list[fastpipe.Span]:
@@ -167,6 +188,7 @@ def group(svg: str, name: str) -> str:
     return "".join(part for part in parts if part.startswith(f'{name}"'))
 
 
+@pytest.mark.without_torch
 @pytest.mark.parametrize("name", NAMES)
 def test_an_svg_has_a_box_for_every_bar_and_two_for_a_pair(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -211,9 +233,10 @@ def test_a_suffix_that_is_no_format_is_refused(path: str, tmp_path: Path) -> Non
         plot(simulated(), tmp_path / path)
 
 
+@pytest.mark.without_torch
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install fastpipe\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         plot(simulated(), tmp_path / "x.png")
 
 
@@ -242,6 +265,7 @@ def test_the_page_holds_every_bar_exactly(costs: dict[str, float]) -> None:
     assert decoded(data["memory"]["first"])[-1] == decoded(data["memory"]["time"]).size
 
 
+@pytest.mark.without_torch
 def test_the_page_is_one_file_that_needs_no_other(tmp_path: Path) -> None:
     text = to_html(simulated(), tmp_path / "x.html").read_text()
     assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)""", text)
@@ -259,6 +283,7 @@ def test_a_name_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 # Comparison
 
 
+@pytest.mark.without_torch
 def test_a_comparison_is_drawn_with_every_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = fastpipe.compare(["1f1b", "gpipe", "zbv", "dualpipev"], num_ranks=4, num_microbatches=8)

@@ -283,7 +283,7 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
         "pairs": pipe.describe().rpartition("pairs")[2],
         "transport": pipe.transport.describe(),
         "operations": sorted(operations),
-        "proved": sorted(NUM_STEPS * [len(batch) for batch in batches(program[pipe.rank or 0])]),
+        "proved": sorted(NUM_STEPS * [len(it) for batch in batches(program)[pipe.rank or 0] for it in batch]),
         "times": look_at(timeline),
         "splits": pipe.schedule.splits_backward,
         "deferred": sum(stage.waits(p) for stage in pipe._stages for p in stage.module.parameters()),

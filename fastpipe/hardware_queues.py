@@ -1,0 +1,33 @@
+"""How many queues CUDA makes for what a process gives a device to do, which has to be said before it starts.
+
+Streams that share one wait for each other's waits. The copy-engine transport has streams that wait for other processes,
+so none of its own may share one; CUDA makes eight by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+QUEUES = 32
+"""As many as there can be."""
+_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def ask_for_queues() -> None:
+    """Have CUDA make all, unless somebody has said how many, or CUDA has started and would not look."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        os.environ.setdefault(_VARIABLE, str(QUEUES))
+
+
+def why_too_few() -> str | None:
+    """One sentence where CUDA was not told to make all of them."""
+    found = os.environ.get(_VARIABLE, "")
+    if found.isdecimal() and int(found) >= QUEUES:
+        return None
+    remedy = f"set it to {QUEUES}" if found else "import fastpipe before CUDA starts"
+    return (
+        f"{_VARIABLE} is {found or 'not set'}; {remedy}, since streams that wait for other processes must not share a "
+        "hardware queue"
+    )

@@ -1,0 +1,132 @@
+"""Microbatches of one batch: what a layer does to one of them is nothing to the others."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpipe import Pipeline
+from fastpipe.runtime.chain import Chain
+from fastpipe.runtime.microbatch import count_rows, split
+from fastpipe.testing import reference_step
+from tests.runtime.checks import assert_same, same_bits
+
+WIDTH = 8
+
+
+class Normalises(nn.Module):
+    """Changes its input in place, as preprocessing does, and the keyword argument too."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x.sub_(0.5).mul_(scale.exp_())
+
+
+class Adds(nn.Module):
+    """Adds a parameter in place: what came in has a graph from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x += self.position
+        return x * scale.sigmoid_()
+
+
+def cubed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output * target.abs_()).pow(3).mean()
+
+
+def layers_of(first: type[nn.Module]) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [first(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+
+
+def batch_of(rows: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {name: torch.randn(rows, WIDTH) for name in ("x", "scale", "target")}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+@pytest.mark.parametrize("first", [Normalises, Adds])
+def test_the_batch_may_be_changed_in_place(first: type[nn.Module], schedule: str, executor: str) -> None:
+    ours, theirs = batch_of(9), batch_of(9)
+    unsplit = Chain(dict(enumerate(layers_of(first))))
+    pipe = Pipeline(layers_of(first), schedule, 4, cubed, num_ranks=2, executor=executor)
+    result = pipe.step(ours["x"], scale=ours["scale"], target=ours["target"])
+    batch: Any = (theirs["x"], theirs["target"])
+    reference = reference_step(unsplit, batch, pipe.schedule, cubed, kwargs={"scale": theirs["scale"]})
+    assert_same(pipe, result, unsplit, reference)
+    for name in ours:
+        assert same_bits(ours[name], theirs[name]) and not ours[name].requires_grad, name
+    assert not same_bits(ours["x"], batch_of(9)["x"]), "the user's own tensor, as without a pipeline"
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_nothing_is_copied(gradient: bool, dim: int) -> None:
+    """Wherever it is cut, and however its memory is laid out."""
+    whole = torch.randn(9, 7, 6)[:, ::2].transpose(0, 1).requires_grad_(gradient)
+    parts, views = split(whole, 3, dim, "x"), whole.tensor_split(3, dim)
+    for part, view in zip(parts, views, strict=True):
+        assert part.data_ptr() == view.data_ptr() and part.stride() == view.stride() and part.shape == view.shape
+        assert part.requires_grad == gradient
+
+
+class Embeds(nn.Linear):
+    """Takes its input by whatever name it is given."""
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        return super().forward(x if scale is None else x * scale)
+
+
+class Scores(nn.Linear):
+    """The model's own loss."""
+
+    def forward(self, hidden: torch.Tensor, labels: Any) -> torch.Tensor:
+        return cubed(super().forward(hidden), labels)
+
+
+class Scored(nn.Sequential):
+    """The unsplit model."""
+
+    def forward(self, *args: torch.Tensor, labels: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = self[1](self[0](*args, **kwargs), labels=labels)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("x",), ("labels",)),
+        ((), ("x", "labels")),
+        ((), ("labels", "x")),
+        (("x", 2.0), ("labels",)),
+        ((), ("x", "scale", "labels")),
+    ],
+)
+def test_microbatches_weigh_by_their_rows_wherever_these_are(
+    args: tuple[Any, ...], named: tuple[str, ...], executor: str
+) -> None:
+    """The rows are those of the first argument that has any, by position or by name."""
+    torch.manual_seed(3)
+    model = Scored(Embeds(WIDTH, WIDTH), Scores(WIDTH, WIDTH))
+    batch = {"x": torch.randn(7, WIDTH), "labels": torch.randn(7, WIDTH), "scale": 2.0}
+    pipe = Pipeline(copy.deepcopy(list(model)), "1f1b", 4, num_ranks=2, executor=executor)
+    given = tuple(batch[value] if isinstance(value, str) else value for value in args)
+    kwargs = {name: batch[name] for name in named}
+    result = pipe.step(*given, **kwargs)
+    reference = reference_step(model, (given, None), pipe.schedule, kwargs=kwargs)
+    assert_same(pipe, result, model, reference)
+    assert torch.allclose(reference.loss, model(*given, **kwargs)), "which is the whole batch's"
+
+
+def test_what_every_microbatch_gets_whole_has_no_rows_of_its_own() -> None:
+    table, x = torch.randn(3, WIDTH), torch.randn(5, WIDTH)
+    whole, cut = [table] * 2, split(x, 2, 0, "x")
+    assert count_rows(None, [whole, cut], {}, {0: "replicate"}) == ((1, 1), [3, 2])
+    assert count_rows(None, [[2.0, 2.0]], {"table": whole, "x": cut}, None) == ((2, 1), [3, 2])
+    assert count_rows(cut, [], {"x": whole}, None) == ((0, 0), [3, 2])
+    assert count_rows([None, None], [whole], {}, None) is None

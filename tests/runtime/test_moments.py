@@ -1,0 +1,204 @@
+"""What a device comes to after its host: judged once, before any stream is let go, and told alike to all who ask."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastpipe import StepError
+from fastpipe.runtime import moments as module
+from fastpipe.runtime.failure import DIED, Failure
+from fastpipe.runtime.moments import Moment, Moments
+from fastpipe.runtime.ranks import LocalRanks
+from fastpipe.runtime.transport import TransportError
+from tests.promptly import PATIENCE
+
+DEVICE = torch.device("cuda", 0)
+LOST = Failure(1, DIED, dead=True)
+CLOSED = Failure(0, "the pipeline was closed")
+
+
+class Event:
+    """A device's: what was before it is done, or not."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def query(self) -> bool:
+        return self.done.is_set()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(PATIENCE)
+
+
+class Broken(Event):
+    """Of a device that is lost."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    synchronize = query  # type: ignore[assignment]
+
+
+@pytest.fixture
+def event(monkeypatch: pytest.MonkeyPatch) -> Event:
+    event = Event()
+    monkeypatch.setattr(module, "recorded", lambda device: event)
+    return event
+
+
+def verdict(moment: Moment) -> str:
+    try:
+        moment.wait()
+    except StepError as error:
+        return str(error)
+    return "good"
+
+
+def test_what_a_device_has_not_done_when_a_process_is_lost_is_given_up(event: Event) -> None:
+    moments = Moments()
+    moment = moments.make(DEVICE)
+    moments.give_up(LOST)
+    event.done.set()
+    assert verdict(moment).startswith("the step failed on rank 1: its process died")
+
+
+def test_what_it_has_done_before_is_good_for_ever(event: Event) -> None:
+    """Even if whoever is asked says later that streams were let go."""
+    moments = Moments()
+    moment = moments.make(DEVICE)
+    event.done.set()
+    moments.give_up(LOST)
+    moments.ask([pytest.fail])
+    assert verdict(moment) == "good"
+
+
+def test_what_is_made_after_a_loss_is_given_up_though_it_is_done(event: Event) -> None:
+    """The watcher has let go of streams in the midst of a step, which has come to its end by that."""
+    moments = Moments()
+    moments.give_up(LOST)
+    event.done.set()
+    assert verdict(moments.make(DEVICE)).startswith("the step failed on rank 1: its process died")
+    with pytest.raises(TransportError, match=DIED) as caught:
+        moments.check()
+    assert caught.value.peer == 1
+
+
+def test_a_device_that_is_lost_has_done_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "recorded", lambda device: Broken())
+    moments = Moments()
+    given_up, waited_for = moments.make(DEVICE), moments.make(DEVICE)
+    given_up.give_up(LOST)
+    assert "rank 1" in verdict(given_up)
+    moments.ask_nobody()
+    assert "unspecified launch failure" in verdict(waited_for)
+
+
+def test_a_message_that_never_came_is_an_error_with_its_rank_for_all(event: Event) -> None:
+    """Though it is told once: one thread posts the loss, and another one reads it."""
+    told = iter([TransportError("nothing came of it", 3)])
+
+    def check() -> None:
+        if (error := next(told, None)) is not None:
+            raise error
+
+    moments = Moments()
+    moments.ask([check])
+    moment = moments.make(DEVICE)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(verdict, moment) for _ in range(4)]
+        event.done.set()
+        for answer in answers:
+            assert answer.result().startswith("the step failed on rank 3: nothing came of it")
+
+
+def test_who_is_asked_stays_until_nobody_needs_it(event: Event) -> None:
+    """As where a pipeline is planned anew: what was let go of before is known to be no message."""
+    asked = threading.Event()
+
+    def check() -> None:
+        asked.set()
+        raise TransportError("nothing came of it", 3)
+
+    moments = Moments()
+    moments.ask([check])
+    moment = moments.make(DEVICE)
+    threading.Timer(0.05, event.done.set).start()
+    moments.ask_nobody()
+    assert asked.is_set()
+    assert verdict(moment).startswith("the step failed on rank 3: nothing came of it")
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_pipeline_that_is_closed_gives_up_what_is_not_done(done: bool, event: Event) -> None:
+    moments = Moments()
+    moment = moments.make(DEVICE)
+    if done:
+        threading.Timer(0.05, event.done.set).start()
+    assert moments.close(CLOSED, PATIENCE if done else 0.05) == done
+    event.done.set()
+    assert (verdict(moment) == "good") == done
+    assert "the pipeline was closed" in verdict(moments.make(DEVICE))
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_ranks_give_up_before_they_end_what_streams_wait_for(
+    done: bool, event: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastpipe.runtime.ranks._CLOSING_SECONDS", 0.05)
+    verdicts: list[tuple[str, str]] = []
+
+    def ends(way: str) -> Callable[[], None]:
+        def end() -> None:
+            event.done.set()  # since its streams are let go
+            verdicts.append((way, verdict(moment)))
+
+        return end
+
+    transport: Any = SimpleNamespace(close=ends("close"), leave=ends("leave"))
+    ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
+    moment = ranks.moments.make(DEVICE)
+    if done:
+        event.done.set()
+    ranks.close()
+    ((way, said),) = verdicts
+    assert (way, said == "good") == (("close", True) if done else ("leave", False))
+    if not done:
+        assert said.startswith("the step failed on rank 2: the pipeline was closed before its device was done")
+
+
+def test_moments_may_be_made_while_they_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "recorded", lambda device: Event())
+    moments, stop = Moments(), threading.Event()
+
+    def give_up() -> None:
+        while not stop.is_set():
+            moments.give_up(LOST)
+
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(give_up)
+        made = [moments.make(DEVICE) for _ in range(2000)]
+        stop.set()
+        others.result()
+    assert all("rank 1" in verdict(moment) for moment in made)
+
+
+def test_a_result_that_nobody_has_read_keeps_no_stages_alive(event: Event) -> None:
+    transport: Any = SimpleNamespace(close=lambda: None)
+    ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
+    moment = ranks.moments.make(DEVICE)
+    event.done.set()
+    ranks.close()
+    alive = weakref.ref(ranks)
+    del ranks
+    gc.collect()
+    assert alive() is None
+    assert verdict(moment) == "good"

@@ -1,0 +1,32 @@
+"""A store that does not answer is not waited for, and is not asked again."""
+
+import threading
+import time
+
+from fastpipe.runtime.patience import Patience
+from tests.promptly import promptly
+
+
+def test_answers_come_through() -> None:
+    patience = Patience(60.0)
+    assert patience.ask(lambda: 3, 0) == 3
+
+    def gone() -> int:
+        raise RuntimeError("the store is gone")
+
+    assert patience.ask(gone, 0) == 0
+    assert patience.ask(lambda: 4, 0) == 4
+
+
+def test_who_does_not_answer_is_asked_once() -> None:
+    patience, asked, never = Patience(0.1), [], threading.Event()
+
+    def stuck() -> int:
+        asked.append(1)
+        never.wait()
+        return 1
+
+    start = time.monotonic()
+    assert [patience.ask(stuck, 0) for _ in range(3)] == [0, 0, 0]
+    assert len(asked) == 1 and promptly(time.monotonic() - start)
+    never.set()

@@ -1,0 +1,198 @@
+"""A rank is gone, known or not: what then comes out of groups on a device is no message, and their ends know it.
+
+Nobody waits for that rank, neither who makes connections nor who ends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastpipe.runtime import aside
+from fastpipe.runtime.failure import DIED, Failure, LostError
+from fastpipe.runtime.own_groups import _WATCHDOG, OwnGroups, _unless_set, attended, meet
+from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups
+from fastpipe.runtime.transport import TransportError
+from tests.promptly import PATIENCE
+
+
+class Source:
+    """One rank's end in C++."""
+
+    def __init__(self, order: list[object]) -> None:
+        self.lose = order.append
+
+
+@pytest.mark.parametrize(
+    ("failure", "rank", "why"),
+    [
+        (Failure(2, DIED, dead=True), 2, "rank 2: its process died"),
+        (Failure(None, "the store is gone", dead=True), -1, "an unknown rank: the store is gone"),
+    ],
+)
+def test_who_is_let_go_knows_why(failure: Failure, rank: int, why: str) -> None:
+    order: list[object] = []
+    transport, source = ProcessGroups.__new__(ProcessGroups), Source(order)
+    transport.device, transport.lost, transport._sources = torch.device("cuda"), None, (lambda: source,)  # type: ignore[assignment]
+    transport._own = SimpleNamespace(let_go=lambda: order.append("aborted"), groups=[])  # type: ignore[assignment]
+    assert transport.why_let_go() is None
+    transport.let_go(failure)
+    transport.let_go(Failure(0, "another", dead=True))
+    assert order == [rank, "aborted", "aborted"]
+    assert transport.why_let_go() == why
+
+
+class Backend:
+    """Its abort ends when another one has begun, as on a device for which both wait."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+        self.other = self
+
+    def abort(self) -> None:
+        assert not self.begun.is_set(), "aborted twice"
+        self.begun.set()
+        assert self.other.begun.wait(PATIENCE)
+        self.ended.set()
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def own_groups(*backends: Backend) -> OwnGroups:
+    own = OwnGroups.__new__(OwnGroups)
+    own.groups = [SimpleNamespace(_get_backend=lambda device, backend=backend: backend) for backend in backends]
+    own._member = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    own._connections = SimpleNamespace(end_silent=lambda: None)  # type: ignore[assignment]
+    own._lock, own._aborts, own._seconds = threading.Lock(), None, PATIENCE
+    return own
+
+
+def test_no_group_waits_for_another_to_be_aborted(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Backend("no such communicator"), Backend()
+    first.other, second.other = second, first
+    own = own_groups(first, second)
+    own.let_go()
+    with caplog.at_level(logging.WARNING, "fastpipe"):
+        own.end()
+    assert first.ended.is_set() and second.ended.is_set() and not own.groups
+    assert "a process group could not be aborted (no such communicator)" in caplog.text
+    own.let_go()
+
+
+def test_nobody_waits_for_aborts_but_who_ends_the_groups_and_no_longer_than_a_while() -> None:
+    stuck, never = Backend(), Backend()
+    stuck.other, own = never, own_groups(stuck)
+    own.let_go()
+    assert not stuck.ended.is_set()
+    own._seconds = 0.05
+    own.end()
+    assert stuck.begun.is_set() and not stuck.ended.is_set()
+    never.begun.set()
+    assert stuck.ended.wait(PATIENCE)
+
+
+def test_groups_that_are_ended_together_are_aborted_together() -> None:
+    first, second = Backend(), Backend()
+    first.other, second.other = second, first
+    transport = ProcessGroups.__new__(ProcessGroups)
+    both = [own_groups(first), own_groups(second)]
+    transport._all = lambda: both  # type: ignore[method-assign]
+    transport.leave()
+    assert first.ended.is_set() and second.ended.is_set()
+
+
+@pytest.fixture
+def exiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that is about to exit."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(aside.threading.Thread, "start", start)
+
+
+@pytest.mark.usefixtures("exiting")
+def test_where_there_are_no_more_threads_groups_are_aborted_all_the_same() -> None:
+    backends = [Backend("no such communicator"), Backend()]
+    own_groups(*backends).end()
+    assert all(backend.ended.is_set() for backend in backends)
+
+
+@pytest.mark.usefixtures("exiting")
+def test_where_there_are_no_more_threads_the_others_are_met_all_the_same() -> None:
+    said: list[Any] = []
+    store = SimpleNamespace(set=lambda *_: said.append("here"), wait=lambda keys, _: said.append(keys))
+    store.clone = lambda: store
+    meet(store, 0, 2, PATIENCE)
+    assert said == ["here", ["closing/0", "closing/1"]]
+
+
+def test_what_somebody_has_set_for_all_watchdogs_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's old name for it, too."""
+    monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", raising=False)
+    before = dict(os.environ)
+    with _unless_set(_WATCHDOG):
+        assert dict(os.environ) == before | {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "10"}
+    assert dict(os.environ) == before
+
+
+def test_who_does_not_connect_is_not_waited_for_for_ever() -> None:
+    never = threading.Event()
+    with pytest.raises(TransportError, match="rank 3 did not connect within 0.05 s") as caught:
+        attended(never.wait, lambda: None, timedelta(seconds=0.05), 3)
+    assert caught.value.peer == 3
+    with pytest.raises(LostError, match=DIED):
+        attended(never.wait, lambda: Failure(3, DIED, dead=True), timedelta(seconds=PATIENCE), 3)
+    never.set()
+
+
+def lost_groups(*, has_failed: bool, aborts: list[str]) -> ProcessGroups:
+    """Of a device, two, of which the first cannot be aborted."""
+    transport = ProcessGroups.__new__(ProcessGroups)
+    transport.device, transport.lost, transport._sources = torch.device("cuda"), None, ()
+
+    def fail() -> None:
+        raise RuntimeError("no abort")
+
+    parts = [SimpleNamespace(let_go=fail), SimpleNamespace(let_go=lambda: aborts.append("aborted"))]
+    transport._all = lambda: parts  # type: ignore[method-assign, assignment, return-value]
+    transport.has_failed = lambda: has_failed  # type: ignore[method-assign]
+    return transport
+
+
+def end_of(transport: ProcessGroups) -> ProcessGroupEndpoint:
+    end = ProcessGroupEndpoint.__new__(ProcessGroupEndpoint)
+    end.transport, end.rank = transport, 2
+    return end
+
+
+def test_all_are_let_go_even_if_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+    aborts: list[str] = []
+    lost_groups(has_failed=False, aborts=aborts).let_go(Failure(1, DIED, dead=True))
+    assert aborts == ["aborted"] and "no abort" in caplog.text
+
+
+def test_what_was_done_after_letting_go_is_never_trusted() -> None:
+    transport = lost_groups(has_failed=False, aborts=[])
+    end_of(transport).check()
+    transport.let_go(Failure(1, DIED, dead=True))
+    with pytest.raises(TransportError, match="messages for rank 2 did not come .rank 1: its process died.") as caught:
+        end_of(transport).check()
+    assert caught.value.peer == 1
+
+
+def test_who_misses_messages_is_not_whose_fault_it_is() -> None:
+    with pytest.raises(TransportError, match="messages for rank 2 did not come .the backend") as caught:
+        end_of(lost_groups(has_failed=True, aborts=[])).check()
+    assert str(caught.value.failure().error()).startswith("the step failed on an unknown rank: messages for rank 2")

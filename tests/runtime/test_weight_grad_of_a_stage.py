@@ -1,0 +1,293 @@
+"""The split backward of one stage: what waits for W, what is freed, and what traces and transforms see of it."""
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastpipe.runtime import native, weight_grad
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.stage_work import StageWork
+from tests import scripts
+from tests.runtime.checks import same_bits
+from tests.runtime.split_models import (
+    WIDTH,
+    Attention,
+    Checkpointed,
+    Mlp,
+    Strided,
+    Transformer,
+    batch_of,
+    layers_of,
+    squared,
+)
+
+
+@contextlib.contextmanager
+def stage_of(module: nn.Module, microbatches: int = 1) -> Iterator[Stage]:
+    """The only stage of a model, with its work begun."""
+    stage = Stage(0, module, 1, squared)
+    x, y = batch_of(4)
+    stage.begin(StageWork(args=[(x,)] * microbatches, targets=[y] * microbatches))
+    yield stage
+    stage.end()
+
+
+def grads_of(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def test_w_has_the_weights_and_their_hooks(kernel: str) -> None:
+    module = layers_of(Mlp, 1)[0]
+    called: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda grad, name=name: called.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: called.append(f"{name}: after"))
+    with stage_of(module, 2) as stage:
+        # the pure-Python kernel looks at the first one
+        stage.forward(0, (), splits=True)
+        stage.backward(0, ())
+        module.zero_grad()
+        called.clear()
+        stage.forward(1, (), splits=True)
+        stage.backward_input(1, ())
+        before = set(called)
+        assert not any(name.startswith(("up.weight", "down.weight")) for name in called)
+        assert "up.bias" in called
+        stage.backward_weight(1)
+    assert sorted(set(called) - before) == sorted(
+        name for weight in ("up.weight", "down.weight") for name in (weight, f"{weight}: after")
+    )
+    assert len(called) == len(set(called))
+
+
+def test_without_a_split_everything_comes_at_once(kernel: str) -> None:
+    module = layers_of(Mlp, 1)[0]
+    with stage_of(module, 2) as stage:
+        stage.forward(0, (), splits=True)
+        stage.forward(1, (), splits=False)
+        stage.backward(1, ())
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_w_frees_what_waited(kernel: str) -> None:
+    module = layers_of(Mlp, 1)[0]
+    with stage_of(module, 3) as stage:
+        for microbatch in range(3):
+            stage.forward(microbatch, (), splits=True)
+            stage.backward_input(microbatch, ())
+            stage.backward_weight(microbatch)
+            gc.collect()
+            assert not stage._waiting and not stage._records
+    one = stage.peak_held_bytes
+    # up: its input (the norm's output) and its output's gradient; down: the same, twice as wide and back
+    assert one == 4 * 4 * 5 * (WIDTH + 2 * WIDTH + 2 * WIDTH + WIDTH)
+
+
+def test_what_w_needs_of_the_recompute_is_kept_for_it(kernel: str) -> None:
+    """And nothing else; the other microbatches come in between."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.gate = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in "wg")
+            self.made: list[StorageWeakRef] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate = torch.sigmoid(self.gate)
+            y = torch.tanh(nn.functional.linear(x, self.weight * gate))
+            self.made += [StorageWeakRef(t.untyped_storage()) for t in (gate, y)]
+            return y.exp().sin()
+
+    def alive() -> list[bool]:
+        return [not ref.expired() for ref in gated.made[-6:]]
+
+    gated = Gated()
+    with stage_of(Checkpointed(gated, reentrant=False), 4) as stage:
+        # the pure-Python kernel looks at the first one
+        stage.forward(0, (), splits=True)
+        stage.backward_input(0, ())
+        stage.backward_weight(0)
+        for microbatch in range(1, 4):
+            stage.forward(microbatch, (), splits=True)
+        assert alive() == 3 * [False, False]
+        for microbatch in range(1, 4):
+            stage.backward_input(microbatch, ())
+        assert alive() == 3 * [True, False]
+        for microbatch in range(1, 4):
+            stage.backward_weight(microbatch)
+            assert alive() == microbatch * [False, False] + (3 - microbatch) * [True, False]
+    assert len(gated.made) == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_waits_must_not_be_changed(fused: bool, kernel: str) -> None:
+    """A whole backward has read it before; here the weight's gradient would be a wrong one."""
+    buffer = torch.zeros(4, 5, WIDTH)
+
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(buffer.copy_(x))
+            return out
+
+    module = Copies()
+    with stage_of(module, 3) as stage:
+        stage.fused_weight_grad = fused
+        for microbatch in range(2):
+            stage.forward(microbatch, (), splits=True)
+            stage.backward_input(microbatch, ())
+            stage.backward_weight(microbatch)
+        stage.forward(2, (), splits=True)
+        stage.backward_input(2, ())
+        buffer.zero_()
+        with pytest.raises(RuntimeError, match=r"input of a linear.* changed in place between I.* and W"):
+            stage.backward_weight(2)
+
+
+def test_a_failed_forward_leaves_nothing(kernel: str) -> None:
+    module = layers_of(Mlp, 1)[0]
+    with stage_of(module) as stage:
+        hook = module.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyError("here")))
+        with pytest.raises(KeyError):
+            stage.forward(0, (), splits=True)
+        hook.remove()
+        module(batch_of(2)[0]).sum().backward()
+    assert all(p.grad is not None for p in module.parameters()), "still armed"
+
+
+@pytest.mark.parametrize("change", ["wrong shape", "wrong dtype"])
+def test_torchs_own_messages(change: str, kernel: str) -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(3, WIDTH + 1) if change == "wrong shape" else torch.randn(3, WIDTH).double()
+    with pytest.raises(RuntimeError) as plain:
+        linear(x)
+    weights = weight_grad.make_weight_gradients(weight_grad.Survey())
+    with weights.armed(backward=False), pytest.raises(RuntimeError) as armed:
+        linear(x)
+    assert str(armed.value) == str(plain.value)
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+
+COMPILED = """
+import os, sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from fastpipe.runtime import native
+from tests.runtime.split_models import WIDTH, Mlp
+from tests.runtime.conftest import unregister
+from tests.runtime.test_weight_grad_of_a_stage import grads_of, stage_of
+
+config.compile_threads = 1
+load = native.load
+
+def grads(how):
+    torch.manual_seed(1)
+    # without anything between the linears there is no kernel to generate, and no C++ compiler to wait for
+    block = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    module = nn.Sequential(Mlp(), torch.compile(block, backend="inductor"), Mlp())
+    with stage_of(module, 2) as stage:
+        for microbatch in range(2):
+            stage.forward(microbatch, (), splits=how != "not split")
+            if how == "not split":
+                stage.backward(microbatch, ())
+            else:
+                stage.backward_input(microbatch, ())
+                stage.backward_weight(microbatch)
+    assert how == "not split" or stage.deferred and not stage.deferred & {p._cdata for p in block.parameters()}
+    return grads_of(module)
+
+found = []
+for how, cache in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch.compiler.reset()
+    native.load = (lambda: None) if how == "python alone" else load
+    found.append((grads(how), counters["aot_autograd"]["autograd_cache_hit"]))
+    unregister()
+torch.save(found, sys.argv[1])
+"""
+
+
+def compiled(folder: Path, *runs: tuple[str, Path]) -> list[tuple[list[torch.Tensor], int]]:
+    """In a process of its own: for each run (how, and with which cache) the gradients of a stage with a compiled block,
+    and how much came from the disk so far."""
+    script, found = folder / "compiled.py", folder / "found"
+    script.write_text(COMPILED)
+    scripts.run(script, str(found), *(str(part) for run in runs for part in run))
+    loaded: list[tuple[list[torch.Tensor], int]] = torch.load(found)
+    return loaded
+
+
+def test_compiling_while_armed(tmp_path: Path) -> None:
+    """A damaged graph would lose the compiled block's gradients, and carry the loss into the next process."""
+    armed = ["python alone"] if native.load() is None else ["python alone", "native"]
+    found = compiled(tmp_path, *((how, tmp_path / how) for how in armed))
+    assert [hits for _, hits in found] == [0] * len(armed), "one compiled nothing of its own"
+    # the plain graph, and then what the process above left on the disk
+    (expected, none), *cached = compiled(tmp_path, *(("not split", tmp_path / how) for how in ["plain", *armed]))
+    assert none == 0 and [hits for _, hits in cached] == [*range(1, len(armed) + 1)], "nothing came from the disk"
+    for grads, _ in [*found, *cached]:
+        assert len(grads) == len(expected) and all(map(same_bits, grads, expected))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiling_without_a_compiler(backend: str, kernel: str) -> None:
+    torch._dynamo.reset()
+    eager, compiled = layers_of(Transformer, 1)[0], layers_of(Transformer, 1)[0]
+    for module, wrapped in ((eager, eager), (compiled, torch.compile(compiled, backend=backend))):
+        with stage_of(nn.Sequential(wrapped)) as stage:
+            stage.forward(0, (), splits=True)
+            stage.backward_input(0, ())
+            stage.backward_weight(0)
+        assert all(p.grad is not None for p in module.parameters())
+    assert all(torch.allclose(a, b) for a, b in zip(grads_of(eager), grads_of(compiled), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_transform_is_left_alone(kernel: str) -> None:
+    weights = weight_grad.make_weight_gradients(weight_grad.Survey(done=True))
+    module = layers_of(Attention, 1)[0]
+    x = batch_of(4)[0]
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters: dict[str, Any]) -> torch.Tensor:
+        return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+    expected = torch.func.grad(loss)(parameters)
+    with weights.armed(backward=False):
+        found = torch.func.grad(loss)(parameters)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_forward_derivatives_are_left_alone(kernel: str) -> None:
+    linear, x = layers_of(lambda: nn.Linear(WIDTH, WIDTH), 1)[0], batch_of(2)[0]
+    weights = weight_grad.make_weight_gradients(weight_grad.Survey())
+    with weights.armed(backward=False), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    assert torch.equal(found, nn.functional.linear(torch.ones_like(x), linear.weight))  # type: ignore[arg-type]
+
+
+def test_the_kernel_is_torchs_linear(kernel: str) -> None:
+    """Armed or not, forward and gradients of every form have the bits of torch's own."""
+    plain = layers_of(Strided, 1)[0]
+    armed = copy.deepcopy(plain)
+    x, y = batch_of(4)
+    squared(plain(x), y).backward()
+    with stage_of(armed) as stage:
+        stage.forward(0, (), splits=True)
+        stage.backward_input(0, ())
+        stage.backward_weight(0)
+    assert all(map(same_bits, grads_of(plain), grads_of(armed)))  # type: ignore[arg-type]
