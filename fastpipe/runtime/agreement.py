@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.control import Control, Reply, tell
-from fastpipe.runtime.failure import Failure, LostError, cause_text, first_line
+from fastpipe.runtime.failure import Failure, LostError, TransportError, cause_text, first_line
 from fastpipe.runtime.meeting import waiting
 from fastpipe.runtime.random_numbers import check_seeds
-from fastpipe.runtime.transport import TransportError
 
 Value = TypeVar("Value")
 _GRACE_SECONDS = 0.5

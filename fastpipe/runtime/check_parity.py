@@ -23,10 +23,11 @@ from fastpipe.runtime.clip import Held, Norm, merged_norms, norms_message, total
 from fastpipe.runtime.control import Reply
 from fastpipe.runtime.grad_dtype import zero_grad_of
 from fastpipe.runtime.modules import Named
-from fastpipe.runtime.parity import Difference, Parity, bytes_of, compared, digest_of, parity_of
+from fastpipe.runtime.parity import Difference, Parity, compared, parity_of
 from fastpipe.runtime.pipeline import Pipeline, StepResult
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.shared_weight import Tie
+from fastpipe.runtime.tensors import bytes_of, digest_of
 from fastpipe.runtime.tied import TiedWeights
 from fastpipe.runtime.uses_apart import ties_in
 from fastpipe.testing import Reference, reference_step

@@ -69,6 +69,22 @@ class LostError(Exception):
         self.failure = failure
 
 
+class TransportError(RuntimeError):
+    """A peer is dead or silent.
+
+    Attributes:
+        peer: its rank, or None when it is not known which one.
+    """
+
+    def __init__(self, message: str, peer: int | None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+    def failure(self) -> Failure:
+        """The same for the other processes: without the peer this pipeline cannot go on."""
+        return Failure(self.peer, str(self), dead=True)
+
+
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
     """Within this context an exception is logged and not raised, as what comes after it must be done as well."""

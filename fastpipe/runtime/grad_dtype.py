@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.data_parallel import DataParallel
-
 
 def check_grad_dtype(dtype: Any) -> None:
     """Refuse what is no dtype of a gradient.
@@ -34,19 +32,6 @@ def set_grad_dtype(module: nn.Module, dtype: torch.dtype) -> None:
             grad, parameter.grad = parameter.grad, None
             parameter.grad_dtype = dtype
             parameter.grad = None if grad is None else grad.to(dtype)
-
-
-def check_not_sharded(stage: int, parallel: DataParallel | None, dtype: torch.dtype) -> None:
-    """Refuse a stage whose wrapper says itself what gradients are reduced in.
-
-    Raises:
-        ValueError: saying what to set instead.
-    """
-    if parallel is not None and not parallel.whole_gradients:
-        raise ValueError(
-            f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which says itself what gradients are "
-            "summed in; leave it out, and apply fully_shard with MixedPrecisionPolicy(reduce_dtype=...)"
-        )
 
 
 def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:

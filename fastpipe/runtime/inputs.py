@@ -23,11 +23,10 @@ from fastpipe.runtime.microbatch import (
     rule_for,
     split,
 )
-from fastpipe.runtime.parity import bytes_of
 from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
-from fastpipe.runtime.tensors import tensors_in
+from fastpipe.runtime.tensors import bytes_of, tensors_in
 from fastpipe.runtime.under_way import Window
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from fastpipe.machine import Lanes, lane_numbers
 from fastpipe.program import Program
+from fastpipe.runtime.failure import TransportError
 from fastpipe.runtime.tensors import Tensors, copy_of
-from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError
+from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport
 
 
 class _Operation:

@@ -16,8 +16,7 @@ import torch
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.devices import recorded
-from fastpipe.runtime.failure import Failure, cause_text
-from fastpipe.runtime.transport import TransportError
+from fastpipe.runtime.failure import Failure, TransportError, cause_text
 
 Check = Callable[[], None]
 """Raises TransportError when a message never came and its stream was let go."""

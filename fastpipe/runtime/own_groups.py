@@ -20,11 +20,10 @@ from fastpipe.runtime.aborts import Aborts
 from fastpipe.runtime.aside import aside, asked
 from fastpipe.runtime.connections import made_by
 from fastpipe.runtime.devices import CPU, wait_until_done
-from fastpipe.runtime.failure import Failure, first_line
+from fastpipe.runtime.failure import Failure, TransportError, first_line
 from fastpipe.runtime.forked import keep_in_children
 from fastpipe.runtime.group import Membership, registered_group
 from fastpipe.runtime.meeting import waiting
-from fastpipe.runtime.transport import TransportError
 
 _T = TypeVar("_T")
 

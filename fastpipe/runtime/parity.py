@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from fastpipe.runtime.tensors import bytes_of
 
 _SHOWN = 20
 _INTEGERS = {
@@ -134,16 +135,6 @@ def compared(
 def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two tensors that look alike are the same to the last bit, NaN included."""
     return torch.equal(*(bytes_of(tensor) for tensor in (found, expected)))
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bytes in row-major order, on the CPU."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """Of the elements' bytes."""
-    return hashlib.blake2b(bytes_of(tensor).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def measured(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:

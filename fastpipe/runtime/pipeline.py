@@ -33,7 +33,7 @@ from fastpipe.runtime.describe import describe, pairs_text
 from fastpipe.runtime.devices import wants_streams
 from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.forked import Home
-from fastpipe.runtime.grad_dtype import check_not_sharded, set_grad_dtype
+from fastpipe.runtime.grad_dtype import set_grad_dtype
 from fastpipe.runtime.group import crowd, membership
 from fastpipe.runtime.known_plans import KnownPlans
 from fastpipe.runtime.loopback import Loopback
@@ -70,7 +70,7 @@ from fastpipe.runtime.torch_stages import from_torch, group_of
 from fastpipe.runtime.training import Trains
 from fastpipe.runtime.transport import Transport
 from fastpipe.runtime.twins import own_modules
-from fastpipe.runtime.wrappers import check_parallel, find_data_parallel, replicate
+from fastpipe.runtime.wrappers import check_not_sharded, check_parallel, find_data_parallel, replicate
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from fastpipe.program import Channel, Program
-from fastpipe.runtime.failure import Failure, logged
+from fastpipe.runtime.failure import Failure, TransportError, logged
 from fastpipe.runtime.group import Membership
 from fastpipe.runtime.own_groups import OwnGroups, attended, backend_of, has_failed
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
-from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport, TransportError
+from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport
 
 HEADER = 512
 """Numbers in a header."""

@@ -9,19 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fastpipe.program import Op, Program
 from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.executor import Drained, Executor, Seconds
-from fastpipe.runtime.failure import Failure, cause_text
+from fastpipe.runtime.failure import Failure, TransportError, cause_text
 from fastpipe.runtime.moments import Moments
 from fastpipe.runtime.pairs import PairCounts
-from fastpipe.runtime.result import Spans
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.thread_state import ThreadState
-from fastpipe.runtime.transport import Transport, TransportError
+from fastpipe.runtime.transport import Transport
+
+Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
+"""Per rank, the start and end of every instruction."""
 
 _CLOSING_SECONDS = 10
 """How long a device may be behind its host when a pipeline is closed, beside what the mail waits."""

@@ -8,17 +8,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastpipe.program import Program
 from fastpipe.runtime.losses import sum_in_order
 from fastpipe.runtime.microbatch import Rules, merge
+from fastpipe.runtime.ranks import Spans
 from fastpipe.runtime.reports import Reports, dtype_name, text_of
 from fastpipe.timeline import Timeline
-
-Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
-"""Per rank, the start and end of every instruction."""
 
 Packed = dict[str, list[Any]]
 """Scalars by dtype: their microbatches, and their bytes as text."""

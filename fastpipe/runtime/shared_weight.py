@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe.runtime.grad_dtype import alias_of
-from fastpipe.runtime.parity import digest_of
+from fastpipe.runtime.tensors import digest_of
 from fastpipe.runtime.wrappers import is_sharded
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"

@@ -14,7 +14,7 @@ from fastpipe.program import Program
 from fastpipe.runtime.agreement import prepare_together
 from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among, tell
 from fastpipe.runtime.devices import CPU
-from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.failure import Failure, LostError, TransportError
 from fastpipe.runtime.found import Found, Telling
 from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_digests, check_given, stage_works, take_inputs
 from fastpipe.runtime.interrupt import Interrupts
@@ -30,7 +30,6 @@ from fastpipe.runtime.result import StepResult, pack_spans, unpack_spans
 from fastpipe.runtime.settling import misses, settle
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_losses import NoLoss
-from fastpipe.runtime.transport import TransportError
 
 _MAX_KNOWN = 64
 """How many combinations of input shapes are remembered; another one costs a step with headers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -120,3 +121,13 @@ def tensors_in(value: Any, what: str) -> Tensors:
     if not found:
         raise ValueError(f"{what} is a {type(value).__name__} without a tensor: give a tensor, or a tree of tensors")
     return found
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bytes in row-major order, on the CPU."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Of the elements' bytes."""
+    return hashlib.blake2b(bytes_of(tensor).numpy().tobytes(), digest_size=16).hexdigest()

@@ -35,22 +35,6 @@ class Message(NamedTuple):
         return f"the {what} of stage {producer}, microbatch {self.microbatch}"
 
 
-class TransportError(RuntimeError):
-    """A peer is dead or silent.
-
-    Attributes:
-        peer: its rank, or None when it is not known which one.
-    """
-
-    def __init__(self, message: str, peer: int | None) -> None:
-        super().__init__(message)
-        self.peer = peer
-
-    def failure(self) -> Failure:
-        """The same for the other processes: without the peer this pipeline cannot go on."""
-        return Failure(self.peer, str(self), dead=True)
-
-
 class SpecBook:
     """What the tensors of every message look like, by the signature of a step.
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -128,4 +129,17 @@ def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: i
         raise ValueError(
             f"stages: stage {stage} is {parallel.description} and the schedule holds every stage on two ranks, which "
             "sum whole gradients; use DistributedDataParallel, or a schedule with one route such as 'dualpipev'"
+        )
+
+
+def check_not_sharded(stage: int, parallel: DataParallel | None, dtype: torch.dtype) -> None:
+    """Refuse a stage whose wrapper says itself what gradients are reduced in.
+
+    Raises:
+        ValueError: saying what to set instead.
+    """
+    if parallel is not None and not parallel.whole_gradients:
+        raise ValueError(
+            f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which says itself what gradients are "
+            "summed in; leave it out, and apply fully_shard with MixedPrecisionPolicy(reduce_dtype=...)"
         )

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime.failure import Failure
+from fastpipe.runtime.failure import Failure, TransportError
 from fastpipe.runtime.ranks import LocalRanks, Outcome, failure_at
-from fastpipe.runtime.transport import TransportError
 from fastpipe.testing import Loopback
 from tests.promptly import promptly
 from tests.runtime.faults import NEVER, Boom, FaultyTraining, Scenario

@@ -9,8 +9,9 @@ import torch
 from fastpipe import Pipeline, lower, make_schedule
 from fastpipe.errors import ProgramError
 from fastpipe.program import ChannelKind
+from fastpipe.runtime.failure import TransportError
 from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.transport import Message, TransportError
+from fastpipe.runtime.transport import Message
 from tests.runtime.models import CASES
 
 PROGRAM = lower(make_schedule("1f1b", num_ranks=2, num_microbatches=3))

@@ -15,10 +15,9 @@ import torch
 
 from fastpipe import StepError
 from fastpipe.runtime import moments as module
-from fastpipe.runtime.failure import DIED, Failure
+from fastpipe.runtime.failure import DIED, Failure, TransportError
 from fastpipe.runtime.moments import Moment, Moments
 from fastpipe.runtime.ranks import LocalRanks
-from fastpipe.runtime.transport import TransportError
 from tests.promptly import PATIENCE
 
 DEVICE = torch.device("cuda", 0)

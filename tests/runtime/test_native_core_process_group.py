@@ -13,12 +13,12 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402
 
 from fastpipe.runtime import native  # noqa: E402
+from fastpipe.runtime.failure import TransportError  # noqa: E402
 from fastpipe.runtime.group import membership  # noqa: E402
 from fastpipe.runtime.native_executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.process_group import ProcessGroups  # noqa: E402
 from fastpipe.runtime.stage import Stage  # noqa: E402
 from fastpipe.runtime.stage_work import StageWork  # noqa: E402
-from fastpipe.runtime.transport import TransportError  # noqa: E402
 from tests.promptly import PATIENCE, promptly  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402

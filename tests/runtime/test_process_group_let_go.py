@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from fastpipe.runtime import aside
-from fastpipe.runtime.failure import DIED, Failure, LostError
+from fastpipe.runtime.failure import DIED, Failure, LostError, TransportError
 from fastpipe.runtime.own_groups import _WATCHDOG, OwnGroups, _unless_set, attended, meet
 from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups
-from fastpipe.runtime.transport import TransportError
 from tests.promptly import PATIENCE
 
 
