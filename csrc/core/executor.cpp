@@ -53,8 +53,9 @@ Executor::Executor(RankProgram program, Stages stages, std::unique_ptr<Transport
       transport_(std::move(transport)),
       pairs_(pairs, count_pairs(steps_)) {}
 
-Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end) {
-  failed_.store(false, std::memory_order_relaxed);
+Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end,
+                      bool drain) {
+  failed_.store(drain, std::memory_order_relaxed);
   error_ = nullptr;
   observer_ = &observer;
   transport_->begin_step(signature, announce);

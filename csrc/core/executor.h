@@ -35,7 +35,8 @@ class Executor {
   // One step. `start` and `end` receive program().size() times each, in seconds of the steady clock. Only what is
   // wrong before the first instruction is thrown; what fails later is told to `observer`, and the step is drained:
   // every transfer still takes place, so that all channels are empty and in step afterwards.
-  Outcome run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end);
+  Outcome run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end,
+              bool drain = false);
   // From any thread: the step has failed elsewhere. Without effect when no step runs.
   void fail() { failed_.store(true, std::memory_order_relaxed); }
   // The first error of the last step. It is not kept: it may hold on to all that the failed call was working on.

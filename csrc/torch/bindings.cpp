@@ -370,7 +370,7 @@ void bind_executor(py::module_& m) {
            })
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
            py::arg("state") = py::none(), py::arg("num_threads") = 0, py::arg("trace") = false,
-           py::arg("ranges") = false)
+           py::arg("ranges") = false, py::arg("drain") = false)
       .def("fail", &Runner::fail)
       .def("check", &Runner::check)
       .def("deferred", &deferred)

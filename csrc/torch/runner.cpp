@@ -58,7 +58,7 @@ Runner::~Runner() {
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                        const py::object& on_failure, const ThreadState* state, int num_threads, bool trace,
-                       bool ranges) {
+                       bool ranges, bool drain) {
   if (on_failure_) throw Error("this executor is running a step already; it runs one at a time, in one thread");
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
@@ -73,7 +73,7 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   const auto size = static_cast<py::ssize_t>(labels_.size());
   py::array_t<double> start(size);
   py::array_t<double> end(size);
-  const Outcome outcome = run_without_gil(signature, announce, start.mutable_data(), end.mutable_data());
+  const Outcome outcome = run_without_gil(signature, announce, start.mutable_data(), end.mutable_data(), drain);
   if (outcome == Outcome::kFailed) raise(to_python(executor_->take_error()));
   if (outcome == Outcome::kDrained) return py::none();
   return py::make_tuple(std::move(start), std::move(end));
@@ -110,10 +110,10 @@ void Runner::set_times(bool trace) {
   for (TorchStage* stage : stages_) stage->set_times(times_);
 }
 
-Outcome Runner::run_in_streams(std::int64_t signature, bool announce, double* start, double* end) {
+Outcome Runner::run_in_streams(std::int64_t signature, bool announce, double* start, double* end, bool drain) {
   streams_.fork();
   try {
-    const Outcome outcome = executor_->run(signature, announce, *this, start, end);
+    const Outcome outcome = executor_->run(signature, announce, *this, start, end, drain);
     streams_.join();
     if (times_ != nullptr && outcome == Outcome::kDone) times_->read(start, end);
     return outcome;
@@ -123,13 +123,13 @@ Outcome Runner::run_in_streams(std::int64_t signature, bool announce, double* st
   }
 }
 
-Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* start, double* end) {
+Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* start, double* end, bool drain) {
   std::exception_ptr error;
   Outcome outcome = Outcome::kFailed;
   {
     const py::gil_scoped_release no_gil;
     try {
-      outcome = run_in_streams(signature, announce, start, end);
+      outcome = run_in_streams(signature, announce, start, end, drain);
     } catch (...) {
       error = std::current_exception();
     }

@@ -52,9 +52,11 @@ class Runner final : public Observer {
   // step, the stage's last microbatches)) of each stage, in the constructor's order; None for what is not wanted.
   // Returns (start, end), or None when the step failed on another rank; raises what failed here. num_threads: of
   // torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
-  // ranges: actions are ranges for a profiler, where this library has such.
+  // ranges: actions are ranges for a profiler, where this library has such. drain: nothing is computed, and stand-ins
+  // are sent: the step has failed here before its first instruction.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                 const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool ranges);
+                 const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool ranges,
+                 bool drain);
   void fail() { executor_->fail(); }
   void check() const { executor_->check(); }
   // Why no further step can be run; empty while it can.
@@ -70,8 +72,8 @@ class Runner final : public Observer {
  private:
   void bind(const std::vector<py::tuple>& calls);
   void set_times(bool trace);
-  Outcome run_in_streams(std::int64_t signature, bool announce, double* start, double* end);
-  Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end);
+  Outcome run_in_streams(std::int64_t signature, bool announce, double* start, double* end, bool drain);
+  Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end, bool drain);
   bool noted_here(std::size_t position) const;
   void note_broken(const std::exception_ptr& error);
 

@@ -76,20 +76,22 @@ class Executor(ABC):
         """Make what every step needs, once."""
 
     @abstractmethod
-    def run(self, signature: int, announce: bool, trace: bool = False) -> tuple[Seconds, Seconds]:
+    def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
         """Run one step.
 
         Args:
             signature: names the shapes of this step.
             announce: whether they are unknown yet, so that every message says what it is.
             trace: whether the times are wanted, and the host may wait for the device to have them.
+            drain: whether the step has failed on this rank before its first instruction: nothing is computed, and the
+                other ranks get stand-ins for its messages.
 
         Returns:
             The start and end of every instruction, on the monotonic clock: on a device with streams the times at which
             it was launched, or, with ``trace``, those at which the device did it.
 
         Raises:
-            Drained: when the step failed elsewhere.
+            Drained: when the step failed elsewhere, or with ``drain``.
             BaseException: what was raised here, itself.
         """
 

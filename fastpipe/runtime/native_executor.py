@@ -48,7 +48,7 @@ class NativeExecutor(Executor):
             streams=[self.streams[index] for index in self.stages] if self.streams else [],
         )
 
-    def run(self, signature: int, announce: bool, trace: bool = False) -> tuple[Seconds, Seconds]:
+    def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
         # C++ keeps none of these between steps: a cycle through it could never be collected
         calls = [
@@ -57,7 +57,14 @@ class NativeExecutor(Executor):
         ]
         ranges = trace or self._ranges
         spans = self._native.run(
-            signature, announce, calls, self.on_failure, num_threads=self.num_threads, trace=trace, ranges=ranges
+            signature,
+            announce,
+            calls,
+            self.on_failure,
+            num_threads=self.num_threads,
+            trace=trace,
+            ranges=ranges,
+            drain=drain,
         )
         if spans is None:
             raise Drained

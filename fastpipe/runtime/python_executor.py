@@ -67,9 +67,9 @@ class PythonExecutor(Executor):
         """Drain from the next instruction on."""
         self.failed = True
 
-    def run(self, signature: int, announce: bool, trace: bool = False) -> tuple[Seconds, Seconds]:
+    def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
-        self.failed, self.error = False, None
+        self.failed, self.error = drain, None
         clock = clock_of(self.device, trace)
         for index, stage in self.stages.items():
             stage.moments.last = self.last[index]

@@ -47,11 +47,10 @@ class Outcome:
     error: BaseException | None = None
     first: Failure | None = None
 
-    def refuse(self, error: BaseException | None) -> None:
-        """The step ran to its end, and is yet no good."""
-        if error is not None:
-            self.failure = self.first = Failure(min(self.spans), cause_text(error))
-            self.error = error
+    def refuse(self, error: BaseException, rank: int) -> None:
+        """The step ran to its end, and then failed on this process; ``rank`` is one of its ranks."""
+        self.failure = self.first = failure_of(error, rank)
+        self.error = error
 
 
 class LocalRanks:
@@ -103,6 +102,11 @@ class LocalRanks:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
 
+    @property
+    def first(self) -> int:
+        """The lowest local rank, which stands for the process in what concerns no single rank."""
+        return min(self.stages)
+
     def has(self, program: Program) -> bool:
         """Whether a program is prepared."""
         return id(program) in self._executors
@@ -132,16 +136,34 @@ class LocalRanks:
             streams=self._streams[rank],
         )
 
-    def run(self, program: Program, signature: int, announce: bool, trace: bool = False) -> Outcome:
-        """One step on every local rank; see `Executor.run`."""
+    def run(
+        self,
+        program: Program,
+        signature: int,
+        announce: bool,
+        trace: bool = False,
+        error: BaseException | None = None,
+    ) -> Outcome:
+        """One step on every local rank; see `Executor.run`.
+
+        Args:
+            program: one that is prepared.
+            signature: names the shapes of this step.
+            announce: whether they are unknown yet.
+            trace: whether the times are wanted.
+            error: why the step failed on this process before it began: it is published, and the program is drained.
+        """
         with self._lock:
             self._outcome = Outcome()
             self._current = self._executors[id(program)]
         try:
+            if error is not None:
+                failure = failure_of(error, self.first)
+                self._note(failure, error, self.publish(failure))
             if self._pool is None:
-                self._run_one(self._current[0], signature, announce, trace)
+                self._run_one(self._current[0], signature, announce, trace, error is not None)
             else:
-                self._run_all(self._pool, signature, announce, trace)
+                self._run_all(self._pool, signature, announce, trace, error is not None)
         finally:
             with self._lock:
                 self._current = ()
@@ -233,7 +255,7 @@ class LocalRanks:
         """End the threads, and what the transport holds."""
         # before anything ends: streams that wait for it go on then
         cause = "the pipeline was closed before its device was done; read the loss before that"
-        done = self.moments.close(Failure(next(iter(self.stages)), cause), _CLOSING_SECONDS)
+        done = self.moments.close(Failure(self.first, cause), _CLOSING_SECONDS)
         self.retire()
         if done:
             self.transport.close()
@@ -301,6 +323,11 @@ class LocalRanks:
             known = self._outcome.failure
             if known is None or (failure.dead and not known.dead):
                 self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """The failure behind an exception outside the program: a peer that does not answer has failed itself."""
+    return error.failure() if isinstance(error, TransportError) else Failure(rank, cause_text(error))
 
 
 def failure_at(

@@ -68,8 +68,17 @@ class RecordedRanks(LocalRanks):
         self._counts.clear()
         super().forget()
 
-    def run(self, program: Program, signature: int, announce: bool, trace: bool = False) -> Outcome:
+    def run(
+        self,
+        program: Program,
+        signature: int,
+        announce: bool,
+        trace: bool = False,
+        error: BaseException | None = None,
+    ) -> Outcome:
         """See `LocalRanks.run`."""
+        if error is not None:
+            return super().run(program, signature, announce, trace, error)
         caller = torch.accelerator.current_stream(self.device)
         self._stream.wait_stream(caller)
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,13 +24,14 @@ from fastpipe.runtime.modules import flags_of
 from fastpipe.runtime.one_at_a_time import OneAtATime
 from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.random_numbers import RandomNumbers
-from fastpipe.runtime.ranks import LocalRanks, Outcome
+from fastpipe.runtime.ranks import LocalRanks, Outcome, failure_of
 from fastpipe.runtime.replicas import Replicas, check_told
 from fastpipe.runtime.reports import MetricRules, Reports, Weights, weights_of
 from fastpipe.runtime.result import StepResult, pack_spans, unpack_spans
 from fastpipe.runtime.settling import misses, settle
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_losses import NoLoss
+from fastpipe.runtime.stage_work import StageWork
 
 _MAX_KNOWN = 64
 """How many combinations of input shapes are remembered; another one costs a step with headers."""
@@ -102,6 +104,7 @@ class Steps:
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.elsewhere: Failure | None = None
         self.broken: Failure | None = None
+        self._set_aside = False  # gradients, by `Replicas.before_step` of the step that runs
         self._telling = Telling(control, settings.device, ranks.moments)
         control.on_loss(self._lost)
         self._interrupts = Interrupts(ranks.interrupt)
@@ -115,7 +118,7 @@ class Steps:
     def _run(self, request: Request, trace: bool) -> StepResult:
         if self.broken is not None:
             raise self.broken.error()
-        self.elsewhere = None
+        self.elsewhere, self._set_aside = None, False
         self.control.begin(self._failed_elsewhere)
         try:
             inputs, replies = self._agree_on_inputs(request)
@@ -126,12 +129,13 @@ class Steps:
                 settle(self.control, self.ranks, self.stages, program)
                 self._forget_habits()
             signature = (request.training, *(reply["signature"] for reply in replies))
-            weights = self._weights(replies, request)
-            with torch.set_grad_enabled(request.training):
-                outcome = self._execute(program, inputs, weights, request, signature, trace)
-            if self._interrupts.pending and outcome.failure is None:
-                outcome.failure = Failure(next(iter(self.ranks.stages)), "KeyboardInterrupt")
-            replies = self._finish(outcome, request, trace)
+            with self._published():
+                weights = self._weights(replies, request)
+                with torch.set_grad_enabled(request.training):
+                    outcome = self._execute(program, inputs, weights, request, signature, trace)
+                if self._interrupts.pending and outcome.failure is None:
+                    outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
+                replies = self._finish(outcome, request, trace)
         except LostError as lost:
             self.give_up(lost.failure, lost.__cause__)
         finally:
@@ -146,28 +150,52 @@ class Steps:
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
 
+    @contextlib.contextmanager
+    def _published(self) -> Iterator[None]:
+        """Within this context, from the agreement on a step to its end, other processes may wait for this one.
+
+        The executors and `_finish` report what fails in a step, so that the next one works. Whatever else is raised is
+        published at once, and the pipeline is over: nobody knows what the others have done by then.
+        """
+        try:
+            yield
+        except LostError:
+            raise
+        except TransportError as error:
+            known = self.elsewhere
+            raise LostError(known if known is not None and known.dead else error.failure()) from error
+        except BaseException as error:  # raised again; the other processes get the failure
+            if not isinstance(self.control, Alone):
+                self.broken = replace(failure_of(error, self.ranks.first), dead=True)
+                self.control.publish(self.broken)
+                self._abandon(self.broken)
+            raise
+
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
         """Learn how it went for the others, and sum the gradients of stages that two ranks hold."""
-        report = self._report(outcome, trace)
-        # to report losses is to wait for the device, which may have waited for who is gone, and gone on without
-        if outcome.failure is None and not self.ranks.check(outcome):
+        try:
+            report = self._report(outcome, trace)
+            # to report losses is to wait for the device, which may have waited for who is gone, and gone on without
+            if outcome.failure is None and not self.ranks.check(outcome):
+                report = self._report(outcome, trace)
+        except Exception as error:  # the step's failure: the reports of all say so
+            outcome.refuse(error, self.ranks.first)
             report = self._report(outcome, trace)
         replies = self.control.exchange("end", report)
-        if request.training:
-            succeeded = not any("failure" in reply or DEAD in reply for reply in replies)
-            try:
-                self.replicas.after_step(succeeded)
-            except TransportError as error:
-                raise LostError(error.failure()) from error
+        if request.training and self._set_aside:
+            self.replicas.after_step(not any("failure" in reply or DEAD in reply for reply in replies))
         return replies
 
     def give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         """A process is dead or silent: this pipeline is over."""
         self.broken = failure
+        self._abandon(failure)
+        raise failure.error() from cause
+
+    def _abandon(self, failure: Failure) -> None:
         self._release()
         # another may have begun the step that this one never will, and wait for it
         self.ranks.leave(failure)
-        raise failure.error() from cause
 
     def _release(self) -> None:
         """Let go of what a failed step left behind."""
@@ -307,26 +335,39 @@ class Steps:
         signature: tuple[Any, ...],
         trace: bool,
     ) -> Outcome:
+        announce = signature not in self.known
+        number = self._number(signature)
+        error: BaseException | None = None
+        try:
+            self._begin(inputs, weights, request, number, announce)
+        except BaseException as found:  # the ranks publish it, and drain the program that the others run
+            error = found
+            for stage in self.stages:
+                stage.begin(StageWork(reduces=request.reduces))
+        outcome = self.ranks.run(program, number, announce, trace, error)
+        if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
+            refusal = self.random.check()
+            if refusal is not None:
+                outcome.refuse(refusal, self.ranks.first)
+        return outcome
+
+    def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
+        """All that has to be done on this process before a program runs."""
         stages = self.stages
         keep = self.settings.keep_outputs or request.keeps_outputs
         works = stage_works(inputs, stages, request, weights, keep, self.scale_now())
         for stage, work in zip(stages, works, strict=True):
             stage.begin(work)
             stage.moments.step = self.random.step_count
-        announce = signature not in self.known
-        number = self._number(signature)
         for stage in stages:
             stage.shaped(number, announce)
         self.replicas.follow()
         if request.training:
             self.replicas.before_step()
+            self._set_aside = True
         # a stage that computes nothing in a window of a stream shows nothing of its habits
         window = () if request.window is None else tuple(request.window.computes(stage.index) for stage in stages)
         self.random.begin(request.training, (*self._flags, *window), self._has_pairs(request))
-        outcome = self.ranks.run(program, number, announce, trace)
-        if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
-            outcome.refuse(self.random.check())
-        return outcome
 
     def _has_pairs(self, request: Request) -> bool:
         return request.training and self.plans.has_pairs(request.num_microbatches)

@@ -4,13 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from fastpipe import StepError
+from fastpipe.runtime import steps
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
-from tests.promptly import promptly
+from tests.promptly import PATIENCE, promptly
 from tests.runtime.faults import Boom, FaultyTraining, Scenario
+from tests.runtime.models import CASES
 
 
 def fail_and_recover(scenario: Scenario, transport: str) -> dict[str, Any]:
@@ -121,3 +124,56 @@ def test_a_rank_that_cannot_prepare_a_program_leaves_nobody_waiting(
         for kind, text, rank, seconds in answers:
             assert (kind, rank) == ("StepError", 1) and promptly(seconds)
             assert "rank 1: MemoryError: there is no more; the pipeline cannot go on: build it again" in text
+
+
+def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:
+    """Runs on every rank: on rank 1 the third step fails outside of its instructions; then another step."""
+    metric: list[Any] = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> Any:
+        loss = CASES["plain"].loss_fn(output, target)
+        return (loss, {"metric": metric[0]}) if metric else (loss, {"metric": loss.detach()})
+
+    def boom(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, real)
+        raise Boom("out of memory")
+
+    schedule = "dualpipe" if place == "after_step" else "1f1b"
+    pipe = pipeline(executor, schedule, loss_fn=loss_fn, transport=transport, timeout=PATIENCE)
+    x, y = batch()
+    for _ in range(2):
+        pipe.step(x, target=y)
+    owner, name = {
+        "before_step": (pipe._steps.replicas, "before_step"),
+        "stage_works": (steps, "stage_works"),
+        "report": (pipe._steps, "_report"),
+        "metric": (pipe._steps, "_report"),
+        "after_step": (pipe._steps.replicas, "after_step"),
+    }[place]
+    real = getattr(owner, name)
+    if pipe.rank == 1 and place == "metric":
+        metric.append(torch.eye(2).to_sparse())  # a tensor, but none that has bytes in a row
+    elif pipe.rank == 1:
+        setattr(owner, name, boom)
+    found = caught(lambda: pipe.step(x, target=y))
+    metric.clear()
+    return {"found": found, "next": caught(lambda: pipe.step(x, target=y))}
+
+
+@pytest.mark.parametrize(
+    ("executor", "transport"),
+    [("python", "process_group"), ("native", "process_group"), ("native", "shared_memory")],
+    indirect=["executor"],
+)
+@pytest.mark.parametrize("place", ["before_step", "stage_works", "report", "metric", "after_step"])
+def test_outside_of_the_program_it_is_told_all_the_same(
+    place: str, transport: str, executor: str, group_of: GroupOf
+) -> None:
+    """The other ranks get the cause; only after the last agreement of a step is the pipeline over."""
+    zero, one = group_of(2).run(fail_outside, place, executor, transport)
+    kind, text, _, _ = one["found"]
+    assert kind not in ("nothing", "StepError") and text
+    other, said, rank, _ = zero["found"]
+    assert other == "StepError" and rank == 1 and f"{kind}: {text.splitlines()[0]}" in said
+    for answer in (zero, one):
+        assert answer["next"][0] == ("StepError" if place == "after_step" else "nothing")
