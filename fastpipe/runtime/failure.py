@@ -11,6 +11,8 @@ from fastpipe.errors import StepError
 
 logger = logging.getLogger("fastpipe")
 DIED = "its process died"
+MAX_TEXT = 4000
+"""Characters of an exception's text that other ranks get."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,21 @@ def logged(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what it says, or else its type."""
-    return (_said(error).splitlines() or [type(error).__name__])[0]
+    """The first line of its text, or its type where there is none."""
+    return _text(error) or type(error).__name__
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception in one line: its type and its message."""
-    return f"{type(error).__name__}: {first_line(error)}" if _said(error) else type(error).__name__
+    """An exception in one line: its type and its text."""
+    text = _text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _said(error: BaseException) -> str:
-    """Nothing of one whose own message fails: that must not hide it."""
+def _text(error: BaseException) -> str:
+    """The first line, at most `MAX_TEXT` characters that UTF-8 can encode; empty where the exception has no text."""
     try:
-        return str(error)
-    except Exception:
+        text = str(error)[: 2 * MAX_TEXT]
+    except BaseException:  # of the text, not of the step: the exception itself is reported, by its type
         return ""
+    line = next(iter(text.splitlines()), "").encode(errors="backslashreplace").decode()
+    return line if len(line) <= MAX_TEXT else f"{line[:MAX_TEXT]} ..."

@@ -431,7 +431,8 @@ class Steps:
         if outcome.first is not None and outcome.first.rank not in self.ranks.stages:
             # it failed elsewhere before, and what it was given here since then are stand-ins
             raise first.error() from outcome.error
-        outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
+        with contextlib.suppress(Exception):  # a type of the user's may refuse notes; the exception itself is raised
+            outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
         error, outcome.error = outcome.error, None
         try:
             raise error
