@@ -27,7 +27,6 @@ from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import bytes_of, tensors_in
-from fastpipe.runtime.under_way import Window
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,7 @@ class Request:
         num_microbatches: how many microbatches.
         training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
-        keeps_outputs: whether outputs are kept although the pipeline keeps none.
         gathers_outputs: whether every rank gets them in the end.
-        window: of a stream, which stages compute which microbatches; None for all.
     """
 
     args: tuple[Any, ...]
@@ -54,9 +51,7 @@ class Request:
     num_microbatches: int
     training: bool
     reduces: bool = True
-    keeps_outputs: bool = False
     gathers_outputs: bool = False
-    window: Window | None = None
 
 
 @dataclass
@@ -330,7 +325,6 @@ def stage_works(
             reduces=request.reduces,
             divisors=weights.loss,
             loss_scale=loss_scale,
-            window=request.window,
         )
         if stage.is_first:
             work.args = inputs.args

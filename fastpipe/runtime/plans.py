@@ -101,16 +101,6 @@ class Plans:
         """Into how many stages the model is cut."""
         return next(iter(self._schedules.values())).num_stages
 
-    def can_keep_full(self, window: int) -> bool:
-        """Whether a window's microbatches can run together with one more for each stage but the first."""
-        if next(iter(self._schedules.values())).placement.num_routes > 1:
-            return False
-        try:
-            self.program(window + self.num_stages - 1, forward_only=True)
-        except ValueError:
-            return False
-        return True
-
     def program(self, num_microbatches: int, forward_only: bool) -> Program:
         """The program, validated for the transport's lanes."""
         key = (num_microbatches, forward_only, self.parallel)

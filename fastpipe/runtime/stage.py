@@ -120,15 +120,6 @@ class Stage:
             The tensors for the next stage; on the last stage the loss, scaled, or the outputs when their gradients
             are given or nothing is to be differentiated.
         """
-        window = self.work.window
-        if window is None:
-            return self._run(microbatch, inputs)
-        entered = window.inputs(self.index, microbatch, inputs)
-        if entered is None:
-            return () if self.is_last else window.stand_in
-        return self._run(microbatch, entered)
-
-    def _run(self, microbatch: int, inputs: Tensors) -> Tensors:
         # stays set when something is raised, so that of two overlapped actions it is known which one failed
         self.running = microbatch
         with self.moments.around_forward():

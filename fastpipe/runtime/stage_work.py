@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fastpipe.runtime.tensors import Tensors
-from fastpipe.runtime.under_way import Window
 
 
 @dataclass
@@ -24,7 +23,6 @@ class StageWork:
         loss_scale: what a backward's roots are multiplied by, see `fastpipe.GradScaler`; None for 1.
         output_grads: gradients of the outputs, given by the caller instead of a loss.
         keep_outputs: whether the last stage's outputs are kept.
-        window: of a stream: which microbatches this stage computes; None for all.
         reduces: whether gradients are reduced over the replicas of the pipeline in this step.
         losses: out: the loss of each microbatch as the loss function returned it, detached.
         scaled: out: the same after the division.
@@ -41,7 +39,6 @@ class StageWork:
     output_grads: Sequence[Tensors] | None = None
     keep_outputs: bool = True
     reduces: bool = True
-    window: Window | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     scaled: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)

@@ -99,6 +99,7 @@ class Steps:
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.known: dict[tuple[Any, ...], int] = {}
+        self._lossless: set[tuple[Any, ...]] = set()  # signatures of steps that had nothing to differentiate
         self._flags: tuple[bool, ...] = ()
         self._compared: set[str] = set()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
@@ -119,31 +120,37 @@ class Steps:
         if self.broken is not None:
             raise self.broken.error()
         self.elsewhere, self._set_aside = None, False
+        lossless = False
         self.control.begin(self._failed_elsewhere)
         try:
             inputs, replies = self._agree_on_inputs(request)
-            program = self.plans.program(request.num_microbatches, not request.training)
-            if not self.ranks.has(program):
-                prepare_together(self.control, lambda: self.ranks.prepare(program))
-            if any(reply["misses"] for reply in replies):
-                settle(self.control, self.ranks, self.stages, program)
-                self._forget_habits()
             signature = (request.training, *(reply["signature"] for reply in replies))
-            with self._published():
-                weights = self._weights(replies, request)
-                with torch.set_grad_enabled(request.training):
-                    outcome = self._execute(program, inputs, weights, request, signature, trace)
-                if self._interrupts.pending and outcome.failure is None:
-                    outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
-                replies = self._finish(outcome, request, trace)
+            lossless = signature in self._lossless
+            if not lossless:
+                program = self.plans.program(request.num_microbatches, not request.training)
+                if not self.ranks.has(program):
+                    prepare_together(self.control, lambda: self.ranks.prepare(program))
+                if any(reply["misses"] for reply in replies):
+                    settle(self.control, self.ranks, self.stages, program)
+                    self._forget_habits()
+                with self._published():
+                    weights = self._weights(replies, request)
+                    with torch.set_grad_enabled(request.training):
+                        outcome = self._execute(program, inputs, weights, request, signature, trace)
+                    if self._interrupts.pending and outcome.failure is None:
+                        outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
+                    replies = self._finish(outcome, request, trace)
+                lossless = any(reply.get("no_loss") for reply in replies)
         except LostError as lost:
             self.give_up(lost.failure, lost.__cause__)
         finally:
             self.replicas.release()
             self.control.end()
-        if any(reply.get("no_loss") for reply in replies):
-            # found out at the first step: there is nothing to differentiate, so from now on steps are forward only
-            self.forward_only = True
+        if lossless:
+            # there is nothing to differentiate: this step and those with the same signature are forward only
+            if len(self._lossless) == _MAX_KNOWN:
+                self._lossless.clear()
+            self._lossless.add(signature)
             return self._run(_replayed(request, inputs), trace)
         self._raise_failure(outcome, replies)
         self._remember(signature)
@@ -312,8 +319,7 @@ class Steps:
         self._flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
         kind = self.settings.device.type
         autocast = (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
-        window = None if request.window is None else request.window.shape
-        return hash((request.num_microbatches, inputs.signature(), self._flags, autocast, window))
+        return hash((request.num_microbatches, inputs.signature(), self._flags, autocast))
 
     def scale_now(self) -> torch.Tensor | None:
         """What the roots of this step's backward are multiplied by."""
@@ -354,8 +360,7 @@ class Steps:
     def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
         """All that has to be done on this process before a program runs."""
         stages = self.stages
-        keep = self.settings.keep_outputs or request.keeps_outputs
-        works = stage_works(inputs, stages, request, weights, keep, self.scale_now())
+        works = stage_works(inputs, stages, request, weights, self.settings.keep_outputs, self.scale_now())
         for stage, work in zip(stages, works, strict=True):
             stage.begin(work)
             stage.moments.step = self.random.step_count
@@ -365,9 +370,7 @@ class Steps:
         if request.training:
             self.replicas.before_step()
             self._set_aside = True
-        # a stage that computes nothing in a window of a stream shows nothing of its habits
-        window = () if request.window is None else tuple(request.window.computes(stage.index) for stage in stages)
-        self.random.begin(request.training, (*self._flags, *window), self._has_pairs(request))
+        self.random.begin(request.training, self._flags, self._has_pairs(request))
 
     def _has_pairs(self, request: Request) -> bool:
         return request.training and self.plans.has_pairs(request.num_microbatches)

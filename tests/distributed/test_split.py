@@ -11,7 +11,7 @@ from fastpipe.testing import reference_step
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
 from tests.distributed.test_step import GroupOf, caught
 from tests.runtime.checks import same_bits
-from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder, written
+from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder
 from tests.runtime.test_bits import TRAINING, microbatches_for
 
 
@@ -113,20 +113,6 @@ def test_a_mask_that_some_ranks_do_not_give_is_refused(executor: str, group_of: 
         )
         for kind, text, *_ in answer.values():
             assert kind == "ValueError" and "attention_mask: it is None on ranks [0], and not" in text, text
-
-
-def write_text(executor: str) -> bool:
-    """Greedy text on every rank, whose stages are processes, and the plain model's."""
-    model = decoder("gpt2").eval()
-    layers = fastpipe.split(model)
-    pipe = fastpipe.Pipeline(layers, "zbv", 4, executor=executor)
-    prompt = padded_batch(6)[0][:, :5]
-    expected = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=True)
-    return torch.equal(written(pipe, layers, prompt, 4), expected)
-
-
-def test_text_is_that_of_generate(executor: str, group_of: GroupOf) -> None:
-    assert group_of(2).run(write_text, executor, timeout=60) == [True, True]
 
 
 TIED = "model.embed_tokens.weight"

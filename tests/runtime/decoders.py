@@ -68,15 +68,3 @@ def train_decoder(
         )
         reference.outputs = [output.logits for output in reference.outputs]
         assert_same(pipe, result, unsplit, reference)
-
-
-def written(pipe: fastpipe.Pipeline, layers: Any, prompt: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """A prompt and the likeliest tokens after it, one `eval_step` each, on every rank."""
-    pipe.eval()
-    text = ids = prompt
-    caches = [layers.new_cache() for _ in range(pipe.num_microbatches)]
-    for _ in range(num_tokens):
-        logits = pipe.eval_step(ids, past_key_values=caches, gather_outputs=True).outputs
-        ids = logits[:, -1:].argmax(dim=-1)
-        text = torch.cat([text, ids], dim=1)
-    return text

@@ -170,6 +170,28 @@ def test_neither_loss_nor_gradient_is_forward_only(executor: str) -> None:
     assert grads(pipe)
 
 
+class WithLabels(nn.Module):
+    """Returns a loss where it is given labels, as models of Hugging Face do."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return x if labels is None else squared(x, labels)
+
+
+def test_a_step_without_labels_is_forward_only_and_the_next_ones_train(executor: str) -> None:
+    batch = batch_of()
+    pipe, other = (pipeline([*CASE.layers(4), WithLabels()], loss_fn=None, executor=executor) for _ in range(2))
+    expected = other.step(*batch.args, labels=batch.target).loss
+    for _ in range(2):
+        assert pipe.step(*batch.args).loss is None and not grads(pipe)
+    for _ in range(2):
+        assert same_bits(pipe.step(*batch.args, labels=batch.target).loss, expected)
+        assert grads(pipe).keys() == grads(other).keys()
+        assert all(same_bits(grads(pipe)[name], grad) for name, grad in grads(other).items())
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        assert pipe.step(*batch.args).loss is None and not grads(pipe)
+
+
 def test_a_forward_only_schedule(executor: str) -> None:
     batch = batch_of()
     pipe = pipeline(schedule="forward_only", executor=executor)

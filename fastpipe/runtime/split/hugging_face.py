@@ -7,11 +7,9 @@ positions are made by the model's own code, in every stage anew from the mask an
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -20,7 +18,6 @@ from torch import nn
 
 from fastpipe.runtime.chain import Layers, WholeNames
 from fastpipe.runtime.split.blocks import Absent, Blocks, shallow
-from fastpipe.runtime.split.decoder_cache import DecoderCache
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model."""
@@ -83,14 +80,6 @@ class DecoderLayers(Layers):
         """The layer of a parameter; None for a name that there is not."""
         own = [i for i, layer in enumerate(self) if name in dict(layer.named_parameters(remove_duplicate=False))]
         return own[0] if own else None
-
-    def new_cache(self) -> DecoderCache:
-        """An empty cache, for one microbatch: its keys and values stay in the stages from one `eval_step` to the next.
-
-        ``pipe.eval_step(ids, past_key_values=[layers.new_cache() for _ in range(num_microbatches)])`` on every rank;
-        then the same list again, with the ids of the tokens that follow.
-        """
-        return DecoderCache(self._model.config)
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -155,7 +144,6 @@ class DecoderStage(WholeNames):
         *,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: DecoderCache | None = None,
     ) -> torch.Tensor:
         """From token ids, in the first stage, or hidden states to hidden states or, in the last stage, logits.
 
@@ -163,8 +151,6 @@ class DecoderStage(WholeNames):
             x: token ids or hidden states, ``[rows, tokens, ...]``.
             attention_mask: as the unsplit model takes it; the same in every stage.
             position_ids: the same.
-            past_key_values: of the microbatch's tokens before these, to which these are added; see
-                `DecoderLayers.new_cache`. The attention mask is then of all tokens.
         """
         whole, base, blocks = self._parts
         blocks.begin(None if self.is_first else x)
@@ -172,8 +158,7 @@ class DecoderStage(WholeNames):
         given: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": x.detach()}
         given |= {"attention_mask": attention_mask, "position_ids": position_ids}
         try:
-            with self._cached(past_key_values, x) as cache:
-                found = (whole if self.is_last else base)(**given, past_key_values=cache, use_cache=cache is not None)
+            found = (whole if self.is_last else base)(**given, use_cache=False)
             if self.is_last:
                 logits: torch.Tensor = found.logits
                 return logits
@@ -181,16 +166,6 @@ class DecoderStage(WholeNames):
             return blocks.hidden
         finally:
             blocks.begin(None)
-
-    def _cached(self, cache: DecoderCache | None, x: torch.Tensor) -> AbstractContextManager[Any]:
-        if cache is None:
-            return contextlib.nullcontext()
-        if not isinstance(cache, DecoderCache):
-            raise TypeError(
-                f"past_key_values is a {type(cache).__name__} for a microbatch: give eval_step a list with one "
-                "layers.new_cache() a microbatch"
-            )
-        return cache.used_by(self._layers, x, self.training)
 
 
 def _examine(model: Any) -> _Anatomy:
