@@ -26,7 +26,6 @@
 #ifdef FASTPIPE_WITH_CUDA
 #include "cuda/copy_engine.h"
 #include "cuda/driver.h"
-#include "cuda/nvtx_ranges.h"
 #endif
 #include "endpoint.h"
 #include "process_group.h"
@@ -59,14 +58,6 @@ RankProgram to_program(std::int32_t rank, const Columns& columns, const std::vec
   return {rank, columns.data(), static_cast<std::size_t>(columns.shape(1)), to_channels(channels)};
 }
 
-std::unique_ptr<Ranges> make_ranges() {
-#ifdef FASTPIPE_WITH_CUDA
-  return std::make_unique<NvtxRanges>();
-#else
-  return nullptr;
-#endif
-}
-
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
                                     TransportSource& transport, double timeout, const at::Device& device, int pairs,
@@ -74,7 +65,7 @@ std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
   std::vector<StagePlace> places;
   for (const auto& [index, is_first, is_last, fused] : stages) places.push_back({index, is_first, is_last, fused});
   return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device,
-                                  static_cast<PairWay>(pairs), std::move(streams), make_ranges());
+                                  static_cast<PairWay>(pairs), std::move(streams));
 }
 
 // The programs of all ranks.
@@ -370,7 +361,7 @@ void bind_executor(py::module_& m) {
            })
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
            py::arg("state") = py::none(), py::arg("num_threads") = 0, py::arg("trace") = false,
-           py::arg("ranges") = false, py::arg("drain") = false)
+           py::arg("drain") = false)
       .def("fail", &Runner::fail)
       .def("check", &Runner::check)
       .def("deferred", &deferred)

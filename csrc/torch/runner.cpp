@@ -23,9 +23,8 @@ std::size_t count(const std::vector<StagePlace>& stages) {
 }  // namespace
 
 Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-               double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams,
-               std::unique_ptr<Ranges> ranges)
-    : ranges_(std::move(ranges)), device_(device), streams_(device, std::move(streams)) {
+               double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams)
+    : device_(device), streams_(device, std::move(streams)) {
   if (streams_.any() && streams_.size() != stages.size()) {
     throw ArgumentError("streams has " + std::to_string(streams_.size()) + " entries for " +
                         std::to_string(stages.size()) + " stages; give one a stage, or none");
@@ -58,7 +57,7 @@ Runner::~Runner() {
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                        const py::object& on_failure, const ThreadState* state, int num_threads, bool trace,
-                       bool ranges, bool drain) {
+                       bool drain) {
   if (on_failure_) throw Error("this executor is running a step already; it runs one at a time, in one thread");
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
@@ -68,7 +67,6 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   num_threads_ = at::get_num_threads();
   bind(calls);
   set_times(trace);
-  wanted_ranges_ = ranges ? ranges_.get() : nullptr;
   on_failure_ = on_failure;
   const auto size = static_cast<py::ssize_t>(labels_.size());
   py::array_t<double> start(size);
@@ -141,7 +139,7 @@ Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* s
 }
 
 void Runner::starts(std::size_t position) noexcept {
-  label_.begin(labels_[position], wanted_ranges_);
+  label_.begin(labels_[position]);
   if (noted_here(position)) times_->starts(position);
 }
 
@@ -161,7 +159,7 @@ void Runner::beside(std::size_t position, FunctionRef<void()> backward) {
   const at::ThreadLocalStateGuard guard(*state_);
   const InStream stream(streams_.caller());
   Label label;
-  label.begin(labels_of_backwards_.at(position), wanted_ranges_);
+  label.begin(labels_of_backwards_.at(position));
   backward();
 }
 

@@ -14,7 +14,6 @@
 #include "core/executor.h"
 #include "core/home.h"
 #include "core/observer.h"
-#include "core/ranges.h"
 #include "device_times.h"
 #include "label.h"
 #include "stage.h"
@@ -43,8 +42,7 @@ class Runner final : public Observer {
  public:
   // streams: one a stage, or none.
   Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
-         double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams,
-         std::unique_ptr<Ranges> ranges);
+         double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams);
   // With the GIL held.
   ~Runner() override;
 
@@ -52,11 +50,9 @@ class Runner final : public Observer {
   // step, the stage's last microbatches)) of each stage, in the constructor's order; None for what is not wanted.
   // Returns (start, end), or None when the step failed on another rank; raises what failed here. num_threads: of
   // torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
-  // ranges: actions are ranges for a profiler, where this library has such. drain: nothing is computed, and stand-ins
-  // are sent: the step has failed here before its first instruction.
+  // drain: nothing is computed, and stand-ins are sent: the step has failed here before its first instruction.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                 const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool ranges,
-                 bool drain);
+                 const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain);
   void fail() { executor_->fail(); }
   void check() const { executor_->check(); }
   // Why no further step can be run; empty while it can.
@@ -78,7 +74,6 @@ class Runner final : public Observer {
   void note_broken(const std::exception_ptr& error);
 
   Home home_;
-  std::unique_ptr<Ranges> ranges_;                                    // null where there are none
   std::vector<TorchStage*> stages_;                                   // owned by the executor
   std::vector<std::string> labels_;                                   // by position; empty where no label is wanted
   std::unordered_map<std::size_t, std::string> labels_of_backwards_;  // of pairs
@@ -90,7 +85,6 @@ class Runner final : public Observer {
   // Of the step that runs.
   py::handle on_failure_;
   Label label_;
-  Ranges* wanted_ranges_ = nullptr;
   DeviceTimes* times_ = nullptr;  // null where the host's clock is asked
   // For the helper thread. Its own state of Python's lasts as long as it: the engine leaves an error in it.
   PyThreadState* python_state_ = nullptr;

@@ -4,7 +4,6 @@ anything but ``stage.run``. Where there are such, Python also has the caller's g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ class NativeExecutor(Executor):
         columns = np.ascontiguousarray(self.program[self.rank].columns)
         channels = [tuple(map(int, channel)) for channel in self.program.channels]
         places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]
-        self._ranges = _wants_ranges()
         self._last_backwards = last_backwards(list(self.program[self.rank]))
         self._splits = bool((columns[0] == Op.I).any())
         endpoint = self.transport.native(runtime, self.program, self.rank, self.timeout)
@@ -55,7 +53,6 @@ class NativeExecutor(Executor):
             (*_calls(stage), *self._fusing(stage), self._last_backwards.get(index, NONE), *self._around(stage))
             for index, stage in self.stages.items()
         ]
-        ranges = trace or self._ranges
         spans = self._native.run(
             signature,
             announce,
@@ -63,7 +60,6 @@ class NativeExecutor(Executor):
             self.on_failure,
             num_threads=self.num_threads,
             trace=trace,
-            ranges=ranges,
             drain=drain,
         )
         if spans is None:
@@ -106,18 +102,6 @@ class NativeExecutor(Executor):
     def fail(self) -> None:
         """Drain from the next instruction on."""
         self._native.fail()
-
-
-def _wants_ranges() -> bool:
-    """Whether actions are NVTX ranges in every step, and not in those alone that are traced.
-
-    Raises:
-        ValueError: for a FASTPIPE_NVTX that says neither.
-    """
-    asked = os.environ.get("FASTPIPE_NVTX", "0")
-    if asked not in ("0", "1"):
-        raise ValueError(f"FASTPIPE_NVTX is {asked!r}: set it to 1 or 0")
-    return asked == "1"
 
 
 def _calls(stage: Stage) -> tuple[Any, ...]:
