@@ -12,6 +12,10 @@ VENV_CUDA ?= .venv-cuda
 TORCH_CUDA ?= torch==2.11.0
 RANKS ?= 4
 ARGS ?=
+# The tests: which (files or folders; by default what the target says), over how many processes, and the nightly's order.
+TESTS ?=
+WORKERS ?= 2
+SEED ?= $(shell date +%s)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -26,28 +30,48 @@ export FASTPIPE_BUILD_EXT
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint types format clean cuda-build FORCE
+# A file of tests stays with one worker, as its fixtures may be expensive; tests/conftest.py puts the longest first.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: help setup build demo test test-full test-nightly lint types format clean cuda-build FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' RANKS=$(RANKS) ARGS='...' (for demo and test)"
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' RANKS=$(RANKS) ARGS='...' TESTS='...' WORKERS=$(WORKERS)"
 
 demo: build  ## train a small GPT over four pipeline ranks on this machine (ARGS='--schedule 1f1b')
 	$(SAY) "training over $(RANKS) pipeline ranks"
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
-test: build  ## run the tests (ARGS='-k lower tests/unit')
+test: build  ## run the tests that matter most, those of tests/quick.txt (TESTS=tests/unit ARGS='-k lower')
+	$(SAY) "running the quick tests"
+	$(PYTEST) $(or $(TESTS),@tests/quick.txt) $(ARGS)
+
+test-full: build  ## run all tests but the nightly ones
 	$(SAY) "running the tests"
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(TESTS) $(ARGS)
+
+# All of them in a random order and with examples that Hypothesis has not tried, then those that take long or measure.
+# SEED=... repeats an order.
+test-nightly: build  ## run everything: fresh examples, a random order, long runs, latencies (an idle machine, please)
+	$(SAY) "running the tests in the order of SEED=$(SEED)"
+	$(PYTEST) --fresh-examples --shuffle $(SEED) $(TESTS) $(ARGS)
+	$(SAY) "running the nightly tests"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly $(TESTS) $(ARGS)
+	@if command -v nvcc >/dev/null || [ -n "$$CUDA_HOME" ]; then \
+	  $(MAKE) --no-print-directory cuda-build HOST_CUDA_TESTS=tests/gpu; \
+	else echo "NOT RUN: the CUDA build, as there is no nvcc"; fi
 
 setup: $(STAMPS)/package  ## make the environment: torch, the tools, fastpipe itself (from this very folder)
 
 build: $(STAMPS)/build  ## compile what changed in csrc/
 
-lint: setup  ## check style and formatting
+lint: build  ## check style and formatting, and that generated pages are current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/python docs/write_schedules.py --check
+	$(BIN)/python docs/write_waves.py --check
 
 types: setup  ## check types
 	$(BIN)/mypy

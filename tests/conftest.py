@@ -1,12 +1,17 @@
 """What all tests share. It imports no torch: the tests of planning run without it."""
 
+import contextlib
 import gc
 import importlib.util
 import os
+import random
 import signal
 from collections.abc import Generator
 
 import pytest
+
+# Before torch is imported: two workers and the processes that they start share the cores already.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -20,6 +25,47 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # A shell has its jobs in the background ignore Ctrl-C, and so would Python; there are tests of it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What takes longest, by file, so that no worker starts on it while the others have nothing left to do.
+LONGEST_FIRST = [
+    "tests/native/test_core.py",
+    "tests/distributed/test_bits.py",
+    "tests/distributed/test_endurance.py",
+    "tests/runtime/test_streams.py",
+    "tests/runtime/test_bits.py",
+    "tests/unit/test_native_plan_sanitized.py",
+    "tests/runtime/test_readme.py",
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run files, and the tests of each, in a random order")
+    parser.addoption("--fresh-examples", action="store_true", help="have Hypothesis take other examples at each run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("fastpipe", derandomize=not config.getoption("--fresh-examples"))
+        settings.load_profile("fastpipe")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files; a file stays together, since its fixtures may be expensive."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    if seed := config.getoption("--shuffle"):
+        chance = random.Random(seed)
+        order = chance.sample(sorted(files), len(files))
+        for file in order:
+            chance.shuffle(files[file])
+    else:
+        longest = {file: place for place, file in enumerate(LONGEST_FIRST)}
+        order = sorted(files, key=lambda file: longest.get(file, len(longest)))
+    items[:] = [item for file in order for item in files[file]]
 
 
 def native_expected() -> bool:

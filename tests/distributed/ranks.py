@@ -56,15 +56,17 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
-        port = self._store.port if host == "parent" else _free_port()
+        port = self._store.port if host == "parent" else 0
         for rank in range(size):
             ours, theirs = SERVER.Pipe()
-            arguments = (rank, size, port, host, self._log(rank), theirs, environment or {}, backend)
+            arguments = (rank, size, port, self._log(rank), theirs, environment or {}, backend)
             process = SERVER.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
+            if port == 0:
+                port = ours.recv()
         self.run(_joined)
 
     def _log(self, rank: int) -> str:
@@ -170,11 +172,6 @@ def _num_threads(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
-def _free_port() -> int:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store.port
-
-
 def _joined() -> None:
     """Every rank answers this when the group stands."""
 
@@ -183,7 +180,6 @@ def _serve(
     rank: int,
     size: int,
     port: int,
-    host: str,
     log: str,
     pipe: Connection,
     environment: dict[str, str],
@@ -194,8 +190,9 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(environment)
-    master = host == "first" and rank == 0
-    store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
+    if port == 0:
+        pipe.send(store.port)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     left = False
     # what is there now stays, so that to collect what a test leaves in cycles takes no time

@@ -143,11 +143,17 @@ def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list
     return found
 
 
+SOAK = pytest.param(20_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])
+
+
+@pytest.mark.parametrize("num_steps", [250, SOAK])
 @pytest.mark.parametrize(("executor", "transport"), WAYS)
-def test_nothing_grows_in_250_steps(executor: str, transport: str, group_of: GroupOf) -> None:
+def test_nothing_grows_in_many_steps(executor: str, transport: str, num_steps: int, group_of: GroupOf) -> None:
     """One microbatch's activations kept at every step would be over 6 MB. What earlier tests left may go meanwhile."""
     skip_without_native()
-    for (counts, before), (counts_after, after) in group_of(2).run(many_steps, executor, transport, 250):
+    for (counts, before), (counts_after, after) in group_of(2).run(
+        many_steps, executor, transport, num_steps, timeout=3000
+    ):
         grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
         assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
         assert after - before < 3000

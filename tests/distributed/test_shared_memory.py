@@ -18,6 +18,7 @@ from fastpipe import Pipeline, StepError
 from fastpipe.runtime import native
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import SIZE, WITHIN, check, others, train_until
+from tests.promptly import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
 
@@ -140,24 +141,28 @@ def train(executor: str, num_steps: int) -> None:
 
 
 def test_nothing_is_left_when_all_are_killed() -> None:
-    before = names()
     with ranks(4, environment=SHARED) as group:
         group.start(train, "native", 100000)
-        deadline = time.monotonic() + 30
-        maps = [Path(f"/proc/{process.pid}/maps") for process in group.processes]
-        while not all("memfd:fastpipe" in path.read_text() for path in maps):
+        deadline = time.monotonic() + PATIENCE
+        folders = [Path(f"/proc/{process.pid}") for process in group.processes]
+        while not all("memfd:fastpipe" in (folder / "maps").read_text() for folder in folders):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.5)
+        assert not set().union(*map(named, folders))
         group.kill()
-    assert names() <= before
 
 
-def names() -> set[str]:
-    """Whatever shared memory or a socket with a name would show up in, as far as it is ours."""
-    sockets = Path("/proc/net/unix").read_text().splitlines()
-    ours = {line.split()[-1] for line in sockets if "fastpipe" in line and "fastpipe-ranks" not in line}
-    return ours | {name for name in os.listdir("/dev/shm") if "fastpipe" in name}
+def named(folder: Path) -> set[str]:
+    """The shared memory and the Unix sockets of a process that have a name, and so would outlive it."""
+    maps = (folder / "maps").read_text().splitlines()
+    found = {line.split()[-1] for line in maps if "/dev/shm/" in line}
+    opened = {os.readlink(path) for path in (folder / "fd").iterdir()}
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    # the last column is the name; those that multiprocessing made are the tests' own
+    return found | {
+        row[7] for row in sockets if len(row) > 7 and f"socket:[{row[6]}]" in opened if "pymp-" not in row[7]
+    }
 
 
 def test_a_copy_of_a_tensor_is_the_consumers_own(group_of: Callable[[int], Ranks]) -> None:

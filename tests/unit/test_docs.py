@@ -1,12 +1,13 @@
-"""What the documents say is so: links lead somewhere, named files and names exist, examples run, pages are current."""
+"""What the documents say is so: links lead somewhere, named files and names exist, examples run.
+
+That generated pages are current is for `make lint` to say.
+"""
 
 from __future__ import annotations
 
 import importlib
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 
 import fastpipe
 from fastpipe.schedules import FAMILIES
-from tests.promptly import PATIENCE
 
 pytestmark = pytest.mark.without_torch
 
@@ -86,16 +86,7 @@ def test_the_page_of_examples_says_how_long_the_demo_takes() -> None:
     assert told and f'"--seconds", type=positive(float), default={told[1]}.0' in script
 
 
-def test_the_page_of_schedules_is_current() -> None:
-    command = [sys.executable, "docs/write_schedules.py", "--check"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, f"run `python docs/write_schedules.py` and look at what changed\n{done.stderr[-2000:]}"
-
-
-def test_the_page_of_waves_is_current_and_its_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "docs/write_waves.py", "--check"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, f"run `python docs/write_waves.py` and look at what changed\n{done.stderr[-2000:]}"
+def test_the_page_of_waves_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = blocks(REPOSITORY / "docs/waves.md", "python")
     exec(compile(example, "docs/waves.md", "exec"), {})
     assert capsys.readouterr().out.split() == re.findall(r"# (.*)$", example, flags=re.MULTILINE)[0].split()

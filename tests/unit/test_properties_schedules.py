@@ -1,7 +1,5 @@
 """Every generator over its whole parameter space: what it accepts validates, lowers, simulates, peaks as it should."""
 
-import os
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from fastpipe import CostModel, Placement, formulas, list_schedules, lower, make_schedule, simulate, validate_program
 from fastpipe.closed_forms import PEAKS
 
-settings.register_profile("schedules", max_examples=25, deadline=None, derandomize=bool(os.environ.get("CI")))
 FAMILIES = {family.name: family for family in list_schedules()}
 SECONDS = st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0])
 
@@ -69,7 +66,7 @@ def generate(name, p, m, options):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-@settings(settings.get_profile("schedules"))
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_what_is_generated_runs(name, data):
     p, m, options = data.draw(requests(name))
@@ -121,7 +118,7 @@ def test_peak_of_every_rank(name):
         assert list(peaks) == ([p - rank for rank in range(p)] if name == "1f1b" else [p] * p)
 
 
-@settings(settings.get_profile("schedules"))
+@settings(max_examples=25, deadline=None)
 @given(p=st.integers(1, 6), m=st.integers(1, 16), costs=st.tuples(SECONDS, SECONDS, SECONDS))
 def test_more_memory_never_slows_the_search_down_much(p, m, costs):
     """Both are heuristics: ZB-2P may lose to ZB-1P, but never by more than one microbatch's work."""
