@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastpipe.runtime.clip import Held, merged_norms, norms_message, total_norm
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
-from tests.promptly import promptly
 from tests.runtime.models import CASES
 from tests.runtime.test_clip import assert_clipped_alike
 
@@ -51,7 +50,6 @@ def clip_wrongly() -> dict[str, Any]:
 
 def test_whoever_cannot_clip_is_an_error_for_all(group_of: GroupOf) -> None:
     zero, one = group_of(2).run(clip_wrongly)
-    assert all(promptly(found[name][3]) for found in (zero, one) for name in zero if name != "norm")
     assert one["one limit"][:2] == (
         "ValueError",
         "max_norm = -1.0: give a number of at least 0; float('inf') only measures",

@@ -52,7 +52,6 @@ def check_badly() -> dict[str, Any]:
 
 def test_whoever_cannot_compare_is_an_error_for_all(group_of: GroupOf) -> None:
     zero, one = group_of(2).run(check_badly)
-    assert all(found[name][3] < 5 for found in (zero, one) for name in zero)
     assert zero["no model"][:2] == one["no model"][:2] and "model is None on every rank" in zero["no model"][1]
     for name, error, text in [
         ("an iterator", "ValueError", "batch has an iterator"),

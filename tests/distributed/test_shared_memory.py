@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime import native
 from tests.distributed.ranks import Ranks, ranks
-from tests.distributed.test_death import SIZE, WITHIN, check, others, train_until
+from tests.distributed.test_death import SIZE, check, others, train_until
 from tests.promptly import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
@@ -99,13 +99,14 @@ def test_killed(victim: int, at_call: int, executor: str, tmp_path: Path) -> Non
         note = str(tmp_path / "note")
         arguments = (victim, at_call, int(signal.SIGKILL), note, executor, "1f1b", 60.0, 3, "shared_memory")
         group.start(train_until, *arguments)
-        check(group.results(others(victim)), victim, WITHIN)
+        check(group.results(others(victim)), victim)
 
 
-def starve(executor: str) -> list[tuple[float, str]]:
+def starve(executor: str) -> list[str]:
     """Runs on every rank: two steps, in the first of which one rank may open one file more."""
     case = CASES["plain"]
-    pipe = Pipeline(case.layers(9), "1f1b", 8, case.loss_fn, executor=executor, transport="shared_memory", timeout=60)
+    options = {"executor": executor, "transport": "shared_memory", "timeout": 2 * PATIENCE}
+    pipe = Pipeline(case.layers(9), "1f1b", 8, case.loss_fn, **options)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if dist.get_rank() == 1:
         lowest = os.dup(0)  # free again at once, as are those above it
@@ -113,22 +114,20 @@ def starve(executor: str) -> list[tuple[float, str]]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limits[1]))
     said = []
     for _ in range(2):
-        begin = time.monotonic()
         batch = case.batches(1, rows_for(8))[0]
         with pytest.raises((StepError, RuntimeError)) as caught:
             pipe.step(*batch.args, target=batch.target)
-        said.append((time.monotonic() - begin, str(caught.value)))
+        said.append(str(caught.value))
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     return said
 
 
 def test_out_of_descriptors(executor: str) -> None:
-    """What cannot be opened cannot be received, then or later: all are told why, at once, and that it is over."""
+    """What cannot be opened cannot be received, then or later: all are told why, and that it is over."""
     with ranks(3) as group:
         for first, second in group.run(starve, executor):
-            assert max(first[0], second[0]) < WITHIN
-            assert "Too many open files" in first[1] and "build it again" in first[1]
-            assert second[1] == first[1]
+            assert "Too many open files" in first and "build it again" in first
+            assert second == first
 
 
 def train(executor: str, num_steps: int) -> None:

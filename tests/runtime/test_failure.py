@@ -1,7 +1,6 @@
 """A failing stage, ranks as threads: its own exception comes through, everything is drained, the next step works."""
 
 import threading
-import time
 import traceback
 
 import pytest
@@ -12,7 +11,7 @@ from fastpipe import Pipeline, StepError
 from fastpipe.runtime.failure import Failure, TransportError
 from fastpipe.runtime.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.testing import Loopback
-from tests.promptly import promptly
+from tests.promptly import PATIENCE
 from tests.runtime.faults import NEVER, Boom, FaultyTraining, Scenario
 
 # All combinations for one schedule; of the others, which differ by the order that is drained, each choice once.
@@ -31,14 +30,13 @@ def test_own_exception_then_a_good_step(schedule: str, stage: int, backward: boo
     training = FaultyTraining(scenario, num_ranks=4, transport=transport)
     for _ in range(step):
         training.good_step()
-    error, seconds = training.bad_step()
+    error, _ = training.bad_step()
     assert type(error) is Boom and str(error) == f"stage {training.stage} fails on purpose"
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     assert frames[-1] == "_count" and (backward or "run" in frames)
     ((rank, action),) = training.places()
     place = f"rank {rank}, stage {training.stage}, action {action}, microbatch 3"
     assert [note for note in error.__notes__ if place in note], error.__notes__
-    assert promptly(seconds)
     assert all(not queue for _, hub in transport._hubs.values() for queue in hub.queues.values())
     for _ in range(3):
         training.good_step()
@@ -89,12 +87,11 @@ class Fails(nn.Linear):
 
 
 def test_an_exception_that_cannot_be_told_is_one_like_any_other(executor: str) -> None:
-    pipe = Pipeline([nn.Linear(4, 4), Fails(4, 4)], "1f1b", 2, nn.MSELoss(), num_ranks=2, executor=executor, timeout=60)
+    options = {"num_ranks": 2, "executor": executor, "timeout": 2 * PATIENCE}
+    pipe = Pipeline([nn.Linear(4, 4), Fails(4, 4)], "1f1b", 2, nn.MSELoss(), **options)
     x = torch.randn(4, 4)
-    start = time.monotonic()
     with pytest.raises(UnsayableError):
         pipe.step(x, target=x)
-    assert promptly(time.monotonic() - start)
     assert pipe.step(x, target=x).loss is not None
 
 

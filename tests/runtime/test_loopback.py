@@ -12,6 +12,7 @@ from fastpipe.program import ChannelKind
 from fastpipe.runtime.failure import TransportError
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.transport import Message
+from tests.promptly import PATIENCE
 from tests.runtime.models import CASES
 
 PROGRAM = lower(make_schedule("1f1b", num_ranks=2, num_microbatches=3))
@@ -23,7 +24,7 @@ def message(microbatch: int, kind: ChannelKind = ChannelKind.ACTIVATION) -> Mess
     return Message(kind, 1 if kind is ChannelKind.ACTIVATION else 0, microbatch)
 
 
-def ends(transport: Loopback, timeout: float = 5.0):
+def ends(transport: Loopback, timeout: float = PATIENCE):
     both = [transport.endpoint(PROGRAM, rank, timeout) for rank in range(2)]
     for end in both:
         end.begin(0, True)
@@ -63,7 +64,7 @@ def test_a_delayed_send_wakes_a_receiver_that_waits_already() -> None:
     thread.start()
     time.sleep(0.02)
     sender.send(message(0), UP, 0, (torch.zeros(1),))
-    thread.join(2)
+    thread.join(PATIENCE)
     assert not thread.is_alive() and found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 
 import pytest
 
@@ -19,7 +18,7 @@ from fastpipe.runtime.native_executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.process_group import ProcessGroups  # noqa: E402
 from fastpipe.runtime.stage import Stage  # noqa: E402
 from fastpipe.runtime.stage_work import StageWork  # noqa: E402
-from tests.promptly import PATIENCE, promptly  # noqa: E402
+from tests.promptly import PATIENCE  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
 from tests.scripts import SERVER  # noqa: E402
@@ -112,10 +111,8 @@ def a_death(index, folder):
     rank.step(announce=True)
     if index == 1:
         os._exit(0)
-    start = time.monotonic()
     with pytest.raises(TransportError, match="rank 1") as caught:
         rank.step(announce=False)
-    assert promptly(time.monotonic() - start)
     assert caught.value.peer == 1
     assert len(rank.reports) == 1
     with pytest.raises(TransportError, match="build the Pipeline again"):
