@@ -15,7 +15,6 @@ from fastpipe.runtime.added_losses import AddedLosses
 from fastpipe.runtime.carried import apart, as_arguments
 from fastpipe.runtime.chain import Chain, Layers, accepted_names, as_layers, chosen, whole
 from fastpipe.runtime.cuts import layer_ranges
-from fastpipe.runtime.generators import Generators
 from fastpipe.runtime.grad_dtype import set_grad_dtype
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.losses import (
@@ -29,7 +28,7 @@ from fastpipe.runtime.losses import (
     weighed,
 )
 from fastpipe.runtime.microbatch import Rules, count_rows, loss_divisors, rule_for, split
-from fastpipe.runtime.random_numbers import PER_MICROBATCH
+from fastpipe.runtime.random_numbers import PER_MICROBATCH, Generators, microbatch_seed
 from fastpipe.runtime.reports import MetricRules, Values, added_by_name, reduce_metrics, weights_of
 from fastpipe.runtime.shared_weight import Tie
 from fastpipe.runtime.uses_apart import uses_apart
@@ -243,15 +242,15 @@ def _forward_of(
         raise TypeError(f"model is a {type(model).__name__}: with rng = {rng!r} give the list of the model's layers")
     stages = [layers.chain(part) for part in layer_ranges(layers, num_stages, partition)]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    generators = Generators(device, torch.initial_seed() if seed is None else seed)
-    generators.begin(step)
+    generators = Generators(device)
+    seed = torch.initial_seed() if seed is None else seed
 
     def forward(microbatch: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         value: Any = args
         named = dict(kwargs)
         carried: dict[str, Any] = {}
         for index, stage in enumerate(stages):
-            with generators.region(index, microbatch):
+            with generators.seeded(microbatch_seed(seed, step, index, microbatch)):
                 value, values = apart(stage(*value, **chosen(named, accepted_names(stage))))
                 carried |= values
                 if index == num_stages - 1:

@@ -246,12 +246,6 @@ void bind_weight_gradients(py::module_& m) {
       .def("clear", &WeightGradients::clear);
 }
 
-// The mutex of the default generators as a context of Python's.
-struct GeneratorsLock {
-  static void enter() { generators_mutex().lock(); }
-  static void exit() { generators_mutex().unlock(); }
-};
-
 // Step, stage, microbatch, kind, whether it is the stage's last of its kind, whether a backward follows; or None.
 py::object current_moment() {
   const Moment* const moment = Moment::current();
@@ -269,31 +263,26 @@ void bind_moments(py::module_& m) {
   m.def("current", &current_moment);
 }
 
+// The mutex of the default generators as a context of Python's.
+struct GeneratorsLock {};
+
 void bind_random_numbers(py::module_& m) {
   py::class_<GeneratorsLock>(m, "GeneratorsLock")
       .def(py::init<>())
       .def("__enter__",
            [](const GeneratorsLock&) {
              const py::gil_scoped_release no_gil;
-             GeneratorsLock::enter();
+             GeneratorsMutex::get().lock();
            })
-      .def("__exit__", [](const GeneratorsLock&, const py::args&) { GeneratorsLock::exit(); })
+      .def("__exit__", [](const GeneratorsLock&, const py::args&) { GeneratorsMutex::get().unlock(); })
       .def("held_here", [](const GeneratorsLock&) { return GeneratorsMutex::held_here(); });
-  py::class_<Generators, std::shared_ptr<Generators>>(m, "Generators")
-      .def(py::init<const at::Device&, std::optional<std::uint64_t>>(), py::arg("device"), py::arg("seed"))
-      .def("begin", &Generators::begin, py::arg("step"))
-      .def("end", &Generators::end);
-  py::class_<StageRandom>(m, "StageRandom")
-      .def(py::init<std::shared_ptr<Generators>, std::int32_t>(), py::arg("generators"), py::arg("stage"))
-      .def_readonly("stage", &StageRandom::stage)
-      .def_readwrite("guards_forward", &StageRandom::guards_forward)
-      .def_readwrite("guards_backward", &StageRandom::guards_backward)
-      .def_readwrite("watches", &StageRandom::watches)
-      .def_readwrite("listens", &StageRandom::listens)
-      .def_readwrite("recomputes", &StageRandom::recomputes)
-      .def_readwrite("drew", &StageRandom::drew)
-      .def_readwrite("recomputed", &StageRandom::recomputed);
-  m.def("microbatch_seed", &microbatch_seed, py::arg("seed"), py::arg("step"), py::arg("stage"), py::arg("microbatch"));
+  py::class_<RngGuard>(m, "RngGuard")
+      .def(py::init<>())
+      .def_readwrite("exclusive", &RngGuard::exclusive)
+      .def_readwrite("recomputes", &RngGuard::recomputes)
+      .def_property(
+          "recomputed", [](const RngGuard& guard) { return guard.recomputed.load(); },
+          [](RngGuard& guard, bool recomputed) { guard.recomputed.store(recomputed); });
 }
 
 // What needs the CUDA runtime; nothing where the library was built without it.

@@ -92,7 +92,7 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
       return found.is_none() ? py::handle() : found;
     };
     const auto [step, last] = calls[i][9].cast<std::pair<std::int64_t, std::array<std::int32_t, 3>>>();
-    stages_[i]->bind({call(0), call(1), calls[i][2].cast<StageRandom*>(), call(3), call(4), call(5),
+    stages_[i]->bind({call(0), call(1), calls[i][2].cast<RngGuard*>(), call(3), call(4), call(5),
                       calls[i][6].cast<std::vector<std::int32_t>>(), calls[i][7].cast<std::int32_t>(), call(8),
                       Moment::Step{step, last}});
   }

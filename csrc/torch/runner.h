@@ -46,7 +46,7 @@ class Runner final : public Observer {
   // With the GIL held.
   ~Runner() override;
 
-  // calls: (run, output_grads, a StageRandom, meet, fold, fuse, its partners, last_backward, around, (number of the
+  // calls: (run, output_grads, an RngGuard, meet, fold, fuse, its partners, last_backward, around, (number of the
   // step, the stage's last microbatches)) of each stage, in the constructor's order; None for what is not wanted.
   // Returns (start, end), or None when the step failed on another rank; raises what failed here. num_threads: of
   // torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.

@@ -68,7 +68,6 @@ void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
   const InStream stream(stream_);
   const Timed span = timed(Op::kF, microbatch, input);
   const Moment moment(calls_.moment, Op::kF, index_, microbatch);
-  const RandomRegion region(calls_.random, RandomRegion::Kind::kForward, microbatch);
   run(records_[microbatch], Arming::Phase::kForward, microbatch, input,
       [&](const Tensors& inputs) { return calls_.run(microbatch, to_tuple(inputs)); });
 }
@@ -94,7 +93,6 @@ void TorchStage::run(Record& record, Arming::Phase phase, std::int32_t microbatc
     if (calls_.fuse) record.kept.push_back(output);
   }
   if (record.weights) split(record);
-  if (calls_.random != nullptr && calls_.random->watches) calls_.random->note_graph(record.roots);
 }
 
 void TorchStage::split(const Record& record) {
@@ -153,7 +151,7 @@ void TorchStage::differentiate(std::int32_t microbatch, const Payload* gradient)
   Record& record = records_[microbatch];
   const Tensors& gradients = gradients_for(microbatch, record, gradient);
   if (!record.roots.empty()) {
-    const RandomRegion region(calls_.random, RandomRegion::Kind::kBackward, microbatch);
+    const BackwardRegion region(calls_.random, BackwardRegion::Kind::kBackward);
     run_engine(record.roots, gradients);
   }
   root_gradients_.clear();
@@ -180,10 +178,9 @@ void TorchStage::end(Record& record) {
 bool TorchStage::may_run_beside(const Stage& pair) const {
   const StageCalls& others = static_cast<const TorchStage&>(pair).calls_;
   if (calls_.meet || others.meet) return false;  // replicas meet in the order of the actions
-  const StageRandom* const theirs = others.random;
+  if (calls_.random == nullptr) return true;
   // What is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too.
-  if (this == &pair && theirs != nullptr && theirs->recomputes) return false;
-  return calls_.random == nullptr || theirs == nullptr || !calls_.random->guards_forward || !theirs->guards_backward;
+  return !calls_.random->exclusive && !(calls_.random->recomputes && this == &pair);
 }
 
 bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& other, std::int32_t pair_microbatch,
@@ -196,18 +193,12 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
   if (!fits || theirs.kept.empty()) return false;
   const Timed span = timed(Op::kF, microbatch, input);
   const Moment moment(calls_.moment, Op::kF, index_, microbatch);
-  const bool by_forward = calls_.random != nullptr && calls_.random->guards_forward;
-  const RandomRegion region(by_forward ? calls_.random : pair.calls_.random,
-                            by_forward ? RandomRegion::Kind::kForward : RandomRegion::Kind::kWeight,
-                            by_forward ? microbatch : pair_microbatch);
   const bool from_loss = pair.is_last_ && !pair.calls_.output_grads;
   const Tensors* const gradients = from_loss ? nullptr : &pair.gradients_for(pair_microbatch, theirs, gradient);
   run(records_[microbatch], Arming::Phase::kFused, microbatch, input, [&](const Tensors& inputs) {
     const py::object grads = from_loss ? py::object(py::none()) : to_tuple(*gradients);
     return calls_.fuse(microbatch, to_tuple(inputs), pair.index_, pair_microbatch, to_tuple(theirs.kept), grads);
   });
-  // by itself the backward was not seen
-  if (pair.calls_.random != nullptr && pair.calls_.random->watches) pair.calls_.random->recomputed = true;
   pair.root_gradients_.clear();
   // what the method has made, and the zeros of what it has not, are from now on the other stage's
   if (stream_) fused_.record(stream_->device());
@@ -243,7 +234,7 @@ void TorchStage::backward_weight(std::int32_t microbatch) {
   backwards(Op::kW, microbatch, [&] {
     // a weight may come from a checkpoint, whose recompute must be what its forward was
     const Arming arming(record.weights, Arming::Phase::kBackward);
-    const RandomRegion region(calls_.random, RandomRegion::Kind::kWeight, microbatch);
+    const BackwardRegion region(calls_.random, BackwardRegion::Kind::kWeight);
     record.weights->compute();
   });
   held_bytes_ -= std::exchange(record.held_bytes, 0);

@@ -30,7 +30,7 @@ namespace fastpipe {
 struct StageCalls {
   py::handle run;           // (microbatch, tuple of tensors) -> tuple of tensors
   py::handle output_grads;  // (microbatch) -> tuple of tensors or None, or None; null where the root is a loss
-  StageRandom* random;      // null where there is nothing to do about random numbers
+  RngGuard* random;         // null where there is nothing to do about random numbers
   py::handle meet;          // (op, failed), also (B or W, false) before the last of them; null without replicas
   py::handle fold;          // () after every W; null where it is not wanted
   // (microbatch, its inputs, stage and microbatch of the backward, its roots, their gradients or None for a loss)

@@ -140,10 +140,7 @@ class AddedLosses:
 
 
 class AddedLoss(torch.autograd.Function):
-    """The tensor as it is; in the backward the loss gets its gradient of 1 when that of the tensor comes.
-
-    The name is known to csrc/torch/random_numbers.cpp: it is a function of Python's that recomputes nothing.
-    """
+    """The tensor as it is; in the backward the loss gets its gradient of 1 when that of the tensor comes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

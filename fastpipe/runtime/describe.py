@@ -12,7 +12,7 @@ from fastpipe.program import Op, Program
 from fastpipe.runtime.modules import state_prefix
 from fastpipe.runtime.native import native_status
 from fastpipe.runtime.pairs import IN_ORDER, PairCounts, PairPolicy
-from fastpipe.runtime.random_numbers import Habits, describe_random
+from fastpipe.runtime.random_numbers import RngUsage, describe_random
 from fastpipe.runtime.recompute import NONE
 from fastpipe.runtime.shared_weight import Tie
 from fastpipe.runtime.stage import Stage
@@ -124,7 +124,7 @@ def pairs_text(
     program: Program,
     ranks: Mapping[int, Mapping[int, Stage]],
     counts: PairCounts,
-    habits: Sequence[tuple[Stage, Habits]] | None,
+    usage: RngUsage | None,
 ) -> str:
     """How pairs of a forward and a backward run, and which run in order however it is.
 
@@ -133,13 +133,13 @@ def pairs_text(
         program: of a step.
         ranks: the stages of the local ranks, by index.
         counts: what became of the pairs so far.
-        habits: what the stages do in steps with pairs; None before there was one.
+        usage: what the stages do in steps with pairs; None before there was one.
     """
     stages = [stage for held in ranks.values() for stage in held.values()]
     pairs = {pair for rank in ranks for pair in _pairs_in(program, rank)}
     text = f"{policy.way} ({policy.reason})"
     if policy.way != IN_ORDER:
-        text += "".join(f"; in order: {why}" for why in _why_in_order(stages, habits, pairs))
+        text += "".join(f"; in order: {why}" for why in _why_in_order(stages, usage, pairs))
     fused = sorted({stage.index for stage in stages if stage.fuses})
     if fused:
         text += f"; stages {_listed(fused)} by their own overlapped_forward_backward, with each other"
@@ -155,25 +155,18 @@ def _pairs_in(program: Program, rank: int) -> set[tuple[int, int]]:
     return set(zip(stage[here].tolist(), pair_stage[here].tolist(), strict=True))
 
 
-def _why_in_order(
-    stages: Sequence[Stage], habits: Sequence[tuple[Stage, Habits]] | None, pairs: Collection[tuple[int, int]]
-) -> list[str]:
+def _why_in_order(stages: Sequence[Stage], usage: RngUsage | None, pairs: Collection[tuple[int, int]]) -> list[str]:
     found = []
     replicated = {stage.index for stage in stages if stage.parallel is not None}
     if replicated:
         found.append(f"stages {_listed(replicated)}, whose replicas meet in the order of the actions")
-    if habits is None:
+    if usage is None:
         return [*found, "where random numbers or buffers meet a recompute, which the first step shows"]
-    recomputing = {stage.index for stage, habit in habits if habit.recomputes}
-    drawing = {stage.index for stage, habit in habits if habit.draws}
-    own = {stage for stage in recomputing if (stage, stage) in pairs}
-    if recomputing and drawing:
-        found.append(
-            f"pairs with a backward of stages {_listed(recomputing)}, which recompute, as stages {_listed(drawing)} "
-            "draw random numbers"
-        )
-    elif own:
-        found.append(f"stages {_listed(own)} with themselves, as they recompute, which writes buffers like the forward")
+    own = {forward for forward, backward in pairs if forward == backward}
+    if usage.draws and usage.recomputes:
+        found.append("all, as stages of this process draw random numbers and recompute")
+    elif usage.recomputes and own:
+        found.append(f"stages {_listed(own)} with themselves, as a recompute writes buffers like the forward")
     return found
 
 

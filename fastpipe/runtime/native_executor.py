@@ -110,7 +110,7 @@ def _calls(stage: Stage) -> tuple[Any, ...]:
     return (
         stage.run,
         stage.losses.output_grads if stage.losses.has_output_grads else None,
-        stage.random,
+        None if stage.random is None else stage.random.guard,
         None if parallel is None else stage.meet,
         parallel.fold if parallel is not None and parallel.folds else None,
     )

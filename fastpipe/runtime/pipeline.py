@@ -378,8 +378,8 @@ class Pipeline(Trains, Replannable):
         counts = self._steps.ranks.pair_counts()
         if not self._plans.has_pairs(self.num_microbatches) and not counts.total:
             return text
-        habits = self._steps.random.in_pairs()
-        return f"{text}\npairs       {pairs_text(self._pair_policy, program, self._stages_by_rank, counts, habits)}"
+        usage = self._steps.random.in_pairs()
+        return f"{text}\npairs       {pairs_text(self._pair_policy, program, self._stages_by_rank, counts, usage)}"
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

@@ -19,7 +19,6 @@ from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
 from fastpipe.runtime.devices import clock_of
 from fastpipe.runtime.executor import Drained, Executor, Seconds, backward_of, last_backwards
-from fastpipe.runtime.generators import may_run_together
 from fastpipe.runtime.pairs import PairCounts, Pairs
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.tensors import Tensors, handed_over
@@ -147,9 +146,7 @@ class PythonExecutor(Executor):
             self._pairs.counts.fused += 1
             return
         labelled = partial(_labelled, label, backward)
-        # replicas meet in the order of the actions
-        may = stage.parallel is None and pair.parallel is None and may_run_together(stage.random, pair.random)
-        self._pairs.run(forward, labelled, (stage.index, pair.index), may)
+        self._pairs.run(forward, labelled, (stage.index, pair.index), stage.may_run_beside(pair))
 
     def _fused(
         self,

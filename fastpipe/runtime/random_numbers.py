@@ -1,42 +1,157 @@
-"""Random numbers: which stages draw, which recompute, and whether every F starts from a state of its own.
+"""Random numbers: a state for every stage and microbatch, and which actions of a process exclude each other.
 
-What a stage does is found in the first step of its kind (training or not, and the flags of its modules: which are in
-training mode, which parameters are frozen). In it everything is taken to draw and to recompute: all actions are regions
-of `fastpipe.runtime.generators`, one at a time. From the next step on only those are that need to be, so where nothing
-draws nothing is paid. A step in which that turns out to be wrong is refused if its gradients or its masks may be wrong,
-and everything is a region again.
+Torch has one default generator a device for the whole process. A forward that draws moves it. A checkpoint that
+recomputes sets it to the state of its forward, draws, and restores it. If another action of the process (of another
+rank that is a thread, or the other half of a pair) uses the generator meanwhile, the recompute draws another mask than
+its forward did, and gradients are wrong without an error. The rule:
+
+* With ``rng="per_microbatch"`` the forwards of a process exclude each other: each starts from a state of its own.
+* Where numbers are drawn and a backward recomputes, all actions of the process exclude each other.
+
+Both facts (`RngUsage`) are found in the first step of its kind, in which all actions exclude each other. A kind is
+training or not, and the flags of the modules: training mode, frozen parameters. If a later step does what the first one
+did not, and its bits may be wrong, it is refused, and the next one takes it into account.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
-from fastpipe.runtime.generators import Generators, StageRandom, generators_lock
+from fastpipe.runtime import native
 from fastpipe.runtime.stage import Stage
 
 PER_MICROBATCH = "per_microbatch"
 _MAX_KINDS = 16
 """How many kinds of steps are remembered; training and evaluation are two."""
+_WORD = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class Habits:
-    """What a stage was seen to do.
+class RngUsage:
+    """What the stages of this process do in one kind of step.
 
     Attributes:
-        draws: whether it draws random numbers.
-        recomputes: whether its backward may set the generators, as a checkpoint does.
+        draws: whether they draw from the default generators.
+        recomputes: whether a backward may set the generators, as a checkpoint does.
     """
 
     draws: bool
     recomputes: bool
 
+    def __or__(self, other: RngUsage) -> RngUsage:
+        return RngUsage(self.draws or other.draws, self.recomputes or other.recomputes)
 
-_EVERYTHING = Habits(draws=True, recomputes=True)
+
+def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
+    """What the generators are seeded with for one stage and microbatch: 64 bits, the same on every machine.
+
+    The three numbers are added one by one, each spread over all bits by the increment of splitmix64 (Steele, Lea and
+    Flood 2014) and then mixed by its finalizer. Torch's generator on a CPU uses the lower 32 bits.
+    """
+    mixed = seed & _WORD
+    for number in (step, stage, microbatch):
+        mixed = (mixed + 0x9E3779B97F4A7C15 * (number + 1)) & _WORD
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
+        mixed ^= mixed >> 31
+    return mixed
+
+
+class Generators:
+    """The default generators that a stage draws from: the CPU's, and that of its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            index = module.current_device() if device.index is None else device.index
+            self._generators.append(module.default_generators[index])
+
+    def states(self) -> list[torch.Tensor]:
+        """The state of each."""
+        return [generator.get_state() for generator in self._generators]
+
+    def stand_at(self, states: Sequence[torch.Tensor]) -> bool:
+        """Whether these are their states."""
+        return all(map(torch.equal, self.states(), states))
+
+    def restore(self, states: Sequence[torch.Tensor]) -> None:
+        """Set each to its state."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """From the state of this seed, and back to where they were."""
+        before = self.states()
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            self.restore(before)
+
+
+class GeneratorsLock:
+    """The lock of this process's default generators, where there is no extension."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._holder = None
+        self._lock.release()
+
+    def held_here(self) -> bool:
+        """Whether this thread holds it."""
+        return self._holder == threading.get_ident()
+
+
+_python_lock = GeneratorsLock()
+
+
+def generators_lock() -> GeneratorsLock:
+    """The lock of this process's default generators; the native executor's own where there is one."""
+    runtime: Any = native.load()
+    if runtime is None:
+        return _python_lock
+    lock: GeneratorsLock = runtime.GeneratorsLock()
+    return lock
+
+
+class RngGuard:
+    """What a step's backwards do about the generators; ``csrc/torch/random_numbers.h`` is the native executor's.
+
+    Attributes:
+        exclusive: whether all actions exclude each other.
+        recomputes: whether a backward may run forwards again.
+        recomputed: whether one was seen to.
+    """
+
+    exclusive = recomputes = recomputed = False
+
+    @contextlib.contextmanager
+    def backward(self, *, whole: bool = True) -> Iterator[None]:
+        """Around B or I; around W with ``whole=False``, which makes nodes of its own."""
+        with generators_lock() if self.exclusive else contextlib.nullcontext():
+            # a backward makes no nodes of autograd, but for those of what it recomputes
+            before = _sequence_number()
+            yield
+            self.recomputed |= whole and _sequence_number() != before
 
 
 class RandomNumbers:
@@ -52,6 +167,8 @@ class RandomNumbers:
 
     Attributes:
         step_count: the number of training steps, which is a part of the states.
+        guard: what backwards do in this step.
+        guards_forward: whether forwards exclude other actions in this step.
     """
 
     def __init__(
@@ -68,20 +185,18 @@ class RandomNumbers:
         self.seed = seed
         self.threads = threads
         self.pairs = pairs
+        self.step_count = 0
+        self.guards_forward = False
+        self.guard: RngGuard = RngGuard() if runtime is None else runtime.RngGuard()
+        self._generators = Generators(device)
         # a device's backward has a thread of its own, where nobody sees a recompute
         self._unseen = device.type != "cpu"
-        self.step_count = 0
-        self._kinds: dict[tuple[Any, ...], list[Habits]] = {}
+        self._kinds: dict[tuple[Any, ...], RngUsage] = {}
         self._kind: tuple[Any, ...] = ()
         self._kind_in_pairs: tuple[Any, ...] | None = None
-        self._active = False
-        self._checked = False
-        self._randoms: list[StageRandom] = []
-        if seed is None and not threads and not pairs:
-            return
-        made = runtime if runtime is not None else _PYTHON
-        self._generators = made.Generators(device, seed)
-        self._randoms = [made.StageRandom(self._generators, stage.index) for stage in stages]
+        self._watches = False
+        self._drew = False
+        self._begin: list[torch.Tensor] | None = None
 
     def check_free(self, has_pairs: bool) -> None:
         """Before a step: refuse one that would wait for the generators, for ever, since its own caller has them.
@@ -90,95 +205,114 @@ class RandomNumbers:
             has_pairs: whether there are pairs among its actions.
 
         Raises:
-            RuntimeError: in a layer, loss function or hook of another pipeline where actions are regions.
+            RuntimeError: in a layer, loss function or hook of another pipeline whose actions exclude each other.
         """
-        if self._has_regions(has_pairs) and generators_lock().held_here():
+        if self._matters(has_pairs) and generators_lock().held_here():
             raise RuntimeError(
                 "this step was called by a layer, loss function or hook of another pipeline, and the ranks of both are "
                 "threads, or draw by rng=: they use torch's random generators one at a time, and this step would wait "
                 "for its caller to let them go; give the inner pipeline num_ranks=1 and no rng, or call its layers"
             )
 
-    def _has_regions(self, has_pairs: bool) -> bool:
-        return bool(self._randoms) and (self.threads or (self.pairs and has_pairs) or self.seed is not None)
+    def _matters(self, has_pairs: bool) -> bool:
+        return self.seed is not None or self.threads or (self.pairs and has_pairs)
 
     def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> None:
-        """A step begins: decide which actions are regions.
+        """A step begins: decide which actions exclude each other.
 
         Args:
             training: whether there are backwards.
             flags: of the stages' modules, those of training mode among them.
             has_pairs: whether there are pairs among its actions.
         """
-        pairs = self.pairs and has_pairs
-        concurrent = self.threads or pairs
-        self._active = self._has_regions(has_pairs)
-        if not self._active:
-            for stage in self.stages:
-                stage.random = None
+        matters = self._matters(has_pairs)
+        for stage in self.stages:
+            stage.random = self if matters else None
+        self._begin = self._generators.states() if matters else None
+        if not matters:
             return
         self._kind = (training, flags)
-        if pairs and training:
+        if self.pairs and has_pairs:
             self._kind_in_pairs = self._kind
         known = self._kinds.get(self._kind)
-        habits = known or [_EVERYTHING] * len(self.stages)
-        any_draws = any(habit.draws for habit in habits)
-        # A recompute puts the generator back, and with it whatever was drawn beside it: that could not be noticed.
-        all_guarded = concurrent and any_draws and any(habit.recomputes for habit in habits)
-        for stage, random, habit in zip(self.stages, self._randoms, habits, strict=True):
-            random.watches = known is None
-            random.guards_forward = habit.draws or all_guarded
-            random.guards_backward = habit.recomputes and any_draws
-            random.listens = any_draws and not random.guards_backward
-            random.recomputes = habit.recomputes and pairs
-            random.drew = random.recomputed = False
-            matters = random.guards_forward or random.guards_backward or random.listens or random.recomputes
-            stage.random = random if matters else None
-        self._checked = not all(random.guards_forward and random.guards_backward for random in self._randoms)
-        if any_draws or self._checked:
-            self._generators.begin(self.step_count)
+        usage = known or RngUsage(draws=True, recomputes=True)
+        self._watches, self._drew = known is None, False
+        self.guards_forward = usage.draws and (usage.recomputes or self.seed is not None)
+        self.guard.exclusive = usage.draws and usage.recomputes
+        self.guard.recomputes, self.guard.recomputed = usage.recomputes, False
 
-    def in_pairs(self) -> list[tuple[Stage, Habits]] | None:
+    @contextlib.contextmanager
+    def forward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around a forward where `guards_forward`: alone with the generators, in its own state if there is a seed."""
+        with generators_lock(), self._seeded(stage, microbatch):
+            before = self._generators.states() if self._watches else []
+            yield
+            self._drew |= self._watches and not self._generators.stand_at(before)
+
+    def _seeded(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        if self.seed is None:
+            return contextlib.nullcontext()
+        return self._generators.seeded(microbatch_seed(self.seed, self.step_count, stage, microbatch))
+
+    def note_graph(self, outputs: Sequence[torch.Tensor]) -> None:
+        """After a forward: a function of Python's in its graph may do anything in its backward."""
+        if not self._watches or self.guard.recomputed:
+            return
+        seen: set[Any] = set()
+        stack: list[Any] = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, BackwardCFunction) and not _is_ours(node):
+                self.guard.recomputed = True
+                return
+            stack.extend(next_node for next_node, _ in node.next_functions)
+
+    def note_fused(self) -> None:
+        """After a pair that the modules ran by their own method, in which nobody saw the backward by itself."""
+        self.guard.recomputed |= self._watches
+
+    def in_pairs(self) -> RngUsage | None:
         """What the stages did in the last kind of step with pairs, which decides whether these run in order.
 
         Returns:
             None before the first one.
         """
-        habits = None if self._kind_in_pairs is None else self._kinds.get(self._kind_in_pairs)
-        return None if habits is None else list(zip(self.stages, habits, strict=True))
+        return None if self._kind_in_pairs is None else self._kinds.get(self._kind_in_pairs)
 
     def check(self) -> RuntimeError | None:
         """A step has ended well here: learn from it.
 
         Returns:
-            What is wrong with the step, if what was known of the stages did not hold.
+            What is wrong with the step, if it did what the first one of its kind did not.
         """
-        if not self._active:
+        if self._begin is None:
             return None
-        if self._kind not in self._kinds:
-            if len(self._kinds) == _MAX_KINDS:
-                del self._kinds[next(iter(self._kinds))]
-            self._kinds[self._kind] = [Habits(r.drew, r.recomputed or self._unseen) for r in self._randoms]
-            return None
-        return self._refusal() if self._checked else None
+        moved = not self._generators.stand_at(self._begin)
+        if moved and self.seed is not None:
+            self._generators.restore(self._begin)
+        # guarded forwards start from a seed and put the states back, so what moved them was a backward
+        by_backward = moved and self.seed is not None and self.guards_forward
+        recomputed = self.guard.recomputed or by_backward or (self._unseen and self._kind[0])
+        found = RngUsage(self._drew or moved, recomputed)
+        known = self._kinds.pop(self._kind, None)
+        if len(self._kinds) == _MAX_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        usage = self._kinds[self._kind] = found if known is None else known | found
+        return None if known is None else self._refusal(known, usage)
 
-    def _refusal(self) -> RuntimeError | None:
-        drew = self._generators.end()
-        recomputed = [r.stage for r in self._randoms if r.recomputed and r.listens]
-        if not drew and not recomputed:
+    def _refusal(self, known: RngUsage, usage: RngUsage) -> RuntimeError | None:
+        concurrent = self.threads or self.pairs
+        if usage.recomputes and not known.recomputes and concurrent and (usage.draws or self.pairs):
+            text = "a backward recomputed a forward, or drew random numbers itself,"
+        elif usage.draws and not known.draws and (self.seed is not None or usage.recomputes):
+            text = "random numbers were drawn from torch's default generator"
+        else:
             return None
-        habits = self._kinds[self._kind]
-        self._kinds[self._kind] = [_EVERYTHING] * len(self.stages)
-        harmless = self.seed is None and not recomputed and not any(habit.recomputes for habit in habits)
-        if harmless:
-            return None
-        found = (
-            f"the backward of stage {recomputed[0]} recomputed a forward"
-            if recomputed
-            else "random numbers were drawn from torch's default generator"
-        )
         return RuntimeError(
-            f"{found} in this step, which was not so in the first step of its kind; gradients or random numbers of "
+            f"{text} in this step, which was not so in the first step of its kind; gradients or random numbers of "
             "this step may be wrong, so zero the gradients and call step again: from now on it is taken into account"
         )
 
@@ -191,14 +325,14 @@ class RandomNumbers:
         return "" if self.seed is None else f" and step_count={self.step_count}"
 
 
-class _Python:
-    """The same classes as the extension has."""
-
-    Generators = Generators
-    StageRandom = StageRandom
+def _is_ours(node: Any) -> bool:
+    function: Any = node._forward_cls
+    return str(function.__module__).startswith("fastpipe.")
 
 
-_PYTHON = _Python()
+def _sequence_number() -> int:
+    """How many nodes of autograd this thread has made."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def check_seeds(seeds: Sequence[int | None]) -> None:

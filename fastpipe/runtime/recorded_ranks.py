@@ -150,7 +150,7 @@ class RecordedRanks(LocalRanks):
         """
         for stage in self._held:
             random = stage.random
-            if random is not None and (random.guards_forward or random.guards_backward or random.watches):
+            if random is not None and (random.guards_forward or random.guard.exclusive):
                 raise Unfit("the host sets random states for its actions")
         tensors = tensors_of(works)
         for tensor in tensors:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +22,6 @@ from fastpipe.runtime.carried import apart, carried_on, together
 from fastpipe.runtime.chain import Chain, accepted_names, chosen, recomputing
 from fastpipe.runtime.current import Around, Moments
 from fastpipe.runtime.fused import fuse, method_of
-from fastpipe.runtime.generators import StageRandom, pair_region
 from fastpipe.runtime.known_plans import KnownPlans
 from fastpipe.runtime.recompute import NONE
 from fastpipe.runtime.record import Record, enter
@@ -30,6 +30,11 @@ from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import Tensors
 from fastpipe.runtime.weight_grad import Survey, WeightGradients, make_weight_gradients
 from fastpipe.runtime.wrappers import find_data_parallel, unwrapped
+
+if TYPE_CHECKING:
+    from fastpipe.runtime.random_numbers import RandomNumbers
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Stage:
@@ -84,7 +89,7 @@ class Stage:
         self.moments = Moments(index, *contexts)
         self.later: frozenset[str] | None = None
         self.running: int | None = None
-        self.random: StageRandom | None = None
+        self.random: RandomNumbers | None = None
         self.modules = list(module.children()) if isinstance(module, Chain) else [module]
         self.recompute = recompute
         self.fuses = method_of(self.modules) is not None and self.parallel is None and recompute == NONE
@@ -122,10 +127,18 @@ class Stage:
         """
         # stays set when something is raised, so that of two overlapped actions it is known which one failed
         self.running = microbatch
-        with self.moments.around_forward():
+        with self._rng(microbatch), self.moments.around_forward():
             outputs = self._call(microbatch, inputs)
+        if self.random is not None:
+            self.random.note_graph(outputs)
         self.running = None
         return outputs
+
+    def _rng(self, microbatch: int) -> AbstractContextManager[None]:
+        """Around a forward: what is to be done about random numbers."""
+        if self.random is None or not self.random.guards_forward:
+            return _NOTHING
+        return self.random.forward(self.index, microbatch)
 
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)
@@ -179,7 +192,7 @@ class Stage:
     ) -> Tensors:
         """As `run`, with the backward of another microbatch; see `fastpipe.runtime.fused.fuse`."""
         self.running = microbatch
-        with self.moments.around_forward(), AddedLosses() as self.losses.added:
+        with self._rng(microbatch), self.moments.around_forward(), AddedLosses() as self.losses.added:
             output, loss = fuse(self, microbatch, inputs, pair, roots, grads)
         if not self.is_last:
             outputs = self._hand_on(microbatch, output, {})
@@ -188,6 +201,8 @@ class Stage:
         else:
             self.losses.keep(microbatch, output)
             outputs = (loss,)
+        if self.random is not None:
+            self.random.note_fused()
         self.running = None
         return outputs
 
@@ -233,16 +248,17 @@ class Stage:
             splits: whether its backward will come in two parts.
         """
         with self.moments.noted(Op.F, microbatch):
-            if self.random is None:
-                return self._forward(microbatch, inputs, splits)
-            return self._forward_drawing(self.random, microbatch, inputs, splits)
+            return self._forward(microbatch, inputs, splits)
 
-    def _forward_drawing(self, random: StageRandom, microbatch: int, inputs: Tensors, splits: bool) -> Tensors:
-        with random.forward(microbatch):
-            outputs = self._forward(microbatch, inputs, splits)
-            if random.watches:
-                random.note_graph(outputs)
-            return outputs
+    def may_run_beside(self, pair: Stage) -> bool:
+        """Whether F of this stage and B of another one may run at the same time."""
+        if self.parallel is not None or pair.parallel is not None:
+            return False  # replicas meet in the order of the actions
+        if self.random is None:
+            return True
+        guard = self.random.guard
+        # what is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too
+        return not guard.exclusive and not (guard.recomputes and self is pair)
 
     def forward_backward(
         self,
@@ -268,11 +284,8 @@ class Stage:
         def run(microbatch: int, entered: Tensors) -> Tensors:
             return self.run_fused(microbatch, entered, pair, roots, root_grads)
 
-        region = pair_region(self.random, pair.random, microbatch, pair_microbatch)
-        with self.moments.noted(Op.F, microbatch), region:
+        with self.moments.noted(Op.F, microbatch):
             outputs = self._forward(microbatch, inputs, splits, run)
-        if self.random is not None and self.random.watches:
-            self.random.note_graph(outputs)
         del pair._records[pair_microbatch]
         return outputs, record.input_grads()
 
@@ -305,7 +318,7 @@ class Stage:
             return self._differentiate(microbatch, grads)
 
     def _differentiate(self, microbatch: int, grads: Tensors) -> Tensors:
-        with contextlib.nullcontext() if self.random is None else self.random.backward(microbatch):
+        with contextlib.nullcontext() if self.random is None else self.random.guard.backward():
             return self._backward(microbatch, grads)
 
     def _backward(self, microbatch: int, grads: Tensors) -> Tensors:
@@ -339,7 +352,7 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Backward for the weights that were left."""
         weights, _ = self._waiting.pop(microbatch)
-        region = contextlib.nullcontext() if self.random is None else self.random.backward(microbatch, whole=False)
+        region = contextlib.nullcontext() if self.random is None else self.random.guard.backward(whole=False)
         # a weight may come from a checkpoint, whose recompute must be what its forward was
         armed = weights.armed(backward=True)
         with self.moments.noted(Op.W, microbatch), self.moments.around_backward(), region, armed:

@@ -1,7 +1,6 @@
 """Random numbers: masks by microbatch, and recomputes that meet their forward's masks, whatever runs beside them."""
 
 import copy
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import Pipeline
-from fastpipe.runtime import native
-from fastpipe.runtime.generators import microbatch_seed
+from fastpipe.runtime.random_numbers import generators_lock, microbatch_seed
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import Fault, reference_step
 from tests.runtime.checks import same_bits, unequal
@@ -153,28 +151,19 @@ def test_a_failed_step_leaves_the_generator_as_it_was(executor: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-class Meeting(nn.Module):
-    """Two stages of two ranks: one draws inside a checkpoint, and before it does it lets the other one draw.
+class Alone(nn.Module):
+    """Draws inside a checkpoint, and notes whether its thread had the generators to itself."""
 
-    The event is waited for in vain where the two exclude each other, and only then.
-    """
-
-    drew = threading.Event()
-
-    def __init__(self, waits: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.waits = waits
         self.masks: list[torch.Tensor] = []
+        self.alone: list[bool] = []
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        if self.waits:
-            self.drew.clear()
-            self.drew.wait(0.1)
         mask = torch.rand(x.shape) > 0.5
         self.masks.append(mask)
-        if not self.waits:
-            self.drew.set()
+        self.alone.append(generators_lock().held_here())
         return self.linear(x) * mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,63 +171,68 @@ class Meeting(nn.Module):
         return out
 
 
-def test_a_recompute_meets_its_mask_while_another_rank_draws(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's own generators; and it would not if ranks did not exclude each other."""
-    met = []
-    for exclude in (True, False):
-        layers = [Meeting(waits=True), Meeting(waits=False)]
-        pipe = pipeline(layers, "gpipe", executor, count=4, num_ranks=2, rng=None)
-        if not exclude:
-            monkeypatch.setattr(pipe._steps.random, "_randoms", [])
-        x, y = batch()
+@pytest.mark.parametrize("rng", [None, "per_microbatch"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_a_recompute_draws_the_mask_of_its_forward_beside_other_ranks(
+    schedule: str, rng: str | None, executor: str
+) -> None:
+    """In the first step, and in those that know of it."""
+    layers = [Alone() for _ in range(4)]
+    pipe = pipeline(layers, schedule, executor, count=4, num_ranks=2, rng=rng, overlap="always")
+    x, y = batch()
+    for _ in range(3):
         pipe.step(x, target=y)
-        masks = layers[0].masks
-        assert len(masks) == 8
-        met.append(sum(torch.equal(mask, again) for mask, again in zip(masks[:4], masks[4:], strict=True)))
-    assert met[0] == 4 and met[1] < 4
+        for layer in layers:
+            masks = [mask.flatten().tolist() for mask in layer.masks]
+            assert layer.alone == [True] * 8 and len(masks) == 8
+            assert sorted(masks)[::2] == sorted(masks)[1::2], "each mask is drawn twice"
+            layer.masks.clear()
+            layer.alone.clear()
 
 
-def regions(pipe: Pipeline) -> list[tuple[bool, bool]]:
-    """Whether F, and B, of each stage were regions in the last step."""
-    randoms = [stage.random for stage in pipe._stages]
-    return [(r is not None and r.guards_forward, r is not None and r.guards_backward) for r in randoms]
+def exclusive(pipe: Pipeline) -> tuple[bool, bool]:
+    """Whether forwards excluded each other in the last step, and whether all actions did."""
+    random = pipe._steps.random
+    return random.guards_forward, random.guard.exclusive
 
 
-def test_only_what_needs_it_is_a_region(executor: str) -> None:
-    layers = [nn.Linear(WIDTH, WIDTH), Dropping(None), Dropping("saved"), nn.Linear(WIDTH, WIDTH)]
-    pipe = pipeline(layers, "1f1b", executor, rng=None)
+@pytest.mark.parametrize(
+    ("mode", "rng", "training", "evaluation"),
+    [
+        (None, None, (False, False), (False, False)),
+        ("saved", None, (True, True), (False, False)),
+        (None, "per_microbatch", (True, False), (False, False)),
+        ("saved", "per_microbatch", (True, True), (False, False)),
+    ],
+)
+def test_what_excludes_each_other(
+    mode: str | None, rng: str | None, training: tuple[bool, bool], evaluation: tuple[bool, bool], executor: str
+) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Dropping(None), Dropping(mode), nn.Linear(WIDTH, WIDTH)]
+    pipe = pipeline(layers, "1f1b", executor, rng=rng)
     x, y = batch()
     pipe.step(x, target=y)
-    assert regions(pipe) == [(True, True)] * 4, "in the first step anything may happen"
+    assert exclusive(pipe) == (True, True), "in the first step anything may happen"
     pipe.step(x, target=y)
-    assert regions(pipe) == [(True, False), (True, False), (True, True), (True, False)], "no F runs beside a recompute"
+    assert exclusive(pipe) == training
     pipe.eval()
-    for expected in ([(True, True)] * 4, [(False, False)] * 4):
+    for expected in ((True, True), evaluation):
         pipe.eval_step(x, target=y)
-        assert regions(pipe) == expected
+        assert exclusive(pipe) == expected
     pipe.train()
     pipe.step(x, target=y)
-    assert regions(pipe)[2] == (True, True) and regions(pipe)[0] == (True, False), "training is still known"
+    assert exclusive(pipe) == training, "what training does is still known"
 
 
-def test_where_nothing_recomputes_only_what_draws_is_a_region(executor: str) -> None:
-    layers = [nn.Linear(WIDTH, WIDTH), Dropping(None), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    pipe = pipeline(layers, "1f1b", executor, rng=None)
-    x, y = batch()
-    for _ in range(2):
-        pipe.step(x, target=y)
-    assert regions(pipe) == [(False, False), (True, False), (False, False), (False, False)]
-
-
-def test_where_nothing_draws_there_is_nothing_to_do(executor: str) -> None:
+def test_where_nothing_draws_nothing_is_exclusive(executor: str) -> None:
     pipe = pipeline(dropping("saved", p=0.0), "1f1b", executor)
     alone = pipeline(dropping("saved"), "1f1b", executor, num_ranks=1, rng=None)
     x, y = batch()
     for _ in range(2):
         pipe.step(x, target=y)
         alone.step(x, target=y)
-        assert all(stage.random is None for stage in alone._stages)
-    assert all(stage.random is None for stage in pipe._stages)
+        assert all(stage.random is None for stage in alone._stages), "one rank, no pairs, no seed"
+    assert exclusive(pipe) == (False, False)
 
 
 class Changing(nn.Module):
@@ -257,20 +251,23 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "rng", "others", "refused"),
+    ("what", "rng", "others", "refused", "then"),
     [
-        ("draws", "per_microbatch", None, "random numbers were drawn"),
-        ("draws", None, None, None),
-        ("recomputes", "per_microbatch", None, "the backward of stage 1 recomputed"),
-        ("recomputes", None, "saved", "the backward of stage 1 recomputed"),
+        ("draws", "per_microbatch", None, "random numbers were drawn", (True, False)),
+        ("draws", None, None, None, (False, False)),
+        ("draws", None, "saved", None, (True, True)),
+        ("recomputes", "per_microbatch", "plain", "a backward recomputed", (True, True)),
+        ("recomputes", None, "plain", "a backward recomputed", (True, True)),
+        ("recomputes", None, "saved", None, (True, True)),
     ],
 )
 def test_what_was_known_no_longer_holds(
-    what: str, rng: str | None, others: str | None, refused: str | None, executor: str
+    what: str, rng: str | None, others: str | None, refused: str | None, then: tuple[bool, bool], executor: str
 ) -> None:
     """A step that may be wrong is refused, once; from then on it is right."""
     changing = Changing()
-    layers = [*dropping(others, 1), changing, *dropping(others, 1), nn.Linear(WIDTH, WIDTH)]
+    beside = dropping(None if others == "plain" else others, 1) if others else [nn.Linear(WIDTH, WIDTH)]
+    layers = [*beside, changing, *(nn.Linear(WIDTH, WIDTH) for _ in "ab")]
     pipe = pipeline(layers, "1f1b", executor, rng=rng)
     x, y = batch()
     for _ in range(2):
@@ -283,20 +280,33 @@ def test_what_was_known_no_longer_holds(
     assert pipe.step_count == 2
     for _ in range(2):
         pipe.step(x, target=y)
-    assert regions(pipe) == [(True, True)] * 4
+    assert exclusive(pipe) == then
 
 
-def test_beside_stages_that_recompute_every_forward_may_begin_to_draw(executor: str) -> None:
-    """What is drawn beside a recompute is undone by it, and could not be noticed: so nothing runs beside one."""
-    changing = Changing()
-    layers = [*dropping("saved", 1), changing, *dropping("saved", 1), nn.Linear(WIDTH, WIDTH)]
+class DrawingBackward(nn.Linear):
+    """Adds noise to its output's gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(lambda grad: grad + torch.rand(grad.shape))
+        return output
+
+
+def test_a_backward_that_draws_does_not_change_the_masks(executor: str) -> None:
+    """Its numbers come from the generator that seeded forwards put back, so it excludes them."""
+    layers = [Dropping(None), DrawingBackward(WIDTH, WIDTH), Dropping(None), nn.Linear(WIDTH, WIDTH)]
     pipe = pipeline(layers, "1f1b", executor)
     x, y = batch()
-    pipe.step(x, target=y)
-    changing.draws = True
-    for _ in range(3):
-        pipe.step(x, target=y)
-    assert regions(pipe) == [(True, True), (True, False), (True, True), (True, False)]
+    before = torch.get_rng_state()
+    for step in range(3):
+        result = pipe.step(x, target=y)
+        reference = reference_step(
+            layers, batch(), pipe.schedule, mean_square, rng="per_microbatch", seed=SEED, step_count=step
+        )
+        assert result.loss is not None and same_bits(result.loss, reference.loss)
+        torch.set_rng_state(before)
+    assert exclusive(pipe) == (True, True)
 
 
 def test_a_function_of_ones_own_may_set_the_generator(executor: str) -> None:
@@ -323,7 +333,7 @@ def test_a_function_of_ones_own_may_set_the_generator(executor: str) -> None:
     twin = copy.deepcopy(layers)
     pipe = pipeline(layers, "1f1b", executor)
     compare(pipe, twin)
-    assert regions(pipe) == [(True, True)] + [(True, False)] * 3
+    assert exclusive(pipe) == (True, True)
 
 
 def test_copies_follow_into_evaluation(executor: str) -> None:
@@ -339,13 +349,10 @@ def test_copies_follow_into_evaluation(executor: str) -> None:
 
 
 def test_the_seeds() -> None:
-    """The same on every machine and in both languages; the first ones are written down."""
+    """The same on every machine; the first ones are written down."""
     assert [hex(microbatch_seed(*four)) for four in ((0, 0, 0, 0), (5, 1, 2, 3), (2**64 - 1, 7, 0, 0))] == SEEDS
     fours = [(seed, step, stage, i) for seed in (0, SEED) for step in range(9) for stage in range(8) for i in range(16)]
     assert len({microbatch_seed(*four) % 2**32 for four in fours}) == len(fours)
-    runtime: Any = native.load()
-    if runtime is not None:
-        assert all(runtime.microbatch_seed(*four) == microbatch_seed(*four) for four in [*fours, (2**64 - 1, 7, 0, 0)])
 
 
 SEEDS = ["0x238275bc38fcbe91", "0x9861e3adf106dee6", "0xeed20827a0dbb7f2"]
