@@ -356,7 +356,7 @@ class Pipeline(Trains, Replannable):
         threads = len(self._stages_by_rank) > 1
         pairs = self._pair_policy.way != IN_ORDER
         runtime = native.load() if self._executor.__name__ == "NativeExecutor" else None
-        return RandomNumbers(self._stages, self.device, seed=self._seed, threads=threads, pairs=pairs, runtime=runtime)
+        return RandomNumbers(self.device, seed=self._seed, threads=threads, pairs=pairs, runtime=runtime)
 
     def _make_control(self, store: Any, timeout: float) -> Control:
         if store is None:

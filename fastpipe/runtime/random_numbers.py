@@ -158,8 +158,7 @@ class RandomNumbers:
     """The random numbers of a pipeline's stages on this process.
 
     Args:
-        stages: the local ones.
-        device: what they compute on.
+        device: what the stages compute on.
         seed: with ``rng="per_microbatch"``: what the states are derived from; else None.
         threads: whether there are several ranks in this process, as threads.
         pairs: whether the two halves of a pair may run at the same time.
@@ -173,7 +172,6 @@ class RandomNumbers:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
         device: torch.device,
         *,
         seed: int | None,
@@ -181,7 +179,6 @@ class RandomNumbers:
         pairs: bool,
         runtime: Any = None,
     ) -> None:
-        self.stages = stages
         self.seed = seed
         self.threads = threads
         self.pairs = pairs
@@ -217,16 +214,17 @@ class RandomNumbers:
     def _matters(self, has_pairs: bool) -> bool:
         return self.seed is not None or self.threads or (self.pairs and has_pairs)
 
-    def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> None:
+    def begin(self, stages: Sequence[Stage], training: bool, flags: tuple[bool, ...], has_pairs: bool) -> None:
         """A step begins: decide which actions exclude each other.
 
         Args:
+            stages: the local ones. They refer to this, so this does not keep them: a dropped pipeline is freed at once.
             training: whether there are backwards.
             flags: of the stages' modules, those of training mode among them.
             has_pairs: whether there are pairs among its actions.
         """
         matters = self._matters(has_pairs)
-        for stage in self.stages:
+        for stage in stages:
             stage.random = self if matters else None
         self._begin = self._generators.states() if matters else None
         if not matters:

@@ -370,7 +370,7 @@ class Steps:
         if request.training:
             self.replicas.before_step()
             self._set_aside = True
-        self.random.begin(request.training, self._flags, self._has_pairs(request))
+        self.random.begin(self.stages, request.training, self._flags, self._has_pairs(request))
 
     def _has_pairs(self, request: Request) -> bool:
         return request.training and self.plans.has_pairs(request.num_microbatches)
