@@ -1,7 +1,8 @@
 """How many queues CUDA makes for what a process gives a device to do, which has to be said before it starts.
 
-Streams that share one wait for each other's waits. The copy-engine transport has streams that wait for other processes,
-so none of its own may share one; CUDA makes eight by itself.
+Streams that share a queue wait for each other, and streams that carry messages, over NCCL or by copy engines, wait for
+other processes: the fewer share a queue the better. CUDA makes eight by itself. The copy-engine transport refuses fewer
+than all, since none of its streams may share one.
 """
 
 from __future__ import annotations

@@ -39,6 +39,9 @@ def between_processes(
 ) -> Transport:
     """The transport for several processes. All call it, and all get the same answer.
 
+    ``"auto"`` is shared memory between processes of one host that compute on CPUs, and process groups for all else.
+    Copy engines are used only when asked for.
+
     Args:
         choice: ``"auto"``, or one of ``CHOICES``; the same on all of them.
         exchange: how they tell each other something: ``(phase, message) -> messages of all``.
@@ -54,16 +57,17 @@ def between_processes(
         raise ValueError(f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto' or one of {', '.join(map(repr, CHOICES))}")
     if choice in _GROUPS:
         return _GROUPS[choice](member, timeout)
-    by_engine = choice == "cuda_ipc" or (choice == "auto" and device.type != "cpu")
+    if choice == "auto" and device.type != "cpu":
+        return ProcessGroups(member, timeout)
+    by_engine = choice == "cuda_ipc"
     link, trial, circles, why = find_circles(exchange, member, device, num_ranks_here, by_engine)
     if len(circles) == 1:
         return CudaIpc(link, trial.engine, member, timeout) if trial else SharedMemory(link, member, timeout)
     if choice != "auto":
         raise ValueError(f"transport = {choice!r}: {why}; use 'auto' or 'process_group'")
     groups = ProcessGroups(member, timeout)
-    if by_engine or len(circles) == member.size:
-        # of a GPU's messages no part goes another way than the rest
-        groups.why = f"no {'cuda_ipc' if by_engine else 'shared memory'}: {why}"
+    if len(circles) == member.size:
+        groups.why = f"no shared memory: {why}"
         return groups
     alone = [member.rank] in circles
     return Mixed(None if alone else SharedMemory(link, member, timeout), groups, circles, member.rank, why)

@@ -1,9 +1,10 @@
-"""The copy-engine transport: the ranks are processes of one host, and messages are copied from GPU to GPU by the
-devices' copy engines, which takes no SM.
+"""The copy-engine transport, experimental: the ranks are processes of one host, and messages are copied from GPU to GPU
+by the devices' copy engines, which takes no SM.
 
 The receiver's memory is mapped by CUDA IPC. The streams of both processes wait for each other by flags in memory of the
 host that both see, and no host takes part once shapes are known. All of it is C++;
-csrc/core/copy_engine_transport.h says why it cannot hang. Nothing of it has been run on a GPU yet.
+csrc/core/copy_engine_transport.h says why it cannot hang. It has not been run on a GPU yet, so it has to be asked for
+by ``transport="cuda_ipc"``: ``"auto"`` never chooses it.
 """
 
 from __future__ import annotations

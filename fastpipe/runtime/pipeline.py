@@ -121,8 +121,8 @@ class Pipeline(Trains, Replannable):
             that or by ``fully_shard``; either way gradients are averaged over the replicas once a step.
         executor: ``"auto"``, ``"native"`` or ``"python"``.
         transport: ``"loopback"`` (the ranks are threads), ``"shared_memory"`` (processes of one host, on CPU),
-            ``"cuda_ipc"`` (processes of one host, on GPUs that reach each other or on one GPU),
             ``"process_group"`` (any), or ``"auto"``: channel by channel the first of these that can be.
+            ``"cuda_ipc"``: processes of one host copy from GPU to GPU by copy engines; experimental, and never chosen.
             ``"process_group_coalesced"``: sends and receives between two ranks that are due at one time are one
             operation (NCCL). The variable FASTPIPE_TRANSPORT says what "auto" means for several processes; set it
             alike for all. Or a `fastpipe.runtime.transport.Transport`.

@@ -6,6 +6,7 @@ import itertools
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline
-from fastpipe.runtime import native
+from fastpipe.runtime import between, native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, others, train_until
@@ -90,6 +91,13 @@ def choose(hosts: str, without: int, transport: str) -> str:
 )
 def test_what_is_chosen(hosts: str, without: int, expected: str, group_of: Callable[[int], Ranks]) -> None:
     assert all(text.startswith(expected) for text in group_of(4).run(choose, hosts, without, "auto"))
+
+
+def test_auto_never_chooses_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(between, "ProcessGroups", lambda member, timeout: "process groups")
+    member: Any = SimpleNamespace(rank=0, size=2)
+    offers: Any = pytest.fail  # nothing is offered to the others, either
+    assert between.between_processes("auto", offers, member, torch.device("cuda"), 60, 2) == "process groups"
 
 
 def test_shared_memory_alone_is_refused(group_of: Callable[[int], Ranks]) -> None:
