@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any, overload
 
 from torch import nn
@@ -100,10 +101,41 @@ def as_layers(stages: Any) -> Layers | None:
     if isinstance(stages, Layers):
         return stages
     if isinstance(stages, nn.Sequential | nn.ModuleList):
+        check_forward(stages)
+        if type(stages).forward not in (nn.Sequential.forward, nn.Module.forward):
+            raise ValueError(
+                f"model: {type(stages).__name__} is a {type(stages).__mro__[1].__name__} with a forward of its own, which "
+                "its members one after the other would leave out; hand over its layers as a list"
+            )
         # with their names, which need not be numbers
         modules: Any = stages._modules
         return Layers(modules.values(), modules)
     return Layers(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else None
+
+
+def check_forward(module: nn.Module) -> None:
+    """That calling a module runs the forward of its class on the module, so that a part of it can do the same.
+
+    Raises:
+        ValueError: for a ``forward`` that was replaced on the instance, and for a compiled module.
+    """
+    name = type(module).__name__
+    if module._compiled_call_impl is not None:
+        raise ValueError(
+            f"model: {name} is compiled as a whole, and its stages would run the whole; compile its blocks, or the "
+            "stages of the pipeline (pipe.stage_modules), instead"
+        )
+    own = vars(module).get("forward")
+    accepted: Any = type(module).forward
+    # accelerate's unwrap_model leaves the forward of the class there, without its decorators
+    while own is not None and own != MethodType(accepted, module):
+        if not hasattr(accepted, "__wrapped__"):
+            raise ValueError(
+                f"model: {name}.forward was replaced on the instance (by Accelerator.prepare or torch.compile, for "
+                "example), and its stages would run the whole model; split the model before that, or give "
+                "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+            )
+        accepted = accepted.__wrapped__
 
 
 def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

@@ -248,6 +248,27 @@ def test_a_block_with_more_arguments_is_refused() -> None:
         fastpipe.split(model, batch()[0])
 
 
+class Residual(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def test_forwards_that_no_stage_would_run_are_refused() -> None:
+    """Of the model, of a module on the way to its blocks, and of a Sequential."""
+    model = Decoder()
+    model.forward = torch.compile(model.forward)
+    with pytest.raises(ValueError, match="Decoder.forward was replaced on the instance"):
+        fastpipe.split(model, batch()[0])
+    sequential = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sequential.forward = lambda x: -x
+    residual = Residual(nn.Linear(4, 4), nn.Linear(4, 4))
+    for model, text in ((sequential, "Sequential.forward was replaced"), (residual, "Residual is a Sequential with a")):
+        with pytest.raises(ValueError, match=text):
+            fastpipe.split(model)
+        with pytest.raises(ValueError, match=text):
+            fastpipe.Pipeline(model, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ValueError, match="Decoder: give one microbatch as an example, as in split"):
         fastpipe.split(Decoder())

@@ -1,8 +1,11 @@
 """Hugging Face decoder models over a pipeline: the unsplit model's losses and gradients, under its names."""
 
 import copy
+import functools
+import inspect
 import re
 from importlib import metadata
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -230,3 +233,39 @@ def test_a_keyword_that_no_stage_takes_is_refused() -> None:
     ids, _, labels = padded_batch(4)
     with pytest.raises(ValueError, match="output_hidden_states"):
         pipe.step(ids, target=labels, output_hidden_states=True)
+
+
+@pytest.mark.parametrize("part", ["LlamaForCausalLM", "LlamaModel"])
+def test_a_forward_replaced_on_the_instance_is_refused(part: str) -> None:
+    """As `Accelerator.prepare_model` does for bf16: a copy of the module would still run the whole model."""
+    model = decoder("llama")
+    patched = model if part == "LlamaForCausalLM" else model.model
+    original = patched.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return original(*args, **kwargs)
+
+    patched.forward = MethodType(forward, patched)
+    with pytest.raises(
+        ValueError, match=f"model: {part}.forward was replaced on the instance.*keep_fp32_wrapper=False"
+    ):
+        fastpipe.split(model)
+
+
+def test_the_forward_that_accelerate_leaves_behind_is_the_classs() -> None:
+    """`unwrap_model` sets the innermost function that the forward of the class wraps, bound to the model."""
+    model = decoder("llama")
+    model.forward = MethodType(inspect.unwrap(type(model).forward), model)
+    layers = fastpipe.split(model)
+    ids, _, labels = padded_batch(4)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=4)
+    assert fastpipe.check_parity(pipe, decoder("llama"), (ids, labels)).ok
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
+    model = decoder("llama")
+    model.compile()
+    with pytest.raises(ValueError, match="LlamaForCausalLM is compiled as a whole.*compile its blocks"):
+        fastpipe.split(model)

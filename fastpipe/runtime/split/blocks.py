@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.runtime.chain import check_forward
+
 
 class Blocks(nn.ModuleList):
     """In the place of a model's list of blocks: as long, with the blocks of one stage, under their own numbers.
@@ -78,7 +80,13 @@ class Absent(nn.Module):
 
 
 def shallow(module: Any) -> Any:
-    """A copy with the same children, which may be exchanged."""
+    """A copy with the same children, which may be exchanged.
+
+    Raises:
+        ValueError: for a module whose call does not run the forward of its class on the copy.
+    """
+    check_forward(module)
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
+    vars(twin).pop("forward", None)
     return twin
