@@ -103,9 +103,10 @@ def as_layers(stages: Any) -> Layers | None:
     if isinstance(stages, nn.Sequential | nn.ModuleList):
         check_forward(stages)
         if type(stages).forward not in (nn.Sequential.forward, nn.Module.forward):
+            kind = type(stages)
             raise ValueError(
-                f"model: {type(stages).__name__} is a {type(stages).__mro__[1].__name__} with a forward of its own, which "
-                "its members one after the other would leave out; hand over its layers as a list"
+                f"model: {kind.__name__} is a {kind.__mro__[1].__name__} with a forward of its own, which its members "
+                "one after the other would leave out; hand over its layers as a list"
             )
         # with their names, which need not be numbers
         modules: Any = stages._modules

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.buffers import keep_buffers
 from fastpipe.runtime.chain import whole
-from fastpipe.runtime.clip import Held, Norm, merged_norms, norms_message, total_norm
+from fastpipe.runtime.clip import GradNorms, Held, Norm
 from fastpipe.runtime.control import Reply
 from fastpipe.runtime.grad_dtype import zero_grad_of
 from fastpipe.runtime.modules import Named
@@ -127,9 +127,10 @@ class _Check:
         replies = meet("check_parity, gradients", lambda: self._beginning(drew))
         self.names = self._all_names(replies)
         self.sent = self._gather_gradients(replies)
-        norms = merged_norms(replies)
-        answers = meet("check_parity, comparison", lambda: self._compare(result, norms, replies))
-        norm = total_norm(norms, 2.0, self.pipe.device)
+        gathering = GradNorms()
+        values, _ = gathering.gather(meet, "check_parity, norms", self._held(), lambda: (2.0, {}))
+        norms, norm = gathering.merged.norms, gathering.merged.total(values, 2.0, self.pipe.device)
+        answers = meet("check_parity, comparison", lambda: self._compare(result, norms, norm, replies))
         return self._parity(answers, result.loss, norm, any(reply["drew"] for reply in replies))
 
     def _take_batch(self) -> Reply:
@@ -150,9 +151,11 @@ class _Check:
         """What the others need to know of this rank before they compare."""
         named = _named(self.pipe)
         parameters = [[p.stage, p.name, digest_of(_whole(p.parameter)), p.is_echo] for p in named]
-        grads = {(p.stage, p.name): (self.found[p.stage, p.name], p.is_echo) for p in named}
-        norms = norms_message([Held(*key, g, is_echo) for key, (g, is_echo) in grads.items() if g is not None], 2.0)
-        return {"has_model": self.model is not None, "parameters": parameters, "drew": drew, **norms}
+        return {"has_model": self.model is not None, "parameters": parameters, "drew": drew}
+
+    def _held(self) -> list[Held]:
+        grads = {(p.stage, p.name): (self.found[p.stage, p.name], p.is_echo) for p in _named(self.pipe)}
+        return [Held(*key, grad, is_echo) for key, (grad, is_echo) in grads.items() if grad is not None]
 
     def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
         """Stage and name of every parameter of the pipeline, in the unsplit model's order."""
@@ -173,7 +176,9 @@ class _Check:
             return {}
         return {(stage, name): _unpacked(grad) for reply in sent for stage, name, grad in reply["gradients"]}
 
-    def _compare(self, result: StepResult, norms: Sequence[Norm], replies: Sequence[Reply]) -> Reply:
+    def _compare(
+        self, result: StepResult, norms: Sequence[Norm], norm: torch.Tensor, replies: Sequence[Reply]
+    ) -> Reply:
         """The unsplit model's step, and what differs from it here."""
         if self.model is None:
             return {"differences": []}
@@ -187,7 +192,7 @@ class _Check:
         expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, norms))
         found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
         found += _compare_losses(result, reference) + _compare_reports(result, reference)
-        found += compared("norm", "", None, total_norm(norms, 2.0, self.pipe.device), expected_norm)
+        found += compared("norm", "", None, norm, expected_norm)
         for (stage, name), grad in {**self.found, **self.sent}.items():
             found += compared("gradient", name, stage, grad, parameters[stage, name].grad)
         return {

@@ -1,20 +1,22 @@
 """Clipping by the norm of all gradients of the pipeline: to the last bit that of the unsplit model.
 
 torch's norm is a norm of norms: one a parameter, and then one of these. Summing the squares that every rank finds for
-itself gives other last bits. So the ranks tell each other the norm of every parameter, a few bytes each, and all of
+itself gives other last bits. So the ranks tell each other the norm of every parameter, eight bytes each, and all of
 them take the same last norm, in the order of the unsplit model's parameters.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fastpipe.errors import StepError
@@ -23,6 +25,7 @@ from fastpipe.runtime.modules import Named
 from fastpipe.runtime.steps import Steps
 
 logger = logging.getLogger("fastpipe")
+Meet = Callable[[str, Callable[[], Reply]], list[Reply]]
 
 
 class Held(NamedTuple):
@@ -35,26 +38,117 @@ class Held(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The norm of one parameter's gradient, as the ranks tell each other.
+    """Which gradient a norm is of.
 
     Attributes:
         stage: where the parameter is.
         name: its name in the whole model.
         dtype: of the gradient, without ``torch.``.
-        value: its norm; a float holds that of every dtype exactly.
-        rank: who said it.
+        rank: whose norm is taken.
     """
 
     stage: int
     name: str
     dtype: str
-    value: float
     rank: int
 
     @property
     def place(self) -> str:
         """Which gradient, as a user reads it."""
         return f"{self.name} (stage {self.stage}, rank {self.rank})"
+
+
+Row = tuple[int, str, str, bool]
+"""Of a gradient: stage, name, dtype without ``torch.``, and whether it is an echo."""
+
+
+class Merged:
+    """Every gradient's norm once, in the order of the unsplit model's parameters, out of those of all ranks.
+
+    Args:
+        tables: of each rank, the rows of its norms in order.
+
+    Attributes:
+        norms: which gradients they are of.
+    """
+
+    def __init__(self, tables: Sequence[Sequence[Row]]) -> None:
+        found: dict[tuple[int, str], tuple[int, Norm]] = {}
+        given = enumerate((rank, *row) for rank, table in enumerate(tables) for row in table)
+        self._same: list[tuple[int, int, Norm, int]] = []
+        # a tied weight takes its place among those of its first stage, so its echoes come last
+        for at, (rank, stage, name, dtype, _) in sorted(given, key=lambda pair: pair[1][-1]):
+            first, norm = found.setdefault((stage, name), (at, Norm(stage, name, dtype, rank)))
+            if first != at:
+                self._same.append((first, at, norm, rank))
+        chosen = sorted(found.values(), key=lambda pair: pair[1].stage)
+        self.norms = [norm for _, norm in chosen]
+        self._order = torch.tensor([at for at, _ in chosen], dtype=torch.long)
+        looks = [torch.empty(0, dtype=getattr(torch, norm.dtype)) for norm in self.norms]
+        self._groups = [(dtype.to_real(), torch.tensor(places)) for (_, dtype), (_, places) in _grouped(looks).items()]
+
+    def values(self, gathered: torch.Tensor) -> torch.Tensor:
+        """The norms, as doubles, out of those of all ranks one after the other.
+
+        Raises:
+            ValueError: when two ranks hold a parameter and have different gradients of it.
+        """
+        for first, at, norm, rank in self._same:
+            one, other = gathered[first].item(), gathered[at].item()
+            if one != other and not (math.isnan(one) and math.isnan(other)):
+                raise ValueError(
+                    f"the ranks that hold {norm.name} have different gradients of it: norm {one:g} on rank "
+                    f"{norm.rank}, {other:g} on rank {rank}; change gradients on all holders alike"
+                )
+        return gathered[self._order]
+
+    def total(self, values: torch.Tensor, order: float, device: torch.device) -> torch.Tensor:
+        """The norm of norms, as `torch.nn.utils.get_total_norm` takes it."""
+        if not self.norms:
+            return torch.tensor(0.0, device=device)
+        groups = [values[places].to(dtype).to(device) for dtype, places in self._groups]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.cat(groups), order)
+        return total
+
+
+class GradNorms:
+    """The norms of all gradients, gathered over the ranks: numbers alone, and names only where they have changed."""
+
+    def __init__(self) -> None:
+        self._digests: list[int] = []
+        self.merged = Merged([])
+
+    def gather(
+        self, meet: Meet, call: str, held: Sequence[Held], make: Callable[[], tuple[float, Reply]]
+    ) -> tuple[torch.Tensor, list[Reply]]:
+        """The norms of all ranks' gradients, in the order of ``merged.norms``. Called on every rank alike.
+
+        Args:
+            meet: see `fastpipe.runtime.steps.Steps.meet`.
+            call: its first argument.
+            held: the gradients of this process.
+            make: gives the order of the norm, and what else to tell the others. What it raises is an error on every
+                rank, and so is what is wrong with the gradients.
+
+        Returns:
+            The norms, and the messages of all ranks.
+        """
+        table = [(h.stage, h.name, str(h.grad.dtype).removeprefix("torch."), h.is_echo) for h in held]
+
+        def numbers() -> Reply:
+            order, more = make()
+            packed = base64.b64encode(norms_of(held, order).numpy().tobytes()).decode()
+            # what another rank knows of this one's table it has from this one, so the digest may be this process's own
+            return {"norms": packed, "digest": hash(tuple(table)), "known": self._digests, **more}
+
+        replies = meet(call, numbers)
+        digests = [reply["digest"] for reply in replies]
+        if any(reply["known"] != digests for reply in replies):
+            tables = [reply["table"] for reply in meet(f"{call}, names", lambda: {"table": table})]
+            self.merged, self._digests = Merged(tables), digests
+        data = bytearray(b"".join(base64.b64decode(reply["norms"]) for reply in replies))
+        gathered = torch.frombuffer(data, dtype=torch.double) if data else torch.empty(0, dtype=torch.double)
+        return self.merged.values(gathered), replies
 
 
 def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
@@ -85,8 +179,8 @@ def gradients_of(parameters: Iterable[Named]) -> list[Held]:
 
 
 @torch.no_grad()
-def norms_message(held: Sequence[Held], order: float) -> Reply:
-    """What this rank tells the others: stage, name, dtype, norm of every gradient, and whether it is an echo.
+def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
+    """The norm of each gradient, as doubles on the CPU, which hold that of every dtype; one transfer for all.
 
     Raises:
         ValueError: for a sparse gradient, of which torch has no norm.
@@ -97,13 +191,7 @@ def norms_message(held: Sequence[Held], order: float) -> Reply:
                 f"the gradient of {h.name} (stage {h.stage}) is sparse, and torch takes no norm of such: leave out "
                 "sparse=True of its embedding, or make .grad dense by to_dense() before it is clipped"
             )
-    norms = _norms([h.grad for h in held], order)
-    dtypes = [str(h.grad.dtype).removeprefix("torch.") for h in held]
-    return {"norms": [[h.stage, h.name, d, value, h.is_echo] for h, d, value in zip(held, dtypes, norms, strict=True)]}
-
-
-def _norms(grads: Sequence[torch.Tensor], order: float) -> list[float]:
-    """Each gradient's norm; one transfer from the device for all."""
+    grads = [h.grad for h in held]
     norms: list[torch.Tensor] = [torch.empty(0)] * len(grads)
     plain = [i for i, grad in enumerate(grads) if not _is_spread(grad)]
     for (_, _), ([tensors], places) in _grouped([grads[i] for i in plain]).items():
@@ -112,8 +200,7 @@ def _norms(grads: Sequence[torch.Tensor], order: float) -> list[float]:
     for places, found in _sharded_norms(grads, order):
         for place, norm in zip(places, found.unbind(), strict=True):
             norms[place] = norm
-    values: list[float] = torch.stack([norm.double() for norm in norms]).tolist() if norms else []
-    return values
+    return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.double)
 
 
 def _grouped(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
@@ -121,7 +208,7 @@ def _grouped(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
     return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
 
 
-def _is_spread(grad: torch.Tensor) -> bool:
+def _is_spread(grad: Any) -> bool:
     # who has made a DTensor has imported them; to do so here would cost every program half a second
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(grad, module.DTensor)
@@ -174,47 +261,21 @@ def same_arguments(replies: Sequence[Reply]) -> tuple[float, float, bool]:
     return limit, order, is_error
 
 
-def merged_norms(replies: Sequence[Reply]) -> list[Norm]:
-    """Every gradient's norm once, in the order of the unsplit model's parameters.
-
-    Raises:
-        ValueError: when two ranks hold a parameter and have different gradients of it.
-    """
-    found: dict[tuple[int, str], Norm] = {}
-    given = [(rank, values) for rank, reply in enumerate(replies) for values in reply["norms"]]
-    # a tied weight takes its place among those of its first stage, so its echoes come last
-    for rank, (stage, name, dtype, value, _) in sorted(given, key=lambda pair: bool(pair[1][-1])):
-        norm = Norm(stage, name, dtype, value, rank)
-        first = found.setdefault((norm.stage, norm.name), norm)
-        if first.value != norm.value and not (math.isnan(norm.value) and math.isnan(first.value)):
-            raise ValueError(
-                f"the ranks that hold {norm.name} have different gradients of it: norm {first.value:g} on rank "
-                f"{first.rank}, {norm.value:g} on rank {norm.rank}; change gradients on all holders alike"
-            )
-    return sorted(found.values(), key=lambda norm: norm.stage)
-
-
-def total_norm(norms: Sequence[Norm], order: float, device: torch.device) -> torch.Tensor:
-    """The norm of norms, as `torch.nn.utils.get_total_norm` takes it."""
-    if not norms:
-        return torch.tensor(0.0, device=device)
-    looks = [torch.empty(0, dtype=getattr(torch, norm.dtype)) for norm in norms]
-    groups = [
-        torch.tensor([norms[i].value for i in places], dtype=dtype.to_real(), device=device)
-        for (_, dtype), (_, places) in _grouped(looks).items()
-    ]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(groups), order)
-    return total
-
-
 def report_nonfinite(
-    total: torch.Tensor, norms: Sequence[Norm], local: Sequence[Held], *, is_error: bool, expected: bool = False
+    total: torch.Tensor,
+    norms: Sequence[Norm],
+    values: torch.Tensor,
+    local: Sequence[Held],
+    *,
+    is_error: bool,
+    expected: bool = False,
 ) -> None:
     """Name the gradients that made the norm infinite or NaN.
 
     Args:
         total: the norm.
-        norms: of all gradients.
+        norms: which gradients there are.
+        values: their norms.
         local: those of this process, which it logs.
         is_error: whether to raise.
         expected: whether it is nothing to warn of.
@@ -224,7 +285,7 @@ def report_nonfinite(
     """
     if bool(total.isfinite()):
         return
-    bad = [norm for norm in norms if not math.isfinite(norm.value)]
+    bad = [norm for norm, finite in zip(norms, values.isfinite().tolist(), strict=True) if not finite]
     names = ", ".join(norm.place for norm in bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
     cause = f"not finite are the gradients of {names}" if bad else "each gradient is finite, their norm overflows"
     text = f"the norm of the gradients is {float(total)}: {cause}"
@@ -238,6 +299,7 @@ def report_nonfinite(
 
 def clip_grad_norm(
     steps: Steps,
+    gathering: GradNorms,
     named: Sequence[Named],
     device: torch.device,
     max_norm: Any,
@@ -247,16 +309,25 @@ def clip_grad_norm(
     """See `fastpipe.Pipeline.clip_grad_norm_`."""
     local = gradients_of(named)
 
-    def message() -> Reply:
+    def arguments() -> tuple[float, Reply]:
         # whatever is wrong here is an error on every rank, and nobody waits
         limit, order = check_limits(max_norm, norm_type)
-        return {"arguments": [limit, order, bool(error_if_nonfinite)], **norms_message(local, order)}
+        return order, {"arguments": [limit, order, bool(error_if_nonfinite)]}
 
-    replies = steps.meet("clip_grad_norm_", message)
+    values, replies = gathering.gather(steps.meet, "clip_grad_norm_", local, arguments)
     limit, order, is_error = same_arguments(replies)
-    norms = merged_norms(replies)
-    total = total_norm(norms, order, device)
+    norms, total = gathering.merged.norms, gathering.merged.total(values, order, device)
     # a scaler tries large scales, and leaves out the steps that overflow
-    report_nonfinite(total, norms, local, is_error=is_error, expected=steps.loss_scale is not None)
-    torch.nn.utils.clip_grads_with_norm_([p.parameter for p in named], limit, total)
+    report_nonfinite(total, norms, values, local, is_error=is_error, expected=steps.loss_scale is not None)
+    _clip_by(named, limit, total)
     return total
+
+
+def _clip_by(named: Sequence[Named], limit: float, total: torch.Tensor) -> None:
+    """Scale gradients as torch does; those of each mesh by themselves, as torch scales no mixture of kinds."""
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for p in named:
+        grad: Any = p.parameter.grad
+        kinds.setdefault(grad.device_mesh if _is_spread(grad) else None, []).append(p.parameter)
+    for parameters in kinds.values():
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)

@@ -78,6 +78,11 @@ def membership(group: Any, device: torch.device) -> Membership:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
         _make_group(device)
+    if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(_from_mesh(group))):
+        raise ValueError(
+            "group: its backend is 'fake', which sends nothing, and a pipeline sends; make a group of gloo or nccl, or "
+            "run all ranks in one process without a group (num_ranks=)"
+        )
     if dist.is_initialized():  # before anything can fail: from now on the others can see when this process ends
         distributed_c10d._get_default_store().set(_process_key(dist.get_rank()), json.dumps(identify()))
     group = _from_mesh(group)

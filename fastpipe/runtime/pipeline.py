@@ -26,6 +26,7 @@ from fastpipe.runtime.arguments import (
 )
 from fastpipe.runtime.between import between_processes
 from fastpipe.runtime.carried import names_message, tell_later
+from fastpipe.runtime.clip import GradNorms
 from fastpipe.runtime.control import Alone, Control, Reply
 from fastpipe.runtime.current import Around, checked_contexts
 from fastpipe.runtime.cuts import MEASURED, costs_here, cut_by, cut_text, layer_counts
@@ -222,7 +223,7 @@ class Pipeline(Trains, Replannable):
             self.transport = self._make_transport(transport, timeout)
             undo.append(self.transport.leave)
             self._settings, self._timeout, self._overlap, self._cuda_graph = settings, timeout, overlap, cuda_graph
-            self._reduces = True
+            self._reduces, self._grad_norms = True, GradNorms()
             self._join(modules)
         logger.info("%s", self.describe())
 

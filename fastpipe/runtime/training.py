@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastpipe.placement import is_whole
-from fastpipe.runtime.clip import clip_grad_norm
+from fastpipe.runtime.clip import GradNorms, clip_grad_norm
 from fastpipe.runtime.evaluation import Evaluates
 from fastpipe.runtime.held_model import HeldModel
 from fastpipe.runtime.inputs import Request
@@ -29,6 +29,7 @@ class Trains(Evaluates, HeldModel):
     schedule: Schedule
     _plans: Plans
     _reduces: bool
+    _grad_norms: GradNorms
 
     @property
     def step_count(self) -> int:
@@ -129,6 +130,7 @@ class Trains(Evaluates, HeldModel):
                 another rank could not take part.
             ValueError: for a wrong argument, or one that is not the same on every rank.
         """
+        named = self._named_parameters()
         return clip_grad_norm(
-            self._steps, self._named_parameters(), self.device, max_norm, norm_type, error_if_nonfinite
+            self._steps, self._grad_norms, named, self.device, max_norm, norm_type, error_if_nonfinite
         )

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fastpipe.runtime.clip import Held, merged_norms, norms_message, total_norm
+from fastpipe.runtime.clip import Held, norms_of
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
 from tests.runtime.models import CASES
-from tests.runtime.test_clip import assert_clipped_alike
+from tests.runtime.test_clip import assert_clipped_alike, gathered
 
 
 def clip(case: str, schedule: str, executor: str) -> None:
@@ -72,18 +72,18 @@ def norms_of_spread_gradients() -> list[tuple[float, float]]:
     whole = [torch.randn(5, 4), torch.randn(1, 4), torch.randn(6), torch.randn(3)]
     looks = [Shard(0), Shard(0), Shard(0), Replicate()]
     grads = [dist.tensor.distribute_tensor(g, mesh, [look]) for g, look in zip(whole, looks, strict=True)]
-    held = [Held(0, str(i), grad) for i, grad in enumerate([*grads, whole[0]])]
+    held = [Held(i, str(i), grad) for i, grad in enumerate([*grads, whole[0]])]
     found = []
     for order in (2.0, 3.0, math.inf):
-        total = total_norm(merged_norms([norms_message(held, order)]), order, torch.device("cpu"))
+        total = gathered([*grads, whole[0]], order)
         found.append((float(total), float(torch.nn.utils.get_total_norm([*whole, whole[0]], order))))
     scaled = nn.Parameter(grads[0].clone())
     scaled.grad = grads[0].clone()
     torch.nn.utils.clip_grads_with_norm_([scaled], 1.0, total)
     torch.testing.assert_close(scaled.grad.full_tensor(), whole[0] / (total + 1e-6))
     partial = DTensor.from_local(whole[0], mesh, [Partial()])
-    assert "reduce it before it is clipped" in caught(lambda: norms_message([Held(0, "0", partial)], 2.0))[1]
-    assert "take a norm above 0" in caught(lambda: norms_message(held, 0.0))[1]
+    assert "reduce it before it is clipped" in caught(lambda: norms_of([Held(0, "0", partial)], 2.0))[1]
+    assert "take a norm above 0" in caught(lambda: norms_of(held, 0.0))[1]
     return found
 
 
@@ -91,3 +91,22 @@ def test_gradients_that_are_spread_over_processes(group_of: GroupOf) -> None:
     zero, one = group_of(2).run(norms_of_spread_gradients)
     assert zero == one
     assert all(math.isclose(found, expected, rel_tol=1e-6) for found, expected in zero)
+
+
+def clip_plain_and_spread() -> tuple[float, float]:
+    """A stage of which one layer is sharded over all processes by itself, so that both kinds are on one rank."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    pipe = pipeline(group=dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    x, y = batch()
+    pipe.step(x, target=y)
+    for parameter in list(pipe.parameters())[:2]:
+        whole = parameter.grad
+        parameter.data = dist.tensor.distribute_tensor(parameter.data, mesh, [Replicate()])
+        parameter.grad = dist.tensor.distribute_tensor(whole, mesh, [Replicate()])
+    before = float(pipe.clip_grad_norm_(0.01))
+    return before, float(pipe.clip_grad_norm_(0.01))
+
+
+def test_plain_and_spread_gradients_on_one_rank(group_of: GroupOf) -> None:
+    zero, one = group_of(2).run(clip_plain_and_spread)
+    assert zero == one and zero[0] > 0.02 and math.isclose(zero[1], 0.01, rel_tol=1e-3)

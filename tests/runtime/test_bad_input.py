@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime import coalesced
@@ -305,3 +307,13 @@ def test_only_backends_that_are_known_coalesce(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(coalesced, "backend_of", lambda member: "mpi")
     with pytest.raises(ValueError, match="transport = 'process_group_coalesced': .*'mpi'.*use 'process_group'"):
         coalesced.CoalescedGroups(Membership())
+
+
+def test_a_fake_process_group_is_refused() -> None:
+    """torch's own for traces without other processes: its store answers with an INTERNAL ASSERT."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(ValueError, match="its backend is 'fake', which sends nothing.*num_ranks="):
+            Pipeline([nn.Linear(4, 4)] * 2, "1f1b", 2, nn.functional.mse_loss)
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import GradScaler, Pipeline, StepError
-from fastpipe.runtime.clip import Held, Norm, merged_norms, norms_message, total_norm
+from fastpipe.runtime.clip import GradNorms, Held, Merged
 from fastpipe.runtime.stage import Chain
 from tests.runtime.checks import reference_of, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, Block, Case
@@ -181,20 +182,43 @@ def test_wrong_arguments(arguments: tuple[Any, ...], text: str) -> None:
 
 
 def test_holders_that_differ_are_refused() -> None:
-    one = [[0, "a", "float32", 1.5, False]]
-    two = [[0, "b", "float32", 2.0, True], [1, "c", "float32", 3.0, False], [0, "a", "float32", 1.25, False]]
+    one = [(0, "a", "float32", False)]
+    two = [(0, "b", "float32", True), (1, "c", "float32", False), (0, "a", "float32", False)]
     with pytest.raises(ValueError, match="hold a have different gradients of it: norm 1.5 on rank 0, 1.25 on rank 1"):
-        merged_norms([{"norms": one}, {"norms": two}])
-    two[2][3] = 1.5
-    one.append([0, "b", "float32", 2.0, False])
-    merged = merged_norms([{"norms": two}, {"norms": one}])
-    assert [(norm.name, norm.rank) for norm in merged] == [("a", 0), ("b", 1), ("c", 0)]
+        Merged([one, two]).values(torch.tensor([1.5, 2.0, 3.0, 1.25]))
+    merged = Merged([two, [*one, (0, "b", "float32", False)]])
+    values = merged.values(torch.tensor([2.0, 3.0, 1.5, 1.5, 2.0]))
+    assert [(norm.name, norm.rank) for norm in merged.norms] == [("a", 0), ("b", 1), ("c", 0)]
+    assert values.tolist() == [1.5, 2.0, 3.0]
+
+
+def gathered(grads: Sequence[torch.Tensor], order: float, gathering: GradNorms | None = None) -> torch.Tensor:
+    """The norm of gradients of one process."""
+    gathering = gathering or GradNorms()
+    held = [Held(i, str(i), grad) for i, grad in enumerate(grads)]
+    values, _ = gathering.gather(lambda call, make: [make()], "clip", held, lambda: (order, {}))
+    return gathering.merged.total(values, order, torch.device("cpu"))
 
 
 def test_every_dtype_crosses_exactly() -> None:
     for dtype in (torch.float, torch.double, torch.bfloat16, torch.half, torch.complex64):
         grads = [torch.randn(7, 5).to(dtype) for _ in range(5)]
-        held = [Held(i, str(i), grad) for i, grad in enumerate(grads)]
-        total = total_norm(merged_norms([norms_message(held, 2.0)]), 2.0, torch.device("cpu"))
-        assert same_bits(total, torch.nn.utils.get_total_norm(grads)), dtype
-    assert total_norm([Norm(0, "a", "float32", 0.1, 0)], 2.0, torch.device("cpu")).dtype == torch.float
+        assert same_bits(gathered(grads, 2.0), torch.nn.utils.get_total_norm(grads)), dtype
+
+
+def test_names_are_gathered_where_they_have_changed() -> None:
+    """What is gathered in every step is one tensor; a gradient more, or one of another dtype, is a table anew."""
+    pipe = Pipeline([nn.Linear(4, 4) for _ in range(4)], "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+    calls: list[tuple[str, Any]] = []
+    meet = pipe._steps.meet
+    pipe._steps.meet = lambda call, make: calls.append((call, replies := meet(call, make))) or replies
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    pipe.step(x, target=y)
+    found = [pipe.clip_grad_norm_(math.inf) for _ in range(3)]
+    assert [call for call, _ in calls] == ["clip_grad_norm_", "clip_grad_norm_, names", *["clip_grad_norm_"] * 2]
+    assert all("weight" not in str(replies) for call, replies in calls if "names" not in call)
+    next(pipe.parameters()).grad = None
+    found.append(pipe.clip_grad_norm_(math.inf))
+    assert calls[-1][0] == "clip_grad_norm_, names"
+    assert found[0] == found[1] == found[2] > found[3]
+    assert same_bits(found[3], torch.nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None]))

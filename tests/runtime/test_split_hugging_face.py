@@ -204,6 +204,8 @@ def test_what_cannot_be_split_is_refused() -> None:
     short.config.num_hidden_layers = 3
     with pytest.raises(ValueError, match="model has 6 blocks and config.num_hidden_layers = 3"):
         fastpipe.split(short)
+    with pytest.raises(ValueError, match="return_dict=False.*set it to True"):
+        fastpipe.split(decoder("llama", return_dict=False))
     with pytest.raises(ValueError, match="add_cross_attention"):
         fastpipe.split(decoder("gpt2", add_cross_attention=True))
 

@@ -190,6 +190,8 @@ def _examine(model: Any) -> _Anatomy:
     if set(base._modules) != known or set(model._modules) != {anatomy.base, "lm_head"}:
         odd = sorted((set(base._modules) ^ known) | (set(model._modules) ^ {anatomy.base, "lm_head"}))
         raise ValueError(f"model: {name} has other parts than split knows of ({', '.join(odd)}); was something added?")
+    if model.config.return_dict is False:
+        raise ValueError("model: its config has return_dict=False, and split needs named outputs; set it to True")
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError("model: its config has add_cross_attention, which split does not know; set it to False")
     if len(getattr(base, anatomy.blocks)) != model.config.num_hidden_layers:
