@@ -13,6 +13,9 @@ import pytest
 # Before torch is imported: two workers and the processes that they start share the cores already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+WAYS = [("native", "shared_memory"), ("native", "process_group"), ("python", "process_group")]
+"""Executors, and transports between processes that go with them."""
+
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 # Without torch there is nothing to run; the header of the run says so.

@@ -27,7 +27,6 @@
 #include "cuda/copy_engine.h"
 #include "cuda/driver.h"
 #endif
-#include "endpoint.h"
 #include "process_group.h"
 #include "python_contexts.h"
 #include "python_errors.h"
@@ -110,12 +109,6 @@ CopyTicket to_ticket(const std::string& bytes) {
   return ticket;
 }
 
-std::unique_ptr<Endpoint> make_endpoint(std::int32_t rank, const Columns& columns,
-                                        const std::vector<ChannelTuple>& channels, TransportSource& transport,
-                                        double timeout) {
-  return std::make_unique<Endpoint>(transport, to_program(rank, columns, channels), timeout);
-}
-
 py::tuple to_tuple(const BoardAddress& address) {
   return py::make_tuple(address.process, address.descriptor, address.nonce);
 }
@@ -168,20 +161,6 @@ void bind_shared_memory(py::module_& m) {
   py::class_<MixedSource, TransportSource, std::shared_ptr<MixedSource>>(m, "MixedSource")
       .def(py::init<std::shared_ptr<SharedMemorySource>, std::shared_ptr<TransportSource>>(), py::arg("near"),
            py::arg("far"));
-}
-
-void bind_endpoint(py::module_& m) {
-  using WithoutGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<Endpoint>(m, "Endpoint")
-      .def(py::init(&make_endpoint), py::arg("rank"), py::arg("columns"), py::arg("channels"), py::arg("transport"),
-           py::arg("timeout"))
-      .def("begin", &Endpoint::begin, WithoutGil())
-      .def("post_receive", &Endpoint::post_receive, WithoutGil())
-      .def("wait_receive", &Endpoint::wait_receive, WithoutGil())
-      .def("send", &Endpoint::send, WithoutGil())
-      .def("wait_send", &Endpoint::wait_send, WithoutGil())
-      .def("end", &Endpoint::end, WithoutGil())
-      .def("check", &Endpoint::check);
 }
 
 void bind_copy_engine(py::module_& m) {
@@ -369,7 +348,6 @@ PYBIND11_MODULE(_runtime, m) {
   bind_transports(m);
   bind_shared_memory(m);
   bind_copy_engine(m);
-  bind_endpoint(m);
   bind_exchange(m);
   bind_weight_gradients(m);
   bind_random_numbers(m);

@@ -19,7 +19,7 @@ from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.random_numbers import PER_MICROBATCH
 from fastpipe.runtime.recompute import check_policy
 from fastpipe.runtime.reports import check_rules
-from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.transport import NATIVE_ALONE, Transport, why_not_python
 from fastpipe.schedule import Schedule
 
 _LONGEST = 1e9
@@ -135,7 +135,7 @@ def find_num_microbatches(num_microbatches: int | None, schedule: str | Schedule
     return num_microbatches
 
 
-def check_transport(transport: str | Transport, num_ranks: int, num_processes: int) -> Lanes:
+def check_transport(transport: str | Transport, num_ranks: int, num_processes: int, executor: str) -> Lanes:
     """Refuse a transport that cannot be here; what the transport executes in one order.
 
     Raises:
@@ -158,4 +158,7 @@ def check_transport(transport: str | Transport, num_ranks: int, num_processes: i
         )
     if alone:
         return Loopback.lanes
-    return (CoalescedGroups if asked_transport(transport) == CoalescedGroups.kind else ProcessGroups).lanes
+    asked = asked_transport(transport)
+    if executor == "python" and asked in NATIVE_ALONE:
+        raise ValueError(why_not_python(asked))
+    return (CoalescedGroups if asked == CoalescedGroups.kind else ProcessGroups).lanes

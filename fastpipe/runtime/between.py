@@ -35,12 +35,18 @@ _SAME = {
 
 
 def between_processes(
-    choice: str, exchange: Exchange, member: Membership, device: torch.device, timeout: float, num_ranks_here: int
+    choice: str,
+    exchange: Exchange,
+    member: Membership,
+    device: torch.device,
+    timeout: float,
+    num_ranks_here: int,
+    by_python: bool = False,
 ) -> Transport:
     """The transport for several processes. All call it, and all get the same answer.
 
-    ``"auto"`` is shared memory between processes of one host that compute on CPUs, and process groups for all else.
-    Copy engines are used only when asked for.
+    ``"auto"`` is shared memory between processes of one host that compute on CPUs by the native executor, and process
+    groups for all else. Copy engines are used only when asked for.
 
     Args:
         choice: ``"auto"``, or one of ``CHOICES``; the same on all of them.
@@ -49,6 +55,7 @@ def between_processes(
         device: what it computes on.
         timeout: seconds to wait for the others.
         num_ranks_here: how many ranks compute on this host: only where a core is free a rank looks before it sleeps.
+        by_python: whether this process has the Python executor, which knows process groups alone.
 
     Raises:
         ValueError: for ``"shared_memory"`` or ``"cuda_ipc"`` where it cannot be; it says why.
@@ -60,7 +67,7 @@ def between_processes(
     if choice == "auto" and device.type != "cpu":
         return ProcessGroups(member, timeout)
     by_engine = choice == "cuda_ipc"
-    link, trial, circles, why = find_circles(exchange, member, device, num_ranks_here, by_engine)
+    link, trial, circles, why = find_circles(exchange, member, device, num_ranks_here, by_engine, by_python)
     if len(circles) == 1:
         return CudaIpc(link, trial.engine, member, timeout) if trial else SharedMemory(link, member, timeout)
     if choice != "auto":
@@ -74,7 +81,12 @@ def between_processes(
 
 
 def find_circles(
-    exchange: Exchange, member: Membership, device: torch.device, num_ranks_here: int, by_engine: bool = False
+    exchange: Exchange,
+    member: Membership,
+    device: torch.device,
+    num_ranks_here: int,
+    by_engine: bool,
+    by_python: bool,
 ) -> tuple[Any, Trial | None, Circles, str]:
     """Connect this process to those that it can share memory with.
 
@@ -84,11 +96,12 @@ def find_circles(
         device: what it computes on.
         num_ranks_here: how many ranks compute on this host.
         by_engine: whether devices are to copy messages into memory of theirs.
+        by_python: whether this process has the Python executor.
 
     Returns:
         Its side of the shared memory, its copy engine, who shares memory with whom, and why not all do.
     """
-    link, trial, offer = _offer(member, device, num_ranks_here, by_engine)
+    link, trial, offer = _offer(member, device, num_ranks_here, by_engine, by_python)
     offers = exchange("offer of shared memory", offer)
     circles = _alike(offers)
     mates = next(circle for circle in circles if member.rank in circle)
@@ -103,12 +116,14 @@ def find_circles(
 
 
 def _offer(
-    member: Membership, device: torch.device, num_ranks_here: int, by_engine: bool
+    member: Membership, device: torch.device, num_ranks_here: int, by_engine: bool, by_python: bool
 ) -> tuple[Any, Trial | None, Offer]:
     """This rank's side, and what the others need to know of it."""
     runtime: Any = native.load()
     if runtime is None:
         return None, None, {"cannot": native.native_status()}
+    if by_python:
+        return None, None, {"cannot": "executor = 'python'"}
     if device.type != "cpu" and not by_engine:
         return None, None, {"cannot": f"the stages are on {device.type}"}
     try:

@@ -20,6 +20,7 @@ import torch
 
 from fastpipe.machine import COALESCED, Turn, batches, turns
 from fastpipe.program import Program
+from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.group import Membership
 from fastpipe.runtime.own_groups import OwnGroups, attended, backend_of
 from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups, wait_for
@@ -84,7 +85,7 @@ class _CoalescedEndpoint(ProcessGroupEndpoint):
         self.held[peer] = {}
         try:
             for _, parts in sorted(held.items()):
-                begin_together(self.pairs[peer].groups[0], int(self.rank < peer), parts, self.device)
+                begin_together(self.pairs[peer].groups[0], int(self.rank < peer), parts, CPU)
         except RuntimeError as error:
             raise self._lost(channel, error) from error
 

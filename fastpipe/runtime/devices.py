@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sized
 
 import torch
@@ -63,12 +61,12 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:
+def recorded(device: torch.device) -> torch.Event:
     """An event behind what the device's current stream has.
 
     (Without a stream `torch.Event.record` takes that of the current device, whichever the event was made for.)
     """
-    event = torch.Event(device, enable_timing=timing)
+    event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
 
@@ -82,75 +80,3 @@ def wait_until_done(device: torch.device, seconds: float) -> bool:
             return False
         time.sleep(_PAUSE)
     return True
-
-
-class Clock(ABC):
-    """Notes moments of a step, to be read when it has ended, in seconds of `time.perf_counter`."""
-
-    @abstractmethod
-    def note(self) -> None:
-        """Now."""
-
-    @abstractmethod
-    def read(self) -> list[float]:
-        """All moments, in order."""
-
-
-class HostClock(Clock):
-    """The moment is that of the call."""
-
-    def __init__(self) -> None:
-        self._moments: list[float] = []
-
-    def note(self) -> None:
-        """Now."""
-        self._moments.append(time.perf_counter())
-
-    def read(self) -> list[float]:
-        """All moments."""
-        return self._moments
-
-
-_MEETINGS = 8
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.Stream:
-    """Where nobody works; always the same, as torch hands out 32 in turns."""
-    return torch.Stream(device=device)
-
-
-class StreamClock(Clock):
-    """The moment is when the device has done what its current stream has now; csrc/torch/device_times.h is the same."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._moments: list[torch.Event] = []
-        self._side = _side_stream(device)
-
-    def note(self) -> None:
-        """Now."""
-        self._moments.append(recorded(self.device, timing=True))
-
-    def read(self) -> list[float]:
-        """All moments; the host waits for the device."""
-        self._moments[-1].synchronize()
-        _, seconds, now = min((self._meet() for _ in range(_MEETINGS)), key=lambda meeting: meeting[0])
-        return [seconds - event.elapsed_time(now) * 1e-3 for event in self._moments]
-
-    def _meet(self) -> tuple[float, float, torch.Event]:
-        """A moment: how long the host cannot tell it apart, when it was on the host's clock, and on the device's.
-
-        On a stream with nothing to do an event passes as soon as it is recorded.
-        """
-        now = torch.Event(self.device, enable_timing=True)
-        before = time.perf_counter()
-        now.record(self._side)
-        now.synchronize()
-        after = time.perf_counter()
-        return after - before, (before + after) / 2, now
-
-
-def clock_of(device: torch.device, trace: bool) -> Clock:
-    """The one for a step: the device's own where that is wanted, and it has one."""
-    return StreamClock(device) if trace and device.type != "cpu" else HostClock()

@@ -99,8 +99,7 @@ class Executor(ABC):
     def fail(self) -> None:
         """The step has failed elsewhere: drain. May be called from any thread."""
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - on a CPU all is known when a step has ended
         """After a step, when its device has come to its end: what the transport has found out since.
 
         Raises:
@@ -120,11 +119,12 @@ class Executor(ABC):
         vars(self).clear()
 
 
-def executor_class(choice: str) -> type[Executor]:
-    """The class for "auto", "native" or "python".
+def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
+    """The class for "auto", "native" or "python", with stages on a device.
 
     Raises:
-        ValueError: for another choice, or "native" where the extension cannot be loaded; it says why.
+        ValueError: for another choice, or one that cannot be: "native" where the extension cannot be loaded, or the
+            Python executor on a device; it says why.
     """
     if choice not in ("auto", "native", "python"):
         raise ValueError(f"executor = {choice!r}: use 'auto', 'native' or 'python'")
@@ -134,6 +134,12 @@ def executor_class(choice: str) -> type[Executor]:
         from fastpipe.runtime.native_executor import NativeExecutor
 
         return NativeExecutor
+    if device.type != "cpu":
+        why = "" if choice == "python" else f" {native.native_status()}"
+        raise ValueError(
+            f"executor = {choice!r}: the stages are on {device}, and the Python executor computes on CPUs alone; set "
+            f"executor='native', or device='cpu'.{why}"
+        )
     from fastpipe.runtime.python_executor import PythonExecutor
 
     return PythonExecutor

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from fastpipe.program import Channel, Program
-from fastpipe.runtime import native
 from fastpipe.runtime.failure import Failure
-from fastpipe.runtime.native_endpoint import NativeEndpoint
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.shared_memory import SharedMemory
 from fastpipe.runtime.transport import Endpoint, Transport
@@ -56,11 +54,9 @@ class Mixed(Transport):
         return source != destination and self._circle_of[source] == self._circle_of[destination]
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """One rank's side. Every rank makes those of its programs in the same order."""
-        if self.shared is None:
-            return self.groups.endpoint(program, rank, timeout)
-        runtime: Any = native.load()
-        return NativeEndpoint(runtime, self.native(runtime, program, rank, timeout), program, rank, timeout)
+        """One rank's side for the Python executor, which shares memory with nobody."""
+        assert self.shared is None
+        return self.groups.endpoint(program, rank, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""

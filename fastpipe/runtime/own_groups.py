@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
 from fastpipe.runtime.aborts import Aborts
@@ -199,12 +198,6 @@ def attended(
     raise TransportError(
         f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer
     )
-
-
-def has_failed(groups: Iterable[Any], device: torch.device) -> bool:
-    """Whether NCCL, or its watchdog, has given one of them up; what streams have waited for there never came."""
-    backends = (group._get_backend(device) for group in groups if device.type == "cuda")
-    return any(backend.get_error() != ErrorType.SUCCESS for backend in backends)
 
 
 @contextlib.contextmanager

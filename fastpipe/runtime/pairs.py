@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.thread_state import ThreadState
 
 IN_ORDER, TOGETHER, MEASURED = "in order", "together", "measured"
@@ -137,7 +136,6 @@ class Pairs:
     Args:
         way: how.
         num_threads: intra-op threads; bits depend on them, so the helper has as many.
-        device: what is computed on.
 
     Attributes:
         counts: what became of them.
@@ -145,7 +143,6 @@ class Pairs:
 
     way: str
     num_threads: int
-    device: torch.device = CPU
     counts: PairCounts = field(default_factory=PairCounts)
     _clocks: dict[Hashable, PairClock] = field(default_factory=dict)
     _helper: ThreadPoolExecutor | None = None
@@ -178,7 +175,7 @@ class Pairs:
         if self._helper is None:
             # its thread ends when nothing refers to it any more
             self._helper = ThreadPoolExecutor(1, "fastpipe-helper", torch.set_num_threads, (self.num_threads,))
-        running = self._helper.submit(_with_state, ThreadState(self.device), backward)
+        running = self._helper.submit(_with_state, ThreadState(), backward)
         error: BaseException | None = None
         try:
             forward()

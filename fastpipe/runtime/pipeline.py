@@ -120,9 +120,11 @@ class Pipeline(Trains, Replannable):
         data_parallel: the replicas of this rank, one in each of several pipelines: a process group, or a DeviceMesh of
             one dimension. Every stage is then wrapped in DistributedDataParallel. Stages may instead come wrapped, in
             that or by ``fully_shard``; either way gradients are averaged over the replicas once a step.
-        executor: ``"auto"``, ``"native"`` or ``"python"``.
+        executor: ``"native"`` (C++), ``"python"`` (the reference: on CPUs, over threads or process groups), or
+            ``"auto"``: native where the extension can be loaded.
         transport: ``"loopback"`` (the ranks are threads), ``"shared_memory"`` (processes of one host, on CPU),
-            ``"process_group"`` (any), or ``"auto"``: channel by channel the first of these that can be.
+            ``"process_group"`` (any), or ``"auto"``: channel by channel the first of these that can be; of processes
+            with the Python executor process groups alone.
             ``"cuda_ipc"``: processes of one host copy from GPU to GPU by copy engines; experimental, and never chosen.
             ``"process_group_coalesced"``: sends and receives between two ranks that are due at one time are one
             operation (NCCL). The variable FASTPIPE_TRANSPORT says what "auto" means for several processes; set it
@@ -210,7 +212,7 @@ class Pipeline(Trains, Replannable):
                 self._contexts = checked_contexts(forward_context, backward_context)
                 self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
                 self._crowd.join(self.num_ranks if self._member.size == 1 else 1)
-                lanes = check_transport(transport, self.num_ranks, self._member.size)
+                lanes = check_transport(transport, self.num_ranks, self._member.size, executor)
                 options = options_with_stages(schedule, schedule_options, stages_per_rank)
                 plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
                 self._settle(plans, find_num_microbatches(num_microbatches, schedule))
@@ -219,7 +221,7 @@ class Pipeline(Trains, Replannable):
             with agreeing(self._control, self._setup_message, self._adopt, part="stages"):
                 self._partition = cut_by(partition, self._costs, self.schedule.num_stages)
                 modules = self._build_stages(stages, self._partition, tied, data_parallel)
-                self._executor = executor_class(executor)
+                self._executor = executor_class(executor, self.device)
             self.transport = self._make_transport(transport, timeout)
             undo.append(self.transport.leave)
             self._settings, self._timeout, self._overlap, self._cuda_graph = settings, timeout, overlap, cuda_graph
@@ -305,7 +307,8 @@ class Pipeline(Trains, Replannable):
             return Loopback()
         choice = asked_transport(transport)
         member = replace(self._member, lost=self._control.lost)
-        return between_processes(choice, self._control.exchange, member, self.device, timeout, self._crowd.count())
+        exchange, by_python = self._control.exchange, self._executor.__name__ == "PythonExecutor"
+        return between_processes(choice, exchange, member, self.device, timeout, self._crowd.count(), by_python)
 
     def _build_stages(
         self, stages: Stages, partition: Any, tied: Any, data_parallel: Any

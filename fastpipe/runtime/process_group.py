@@ -22,7 +22,7 @@ import torch
 from fastpipe.program import Channel, Program
 from fastpipe.runtime.failure import Failure, TransportError, logged
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.own_groups import OwnGroups, attended, backend_of, has_failed
+from fastpipe.runtime.own_groups import OwnGroups, attended, backend_of
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
 from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport
 
@@ -93,7 +93,7 @@ class _Receive:
 
 
 class ProcessGroupEndpoint(Endpoint):
-    """One rank's side of `ProcessGroups`."""
+    """One rank's side of `ProcessGroups`, on a CPU."""
 
     def __init__(self, transport: ProcessGroups, channels: Sequence[Channel], rank: int, timeout: float) -> None:
         self.transport = transport
@@ -101,7 +101,6 @@ class ProcessGroupEndpoint(Endpoint):
         self.channels = channels
         self.rank = rank
         self.timeout = timedelta(seconds=timeout)
-        self.device = transport.device
         self.book = SpecBook()
         self.queued: dict[int, deque[_Receive]] = {}
         self.receives: dict[int, _Receive] = {}
@@ -132,18 +131,15 @@ class ProcessGroupEndpoint(Endpoint):
         return receive.tensors
 
     def _receive_announced(self, receive: _Receive, channel: int) -> None:
-        header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+        header = torch.empty(HEADER, dtype=torch.int64)
         self._wait([self._start("recv", header, channel)], channel)
-        here = header.cpu()
-        if (why := self.transport.why_let_go()) is not None:
-            raise self._lost(channel, RuntimeError(why))
-        specs = read_header(here)
+        specs = read_header(header)
         if specs is not None:
             self.book.write(receive.message, specs)
             self._post(receive, channel, specs)
 
     def _post(self, receive: _Receive, channel: int, specs: Specs) -> None:
-        buffers = [spec.empty(self.device) for spec in specs]
+        buffers = [spec.empty() for spec in specs]
         receive.works = [self._start("recv", flat(buffer), channel) for buffer in buffers]
         pairs = zip(buffers, specs, strict=True)
         receive.tensors = tuple(buffer.requires_grad_(spec.requires_grad) for buffer, spec in pairs)
@@ -156,9 +152,9 @@ class ProcessGroupEndpoint(Endpoint):
             return
         parts: list[torch.Tensor] = []
         if self.book.announcing:
-            parts.append(write_header(None if ready is None else specs_of(ready)).to(self.device))
+            parts.append(write_header(None if ready is None else specs_of(ready)))
         elif ready is None:
-            ready = tuple(spec.empty(self.device).zero_() for spec in self.book[message])
+            ready = tuple(spec.empty().zero_() for spec in self.book[message])
         parts += [flat(tensor) for tensor in ready or ()]
         # the parts are kept beside their works: nothing else need keep them alive until they are sent
         self.sends[number] = (channel, [(self._start("send", part, channel), part) for part in parts])
@@ -175,14 +171,6 @@ class ProcessGroupEndpoint(Endpoint):
         self.receives.clear()
         self.sends.clear()
 
-    def check(self) -> None:
-        """See `Endpoint.check`."""
-        if (why := self.transport.why_let_go()) is not None:
-            lost = self.transport.lost
-            raise TransportError(
-                f"messages for rank {self.rank} did not come ({why})", None if lost is None else lost.rank
-            )
-
     def _peer(self, channel: int) -> int:
         return self.channels[channel].peer_of(self.rank)
 
@@ -196,7 +184,7 @@ class ProcessGroupEndpoint(Endpoint):
     def _wait(self, works: Sequence[Any], channel: int) -> None:
         try:
             for work in works:
-                wait_for(work, self.timeout, self.device)
+                work.wait(self.timeout)
         except RuntimeError as error:
             raise self._lost(channel, error) from error
 
@@ -260,8 +248,6 @@ def group_index(channel: Channel) -> int:
     """Which of the four groups carries a channel."""
     return int(channel.kind) * 2 + int(channel.destination < channel.source)
 
-
-FAILED = "the backend has given it up, as it says above"
 
 _Way = tuple[int, int, int]
 """A group, who sends there, and who receives."""
@@ -380,16 +366,6 @@ class ProcessGroups(Transport):
         for own in self._all():
             with logged("to end what waits for a lost rank's messages"):
                 own.let_go()
-
-    def why_let_go(self) -> str | None:
-        """Where streams wait, and not the host: whether they were let go, on whatever there was."""
-        if self.lost is not None:
-            return f"{self.lost.place()}: {self.lost.cause}"
-        return FAILED if self.has_failed() else None
-
-    def has_failed(self) -> bool:
-        """Whether the backend has given up a message by itself."""
-        return any(has_failed(own.groups, self.device) for own in self._all())
 
     def _all(self) -> list[OwnGroups]:
         """All that it has made, in the order in which they are ended."""

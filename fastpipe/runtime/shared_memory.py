@@ -15,12 +15,10 @@ import numpy as np
 import torch
 
 from fastpipe.program import Program
-from fastpipe.runtime import native
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.native_endpoint import NativeEndpoint
 from fastpipe.runtime.own_groups import OwnGroups
 from fastpipe.runtime.process_group import dead_or_silent, swap
-from fastpipe.runtime.transport import Endpoint, Transport
+from fastpipe.runtime.transport import Transport
 
 
 class SharedMemory(Transport):
@@ -40,11 +38,6 @@ class SharedMemory(Transport):
         self.member = member
         self.timeout = timedelta(seconds=timeout)
         self._own: OwnGroups | None = None
-
-    def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """One rank's side. Every rank makes those of its programs in the same order."""
-        runtime: Any = native.load()
-        return NativeEndpoint(runtime, self.native(runtime, program, rank, timeout), program, rank, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""

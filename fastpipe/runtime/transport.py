@@ -112,12 +112,17 @@ class Endpoint(ABC):
     def end(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what a step left."""
 
-    def check(self) -> None:  # noqa: B027 - most know all when a step has ended
-        """After a step, when its device has come to its end: what was found out since.
 
-        Raises:
-            TransportError: when a peer was given up.
-        """
+NATIVE_ALONE = ("shared_memory", "cuda_ipc")
+"""Transports that are C++ alone."""
+
+
+def why_not_python(kind: str) -> str:
+    """Why the Python executor does not go with a transport that is C++ alone."""
+    return (
+        f"executor = 'python': transport = {kind!r} is for the native executor alone; set executor='native', or "
+        "transport='process_group'"
+    )
 
 
 class Transport(ABC):
@@ -133,9 +138,13 @@ class Transport(ABC):
     lanes: Lanes
     why: str = ""
 
-    @abstractmethod
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """One rank's side, for the Python executor."""
+        """One rank's side, for the Python executor.
+
+        Raises:
+            ValueError: for a transport that is C++ alone.
+        """
+        raise ValueError(why_not_python(self.kind))
 
     @abstractmethod
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime.tensors import bytes_of
-from tests.conftest import skip_without_native
+from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES, squared
@@ -96,7 +96,11 @@ def hand_over_every_dtype(executor: str, transport: str) -> None:
         assert torch.allclose(pipe.step(x, target=x).loss, expected)
 
 
-@pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced", "shared_memory"])
+@pytest.mark.parametrize(
+    ("executor", "transport"),
+    [*WAYS, ("native", "process_group_coalesced"), ("python", "process_group_coalesced")],
+    indirect=["executor"],
+)
 def test_every_dtype(transport: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
     group_of(2).run(hand_over_every_dtype, executor, transport)
 

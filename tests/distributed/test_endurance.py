@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline
-from tests.conftest import skip_without_native
+from tests.conftest import WAYS, skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import rows_for, train_and_compare
@@ -36,10 +36,9 @@ SIDE_BY_SIDE = [
     ((3, 5), "zb_h1", HOSTS),
     ((4, 4), "dualpipev", HOSTS),
 ]
-WAYS = [("native", "shared_memory"), ("python", "shared_memory"), ("native", "process_group")]
-# Which of these by which way. Process groups know no hosts, so the last two would be the first three again. The Python
-# executor shares shared memory with the native one; what it does itself are pairs, and two transports in one.
-ALL, PAIRS_AND_HOSTS, ON_ONE_HOST = (0, 1, 2, 3, 4), (2, 3), (0, 1, 2)
+# Which of these by which of WAYS. Process groups know no hosts, so the last two would be the first three again; what
+# the Python executor does itself are pairs.
+ALL, ON_ONE_HOST, PAIRS = (0, 1, 2, 3, 4), (0, 1, 2), (2,)
 
 
 def in_sizes(numbers: Sequence[int], executor: str, transport: str) -> list[tuple[int, str]]:
@@ -64,7 +63,7 @@ def in_sizes(numbers: Sequence[int], executor: str, transport: str) -> list[tupl
 
 @pytest.mark.parametrize(
     ("executor", "transport", "numbers"),
-    [(*way, part) for way, part in zip(WAYS, (ALL, PAIRS_AND_HOSTS, ON_ONE_HOST), strict=True)],
+    [(*way, part) for way, part in zip(WAYS, (ALL, ON_ONE_HOST, PAIRS), strict=True)],
 )
 def test_one_to_eight_ranks_paused_and_resumed_at_random(
     executor: str, transport: str, numbers: Sequence[int], group_of: GroupOf
@@ -123,7 +122,7 @@ def dropped(executor: str, transport: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
 def test_pipelines_that_are_dropped_leave_no_threads(transport: str, executor: str, group_of: GroupOf) -> None:
     """Those of a process group look for messages a hundred times a second, each."""
     for found in group_of(2).run(dropped, executor, transport):

@@ -8,7 +8,7 @@ import torch
 
 from fastpipe import StepError
 from fastpipe.runtime import steps
-from tests.conftest import skip_without_native
+from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
 from tests.promptly import PATIENCE
@@ -83,10 +83,10 @@ def test_everybody_learns_of_it(
 
 @pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED)
 def test_over_shared_memory_too(
-    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
+    schedule: str, stage: int, backward: bool, step: int, group_of: Callable[[int], Ranks]
 ) -> None:
     skip_without_native()
-    scenario = Scenario(schedule, stage, 1, step, backward, executor)
+    scenario = Scenario(schedule, stage, 1, step, backward, "native")
     check(group_of(4).run(fail_and_recover, scenario, "shared_memory"), scenario)
 
 
@@ -112,12 +112,10 @@ def lack_memory(transport: str, executor: str) -> list[Any]:
     return [caught(lambda: pipe.step(x, target=y, num_microbatches=3)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
 def test_a_rank_that_cannot_prepare_a_program_leaves_nobody_waiting(
     transport: str, executor: str, group_of: GroupOf
 ) -> None:
-    if transport == "shared_memory":
-        skip_without_native()
     for answers in group_of(2).run(lack_memory, transport, executor):
         for kind, text, rank in answers:
             assert (kind, rank) == ("StepError", 1)
@@ -158,11 +156,7 @@ def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:
     return {"found": found, "next": caught(lambda: pipe.step(x, target=y))}
 
 
-@pytest.mark.parametrize(
-    ("executor", "transport"),
-    [("python", "process_group"), ("native", "process_group"), ("native", "shared_memory")],
-    indirect=["executor"],
-)
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
 @pytest.mark.parametrize("place", ["before_step", "stage_works", "report", "metric", "after_step"])
 def test_outside_of_the_program_it_is_told_all_the_same(
     place: str, transport: str, executor: str, group_of: GroupOf

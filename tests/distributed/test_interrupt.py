@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import Pipeline, StepError
-from tests.conftest import skip_without_native
+from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, Stopping
 from tests.promptly import PATIENCE
 from tests.runtime.checks import rows_for
 from tests.runtime.models import CASES, Block
-
-WAYS = [("native", "shared_memory"), ("python", "shared_memory"), ("native", "process_group")]
 
 
 @pytest.fixture(params=WAYS, ids="-".join)

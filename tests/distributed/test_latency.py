@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import WAYS
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, others, train_until
 from tests.runtime.faults import FaultyTraining, Scenario
@@ -19,7 +20,7 @@ REPEATS = 5
 SECONDS = 2.0
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
 def test_a_killed_rank(transport: str, executor: str, tmp_path: Path) -> None:
     """The slowest survivor of each kill."""
     seconds = []

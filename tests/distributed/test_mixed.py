@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, others, train_until
 from tests.distributed.test_death import check as check_death
-from tests.distributed.test_failure import check, executors_of, fail_and_recover
+from tests.distributed.test_failure import check, fail_and_recover
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.faults import Scenario
 from tests.runtime.models import CASES
@@ -35,17 +34,9 @@ def compare(executors: list[str], hosts: str, schedule: str, case: str = "plain"
         return train_and_compare(case, schedule, 8, executor=executor).describe()
 
 
-# Side by side the two executors have the messages of each alone, so a line and pairs show that they go together.
-@pytest.mark.parametrize(
-    ("schedule", "executors"),
-    [
-        *itertools.product(["1f1b", "interleaved_1f1b", "zbv", "dualpipev", "dualpipe"], [["native"], ["python"]]),
-        *itertools.product(["1f1b", "dualpipev"], [["native", "python"]]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
-def test_bits(schedule: str, executors: list[str], group_of: Callable[[int], Ranks]) -> None:
-    for rank, text in enumerate(group_of(4).run(compare, executors, TWO_AND_TWO, schedule)):
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev", "dualpipe"])
+def test_bits(schedule: str, group_of: Callable[[int], Ranks]) -> None:
+    for rank, text in enumerate(group_of(4).run(compare, ["native"], TWO_AND_TWO, schedule)):
         words = "mixed, lanes directed: shared memory within ranks (0, 1), (2, 3), four gloo groups elsewhere"
         assert f"{words} (they are not all on one host); rank {rank}: shared memory with {rank ^ 1}, groups" in text
 
@@ -56,11 +47,22 @@ def test_bits(schedule: str, executors: list[str], group_of: Callable[[int], Ran
     [("abab", "1f1b", "plain"), ("abbb", "zbv", "two_tensors"), ("abab", "interleaved_1f1b", "plain")]
     + [("aaba", "dualpipe", "plain"), ("abca", "dualpipev", "plain")],
 )
-def test_any_ranks_may_be_on_a_host(
-    hosts: str, schedule: str, case: str, executor: str, group_of: Callable[[int], Ranks]
-) -> None:
-    for text in group_of(4).run(compare, [executor], hosts, schedule, case):
+def test_any_ranks_may_be_on_a_host(hosts: str, schedule: str, case: str, group_of: Callable[[int], Ranks]) -> None:
+    for text in group_of(4).run(compare, ["native"], hosts, schedule, case):
         assert "mixed, lanes directed" in text
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_one_with_the_python_executor_shares_memory_with_nobody(
+    schedule: str, group_of: Callable[[int], Ranks]
+) -> None:
+    executors = ["native", "native", "native", "python"]
+    for text in group_of(4).run(compare, executors, "aaaa", schedule):
+        assert (
+            "mixed, lanes directed: shared memory within ranks (0, 1, 2), four gloo groups elsewhere (rank 3:" in text
+        )
+    for text in group_of(4).run(compare, ["python"], TWO_AND_TWO, schedule):
+        assert "process_group, lanes directed (no shared memory: rank 0: executor = 'python')" in text
 
 
 def choose(hosts: str, without: int, transport: str) -> str:
@@ -70,7 +72,7 @@ def choose(hosts: str, without: int, transport: str) -> str:
         native.load = lambda: None
     try:
         with on_hosts(hosts):
-            pipe = train_and_compare("plain", "1f1b", 4, executor="python", transport=transport)
+            pipe = train_and_compare("plain", "1f1b", 4, transport=transport)
         dist.barrier()  # it must not be gone while others still connect to it
         return pipe.transport.describe()
     except ValueError as error:
@@ -136,12 +138,12 @@ def test_a_host_where_it_is_forbidden_does_without(group_of: Callable[[int], Ran
     assert all("(no shared memory: rank 3: shared memory: not permitted)" in text for text in one)
 
 
-def many_steps(executor: str, hosts: str) -> list[bool]:
+def many_steps(hosts: str) -> list[bool]:
     """Runs on every rank: training and evaluation by turns, with inputs of several sizes, large ones among them."""
     case = CASES["plain"]
     layers = [torch.nn.Linear(64, 64) for _ in range(2 * SIZE)]
     with on_hosts(hosts):
-        pipe = Pipeline(layers, "interleaved_1f1b", COUNT, case.loss_fn, executor=executor)
+        pipe = Pipeline(layers, "interleaved_1f1b", COUNT, case.loss_fn)
     alike = []
     for rows in (COUNT, 3000, 16, 6000):
         x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
@@ -151,8 +153,8 @@ def many_steps(executor: str, hosts: str) -> list[bool]:
     return alike
 
 
-def test_sizes_and_kinds_of_steps_change(executor: str, group_of: Callable[[int], Ranks]) -> None:
-    for alike in group_of(4).run(many_steps, executor, TWO_AND_TWO):
+def test_sizes_and_kinds_of_steps_change(group_of: Callable[[int], Ranks]) -> None:
+    for alike in group_of(4).run(many_steps, TWO_AND_TWO):
         assert alike == [True] * 12
 
 
@@ -171,14 +173,13 @@ FAILURES += [("interleaved_1f1b", 5, False, 0), ("dualpipe", 0, True, 2)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stage", "backward", "step", "executor"),
-    [(*scenario, executor) for number, scenario in enumerate(FAILURES) for executor in executors_of(number)],
-    indirect=["executor"],
+    ("schedule", "stage", "backward", "step"),
+    FAILURES,
 )
 def test_a_failure_is_known_on_all_hosts(
-    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
+    schedule: str, stage: int, backward: bool, step: int, group_of: Callable[[int], Ranks]
 ) -> None:
-    scenario = Scenario(schedule, stage, 1, step, backward, executor)
+    scenario = Scenario(schedule, stage, 1, step, backward, "native")
     check(group_of(4).run(fail_on_hosts, scenario, TWO_AND_TWO), scenario)
 
 
@@ -195,11 +196,11 @@ def test_a_failure_is_known_on_all_hosts(
         (3, "between steps", "aaab"),
     ],
 )
-def test_killed(victim: int, when: str, hosts: str, executor: str, tmp_path: Path) -> None:
+def test_killed(victim: int, when: str, hosts: str, tmp_path: Path) -> None:
     """Everybody says so at once, on its own host and on the other one."""
     at_call = {"first step": 3, "later step": 2 * COUNT + 3, "between steps": -1}[when]
     note = str(tmp_path / "note")
     with ranks(SIZE) as group:
-        arguments = (victim, at_call, int(signal.SIGKILL), note, executor, "1f1b", 60.0, 3, "auto", hosts)
+        arguments = (victim, at_call, int(signal.SIGKILL), note, "native", "1f1b", 60.0, 3, "auto", hosts)
         group.start(train_until, *arguments)
         check_death(group.results(others(victim)), victim)

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from fastpipe import GradScaler, Pipeline
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import reference_step
+from tests.conftest import WAYS
 from tests.distributed import meshes
 from tests.distributed.meshes import Reference, build, mesh, wrong_gradients
 from tests.distributed.meshes import batch as mesh_batch
@@ -149,7 +150,7 @@ def in_fp32(schedule: str, executor: str, transport: str) -> list[str]:
     return wrong + [name for name, p in pipe.named_parameters() if p.grad.dtype is not torch.float32]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_tied_gradients_in_fp32(schedule: str, transport: str, executor: str, group_of: GroupOf) -> None:
     assert group_of(2).run(in_fp32, schedule, executor, transport) == [[], []]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import fastpipe
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.chain import Chain
+from tests.conftest import WAYS
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import assert_same, reference_of
 from tests.runtime.models import CASES, squared
@@ -35,7 +36,7 @@ def go_on(transport: str, executor: str, schedule: str, everywhere: bool) -> lis
     return [costs, pipe.schedule.to_csv()]
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
 @pytest.mark.parametrize(("schedule", "everywhere"), [("1f1b", False), ("zbv", True), ("dualpipe", True)])
 def test_processes_go_on_by_one_plan(
     transport: str, schedule: str, everywhere: bool, executor: str, group_of: GroupOf

@@ -26,27 +26,25 @@ pytestmark = pytest.mark.skipif(native.load() is None, reason=native.native_stat
 SHARED = {"FASTPIPE_TRANSPORT": "shared_memory"}
 
 
-def compare(executors: list[str], schedule: str, num_microbatches: int) -> str:
-    """Runs on every rank, with an executor each."""
-    executor = executors[dist.get_rank() % len(executors)]
-    pipe = train_and_compare("plain", schedule, num_microbatches, executor=executor, transport="shared_memory")
+def compare(schedule: str, num_microbatches: int) -> str:
+    """Runs on every rank."""
+    pipe = train_and_compare("plain", schedule, num_microbatches, executor="native", transport="shared_memory")
     return pipe.describe()
 
 
-@pytest.mark.parametrize("executors", [["native"], ["python"], ["native", "python"]], ids="-".join)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipev", "dualpipe"])
-def test_bits(schedule: str, executors: list[str], group_of: Callable[[int], Ranks]) -> None:
-    for text in group_of(4).run(compare, executors, schedule, 8):
+def test_bits(schedule: str, group_of: Callable[[int], Ranks]) -> None:
+    for text in group_of(4).run(compare, schedule, 8):
         assert "shared_memory, lanes directed, 4 processes of one host" in text
 
 
-def choose(without: int, transport: str) -> str:
+def choose(without: int, transport: str, executor: str = "auto") -> str:
     """Runs on every rank; one cannot load the extension."""
     if dist.get_rank() == without:
         native.load, keep = lambda: None, native.load
     try:
         layers = CASES["plain"].layers(2 * dist.get_world_size())
-        pipe = Pipeline(layers, "1f1b", 4, CASES["plain"].loss_fn, executor="python", transport=transport)
+        pipe = Pipeline(layers, "1f1b", 4, CASES["plain"].loss_fn, executor=executor, transport=transport)
         dist.barrier()  # it must not be gone while others still connect to it
         return pipe.describe()
     except ValueError as error:
@@ -68,6 +66,14 @@ def test_all_choose_the_same(without: int, group_of: Callable[[int], Ranks]) -> 
         insisted = f"transport = 'shared_memory': rank {without}: native extension"
     assert all(chosen in text for text in auto)
     assert all(insisted in text for text in shared)
+
+
+def test_the_python_executor_goes_over_process_groups(group_of: Callable[[int], Ranks]) -> None:
+    for text in group_of(4).run(choose, -1, "auto", "python"):
+        assert "process_group, lanes directed (no shared memory: rank 0: executor = 'python')" in text
+    for transport in ("shared_memory", "cuda_ipc"):
+        for text in group_of(4).run(choose, -1, transport, "python"):
+            assert f"executor = 'python': transport = '{transport}'" in text and "set executor='native', or" in text
 
 
 def test_the_variable_says_what_auto_means() -> None:
@@ -93,20 +99,19 @@ def test_all_are_told_of_one_who_chose_otherwise() -> None:
 
 
 @pytest.mark.parametrize(("victim", "at_call"), [(0, 3), (2, 20), (3, 20)])
-def test_killed(victim: int, at_call: int, executor: str, tmp_path: Path) -> None:
+def test_killed(victim: int, at_call: int, tmp_path: Path) -> None:
     """In the first step, which announces, and in a later one."""
     with ranks(SIZE) as group:
         note = str(tmp_path / "note")
-        arguments = (victim, at_call, int(signal.SIGKILL), note, executor, "1f1b", 60.0, 3, "shared_memory")
+        arguments = (victim, at_call, int(signal.SIGKILL), note, "native", "1f1b", 60.0, 3, "shared_memory")
         group.start(train_until, *arguments)
         check(group.results(others(victim)), victim)
 
 
-def starve(executor: str) -> list[str]:
+def starve() -> list[str]:
     """Runs on every rank: two steps, in the first of which one rank may open one file more."""
     case = CASES["plain"]
-    options = {"executor": executor, "transport": "shared_memory", "timeout": 2 * PATIENCE}
-    pipe = Pipeline(case.layers(9), "1f1b", 8, case.loss_fn, **options)
+    pipe = Pipeline(case.layers(9), "1f1b", 8, case.loss_fn, transport="shared_memory", timeout=2 * PATIENCE)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if dist.get_rank() == 1:
         lowest = os.dup(0)  # free again at once, as are those above it
@@ -122,18 +127,18 @@ def starve(executor: str) -> list[str]:
     return said
 
 
-def test_out_of_descriptors(executor: str) -> None:
+def test_out_of_descriptors() -> None:
     """What cannot be opened cannot be received, then or later: all are told why, and that it is over."""
     with ranks(3) as group:
-        for first, second in group.run(starve, executor):
+        for first, second in group.run(starve):
             assert "Too many open files" in first and "build it again" in first
             assert second == first
 
 
-def train(executor: str, num_steps: int) -> None:
+def train(num_steps: int) -> None:
     """Runs on every rank."""
     case = CASES["plain"]
-    pipe = Pipeline(case.layers(9), "1f1b", 8, case.loss_fn, executor=executor)
+    pipe = Pipeline(case.layers(9), "1f1b", 8, case.loss_fn)
     batch = case.batches(1, rows_for(8))[0]
     for _ in range(num_steps):
         pipe.step(*batch.args, target=batch.target)
@@ -141,7 +146,7 @@ def train(executor: str, num_steps: int) -> None:
 
 def test_nothing_is_left_when_all_are_killed() -> None:
     with ranks(4, environment=SHARED) as group:
-        group.start(train, "native", 100000)
+        group.start(train, 100000)
         deadline = time.monotonic() + PATIENCE
         folders = [Path(f"/proc/{process.pid}") for process in group.processes]
         while not all("memfd:fastpipe" in (folder / "maps").read_text() for folder in folders):

@@ -16,6 +16,7 @@ from torch import nn
 from fastpipe import Pipeline
 from fastpipe.runtime.stage import Chain
 from tests import scripts
+from tests.conftest import WAYS
 from tests.distributed.ranks import Ranks, ranks
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Block, squared
@@ -165,17 +166,17 @@ def build_badly() -> dict[str, Any]:
     return found
 
 
-def wait_for_ever(executor: str) -> None:
+def wait_for_ever(executor: str, transport: str) -> None:
     """Runs on every rank."""
-    for transport in ("shared_memory", "process_group"):
-        for timeout in (math.inf, 1e300):
-            pipe = pipeline(executor, transport=transport, timeout=timeout)
-            x, target = batch()
-            assert [pipe.step(x, target=target).loss is not None for _ in range(2)] == [True, True]
+    for timeout in (math.inf, 1e300):
+        pipe = pipeline(executor, transport=transport, timeout=timeout)
+        x, target = batch()
+        assert [pipe.step(x, target=target).loss is not None for _ in range(2)] == [True, True]
 
 
-def test_a_timeout_may_be_infinite(executor: str, group_of: GroupOf) -> None:
-    group_of(2).run(wait_for_ever, executor)
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
+def test_a_timeout_may_be_infinite(executor: str, transport: str, group_of: GroupOf) -> None:
+    group_of(2).run(wait_for_ever, executor, transport)
 
 
 def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:

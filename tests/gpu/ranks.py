@@ -1,4 +1,4 @@
-"""One rank of pipelines on a GPU that it shares: ``python -m tests.gpu.ranks SCHEDULE:DTYPE:EXECUTOR ...``.
+"""One rank of pipelines on a GPU that it shares: ``python -m tests.gpu.ranks SCHEDULE:DTYPE ...``.
 
 The cases run one after the other in the same processes, since to start these takes longer than most cases. Of each a
 line is printed: the case, a tab, and ``ok`` or ``failed`` with the details.
@@ -59,14 +59,12 @@ def meet(case: str) -> None:
     store.wait([f"all are through with {case}"], timedelta(seconds=2 * TIMEOUT))
 
 
-def run(schedule: str, name: str, executor: str) -> str:
+def run(schedule: str, name: str) -> str:
     """Steps that must have the bits of the unsplit model's; gives what the transport, and recordings, say of them."""
     dtype = getattr(torch, name)
     model = layers(4 * int(os.environ["WORLD_SIZE"]), dtype)
     unsplit = nn.Sequential(*copy.deepcopy(model))
-    pipe = fastpipe.Pipeline(
-        model, schedule, 8, loss_fn, executor=executor, device="cuda", timeout=TIMEOUT, cuda_graph=RECORDED
-    )
+    pipe = fastpipe.Pipeline(model, schedule, 8, loss_fn, device="cuda", timeout=TIMEOUT, cuda_graph=RECORDED)
     x, target = batch(32, dtype)
     if os.environ.get("WHEN") == "connecting":
         return lose(pipe, x, target)

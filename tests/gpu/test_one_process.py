@@ -24,14 +24,10 @@ WIDE = 512
 """A width of blocks that keep the device busy for longer than the host takes to launch them."""
 
 
-def build(
-    schedule: str, dtype: torch.dtype, executor: str, num_ranks: int = RANKS, width: int = 64, **arguments: object
-) -> tuple:
+def build(schedule: str, dtype: torch.dtype, num_ranks: int = RANKS, width: int = 64, **arguments: object) -> tuple:
     model = layers(LAYERS, dtype, width)
     unsplit = nn.Sequential(*copy.deepcopy(model))
-    pipe = fastpipe.Pipeline(
-        model, schedule, MICROBATCHES, loss_fn, num_ranks=num_ranks, executor=executor, **arguments
-    )
+    pipe = fastpipe.Pipeline(model, schedule, MICROBATCHES, loss_fn, num_ranks=num_ranks, **arguments)
     return pipe, unsplit
 
 
@@ -41,9 +37,9 @@ def gradients(pipe: fastpipe.Pipeline) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bits(schedule: str, dtype: torch.dtype, executor: str) -> None:
+def test_bits(schedule: str, dtype: torch.dtype) -> None:
     """Loss and gradients have the bits of the same kernels run unsplit, and have them again in the next step."""
-    pipe, unsplit = build(schedule, dtype, executor)
+    pipe, unsplit = build(schedule, dtype)
     x, target = batch(32, dtype)
     reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
     for _ in range(2):
@@ -58,9 +54,9 @@ def test_bits(schedule: str, dtype: torch.dtype, executor: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-def test_recorded_steps(schedule: str, dtype: torch.dtype, executor: str) -> None:
+def test_recorded_steps(schedule: str, dtype: torch.dtype) -> None:
     """Replays of a CUDA graph have the bits of the unsplit model's steps, on other inputs and parameters each."""
-    pipe, unsplit = build(schedule, dtype, executor, num_ranks=1, cuda_graph=True)
+    pipe, unsplit = build(schedule, dtype, num_ranks=1, cuda_graph=True)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (pipe, unsplit)]
     for step in range(8):
         x, target = (tensor * (1 + step) for tensor in batch(32, dtype))
@@ -75,9 +71,9 @@ def test_recorded_steps(schedule: str, dtype: torch.dtype, executor: str) -> Non
     assert "1 recorded and 5 replayed" in pipe.describe()
 
 
-def test_a_model_that_cannot_be_recorded(executor: str) -> None:
+def test_a_model_that_cannot_be_recorded() -> None:
     """A model that makes the host wait cannot be in a CUDA graph: its steps run as ever, and the reason is told."""
-    pipe, unsplit = build("1f1b", torch.float32, executor, num_ranks=1, cuda_graph=True)
+    pipe, unsplit = build("1f1b", torch.float32, num_ranks=1, cuda_graph=True)
     next(iter(pipe.stage_modules.values())).register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)
     x, target = batch(32, torch.float32)
     reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
@@ -94,9 +90,9 @@ def no_synchronisation() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-def test_no_synchronisation(schedule: str, executor: str, no_synchronisation: None) -> None:
+def test_no_synchronisation(schedule: str, no_synchronisation: None) -> None:
     """No call in a step makes the host wait for the device, once the shapes are known and until the loss is read."""
-    pipe, _ = build(schedule, torch.float32, executor)
+    pipe, _ = build(schedule, torch.float32)
     x, target = batch(32, torch.float32)
     for _ in range(2):
         pipe.step(x, target=target)
@@ -113,7 +109,7 @@ def busy(events: list, stream: int) -> list[tuple[float, float]]:
 def test_streams_overlap(true_gpu: None) -> None:
     """The stages of DualPipeV on one rank have a stream each, and kernels of one run while kernels of the other do, for
     more than where one happens to end as the other begins."""
-    pipe, _ = build("dualpipev", torch.float32, "native", num_ranks=1, width=WIDE)
+    pipe, _ = build("dualpipev", torch.float32, num_ranks=1, width=WIDE)
     x, target = batch(4096, torch.float32, WIDE)
     for _ in range(3):
         pipe.step(x, target=target)
@@ -132,10 +128,10 @@ def test_streams_overlap(true_gpu: None) -> None:
     assert together > 0.1 * min(sum(end - start for start, end in spans) for spans in (one, other))
 
 
-def test_times_of_a_traced_step_are_the_devices(executor: str, true_gpu: None) -> None:
+def test_times_of_a_traced_step_are_the_devices(true_gpu: None) -> None:
     """They add up to what events around the step say, on the clock of the host. The step is long enough for what lies
     before its first action and after its last to be little of it."""
-    pipe, _ = build("1f1b", torch.float32, executor, width=2 * WIDE)
+    pipe, _ = build("1f1b", torch.float32, width=2 * WIDE)
     x, target = batch(8192, torch.float32, 2 * WIDE)
     for _ in range(3):
         pipe.step(x, target=target)
@@ -152,9 +148,9 @@ def test_times_of_a_traced_step_are_the_devices(executor: str, true_gpu: None) -
     assert begin < timeline.start and timeline.start + timeline.makespan < end
 
 
-def test_a_failed_step_is_followed_by_a_good_one(executor: str) -> None:
+def test_a_failed_step_is_followed_by_a_good_one() -> None:
     """A module that raises fails the step on every rank; the next step has the right bits."""
-    pipe, unsplit = build("dualpipev", torch.float32, executor)
+    pipe, unsplit = build("dualpipev", torch.float32)
     x, target = batch(32, torch.float32)
     pipe.step(x, target=target)
 

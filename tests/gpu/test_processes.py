@@ -94,19 +94,18 @@ def finish(ranks: list[Rank]) -> None:
 
 
 def selected_beside(item: pytest.Item) -> list[str]:
-    """The cases of a test's launch, the native executor's first."""
+    """The cases of a test's launch."""
 
     def facts(one: pytest.Item) -> tuple:
         given = one.callspec.params  # type: ignore[attr-defined]
         return one.originalname, given.get("num_ranks"), given.get("transport")  # type: ignore[attr-defined]
 
     others = [one for one in item.session.items if one.path == item.path and hasattr(one, "callspec")]
-    cases = [one.callspec.params for one in others if facts(one) == facts(item)]
-    return [case_of(given) for given in sorted(cases, key=lambda given: given["executor"])]
+    return [case_of(one.callspec.params) for one in others if facts(one) == facts(item)]
 
 
 def case_of(given: dict[str, str]) -> str:
-    return f"{given['schedule']}:{given.get('dtype', 'float32')}:{given['executor']}"
+    return f"{given['schedule']}:{given.get('dtype', 'float32')}"
 
 
 Said = Callable[..., list[str]]
@@ -138,7 +137,7 @@ def said(
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("transport", ["cuda_ipc"])
 @pytest.mark.parametrize(("schedule", "dtype"), CASES)
-def test_bits(schedule: str, dtype: str, transport: str, num_ranks: int, executor: str, said: Said) -> None:
+def test_bits(schedule: str, dtype: str, transport: str, num_ranks: int, said: Said) -> None:
     """Processes that copy by the GPU's engines have the bits of the same kernels run unsplit, for three steps."""
     for text in said(num_ranks, FASTPIPE_TRANSPORT=transport):
         assert text.startswith(f"ok {transport}"), text
@@ -149,7 +148,7 @@ def test_bits(schedule: str, dtype: str, transport: str, num_ranks: int, executo
 @pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("schedule", FEW)
-def test_bits_over_nccl(schedule: str, dtype: str, transport: str, num_ranks: int, executor: str, said: Said) -> None:
+def test_bits_over_nccl(schedule: str, dtype: str, transport: str, num_ranks: int, said: Said) -> None:
     """Processes that talk by NCCL have the bits of the same kernels run unsplit, for three steps."""
     for text in said(num_ranks, FASTPIPE_TRANSPORT=transport):
         assert text.startswith(f"ok {transport}, "), text
@@ -157,16 +156,16 @@ def test_bits_over_nccl(schedule: str, dtype: str, transport: str, num_ranks: in
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-def test_recorded_steps(schedule: str, executor: str, said: Said) -> None:
+def test_recorded_steps(schedule: str, said: Said) -> None:
     """CUDA graphs with NCCL's messages in them have the bits of the same kernels run unsplit."""
     for text in said(2, FASTPIPE_TRANSPORT="process_group", RECORDED="1"):
         assert text.startswith("ok process_group"), text
         assert "1 recorded and 5 replayed" in text
 
 
-def survivor(folder: Path, victim: int, when: str, transport: str, executor: str) -> str:
+def survivor(folder: Path, victim: int, when: str, transport: str) -> str:
     """What the other one of two ranks says when one is killed."""
-    case = f"1f1b:float32:{executor}"
+    case = "1f1b:float32"
     told = {"FASTPIPE_TRANSPORT": transport, "VICTIM": str(victim), "WHEN": when, "NOTE": str(folder / "note")}
     ranks = start(folder, 2, [case], **told)
     finish(ranks)
@@ -176,17 +175,17 @@ def survivor(folder: Path, victim: int, when: str, transport: str, executor: str
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("transport", ["cuda_ipc", "process_group"])
-def test_streams_that_wait_for_a_killed_process_are_released(transport: str, executor: str, tmp_path: Path) -> None:
+def test_streams_that_wait_for_a_killed_process_are_released(transport: str, tmp_path: Path) -> None:
     """A process that shares the GPU is killed in mid-step: the other's streams, which wait for what the dead one would
     have sent, come to their end, and the step fails with its rank."""
-    assert survivor(tmp_path, 1, "in the step", transport, executor) == "ok lost 1 True"
+    assert survivor(tmp_path, 1, "in the step", transport) == "ok lost 1 True"
 
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced"])
-def test_who_waits_for_a_killed_process_to_connect_is_released(transport: str, executor: str, tmp_path: Path) -> None:
+def test_who_waits_for_a_killed_process_to_connect_is_released(transport: str, tmp_path: Path) -> None:
     """A process is killed while the other waits, in the first step, for its first message over NCCL."""
-    assert survivor(tmp_path, 1, "connecting", transport, executor) == "ok lost 1 True"
+    assert survivor(tmp_path, 1, "connecting", transport) == "ok lost 1 True"
 
 
 @pytest.mark.timeout(SECONDS + 60)
@@ -195,4 +194,4 @@ def test_who_waits_for_a_killed_process_to_connect_is_released(transport: str, e
 def test_losses_that_a_killed_process_still_owed_are_given_up(transport: str, victim: int, tmp_path: Path) -> None:
     """A process is killed when all hosts are through with the step, and its device is not: who asks for the loss is
     told of the dead one, on the rank that computes it, of messages that never came, as on the other."""
-    assert survivor(tmp_path, victim, "late", transport, "native") == f"ok lost {victim} True"
+    assert survivor(tmp_path, victim, "late", transport) == f"ok lost {victim} True"

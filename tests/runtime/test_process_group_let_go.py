@@ -18,7 +18,7 @@ import torch
 from fastpipe.runtime import aside
 from fastpipe.runtime.failure import DIED, Failure, LostError, TransportError
 from fastpipe.runtime.own_groups import _WATCHDOG, OwnGroups, _unless_set, attended, meet
-from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups
+from fastpipe.runtime.process_group import ProcessGroups
 from tests.promptly import PATIENCE
 
 
@@ -30,22 +30,18 @@ class Source:
 
 
 @pytest.mark.parametrize(
-    ("failure", "rank", "why"),
-    [
-        (Failure(2, DIED, dead=True), 2, "rank 2: its process died"),
-        (Failure(None, "the store is gone", dead=True), -1, "an unknown rank: the store is gone"),
-    ],
+    ("failure", "rank"),
+    [(Failure(2, DIED, dead=True), 2), (Failure(None, "the store is gone", dead=True), -1)],
 )
-def test_who_is_let_go_knows_why(failure: Failure, rank: int, why: str) -> None:
+def test_who_is_let_go_knows_why(failure: Failure, rank: int) -> None:
     order: list[object] = []
     transport, source = ProcessGroups.__new__(ProcessGroups), Source(order)
     transport.device, transport.lost, transport._sources = torch.device("cuda"), None, (lambda: source,)  # type: ignore[assignment]
     transport._own = SimpleNamespace(let_go=lambda: order.append("aborted"), groups=[])  # type: ignore[assignment]
-    assert transport.why_let_go() is None
     transport.let_go(failure)
     transport.let_go(Failure(0, "another", dead=True))
     assert order == [rank, "aborted", "aborted"]
-    assert transport.why_let_go() == why
+    assert transport.lost is failure
 
 
 class Backend:
@@ -156,7 +152,7 @@ def test_who_does_not_connect_is_not_waited_for_for_ever() -> None:
     never.set()
 
 
-def lost_groups(*, has_failed: bool, aborts: list[str]) -> ProcessGroups:
+def lost_groups(aborts: list[str]) -> ProcessGroups:
     """Of a device, two, of which the first cannot be aborted."""
     transport = ProcessGroups.__new__(ProcessGroups)
     transport.device, transport.lost, transport._sources = torch.device("cuda"), None, ()
@@ -166,32 +162,10 @@ def lost_groups(*, has_failed: bool, aborts: list[str]) -> ProcessGroups:
 
     parts = [SimpleNamespace(let_go=fail), SimpleNamespace(let_go=lambda: aborts.append("aborted"))]
     transport._all = lambda: parts  # type: ignore[method-assign, assignment, return-value]
-    transport.has_failed = lambda: has_failed  # type: ignore[method-assign]
     return transport
-
-
-def end_of(transport: ProcessGroups) -> ProcessGroupEndpoint:
-    end = ProcessGroupEndpoint.__new__(ProcessGroupEndpoint)
-    end.transport, end.rank = transport, 2
-    return end
 
 
 def test_all_are_let_go_even_if_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
     aborts: list[str] = []
-    lost_groups(has_failed=False, aborts=aborts).let_go(Failure(1, DIED, dead=True))
+    lost_groups(aborts).let_go(Failure(1, DIED, dead=True))
     assert aborts == ["aborted"] and "no abort" in caplog.text
-
-
-def test_what_was_done_after_letting_go_is_never_trusted() -> None:
-    transport = lost_groups(has_failed=False, aborts=[])
-    end_of(transport).check()
-    transport.let_go(Failure(1, DIED, dead=True))
-    with pytest.raises(TransportError, match="messages for rank 2 did not come .rank 1: its process died.") as caught:
-        end_of(transport).check()
-    assert caught.value.peer == 1
-
-
-def test_who_misses_messages_is_not_whose_fault_it_is() -> None:
-    with pytest.raises(TransportError, match="messages for rank 2 did not come .the backend") as caught:
-        end_of(lost_groups(has_failed=True, aborts=[])).check()
-    assert str(caught.value.failure().error()).startswith("the step failed on an unknown rank: messages for rank 2")

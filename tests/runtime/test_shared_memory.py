@@ -17,7 +17,6 @@ from torch import nn  # noqa: E402
 from fastpipe.program import Program  # noqa: E402
 from fastpipe.runtime import native  # noqa: E402
 from fastpipe.runtime.failure import TransportError  # noqa: E402
-from fastpipe.runtime.python_executor import PythonExecutor  # noqa: E402
 from fastpipe.runtime.shared_memory import SharedMemory  # noqa: E402
 from fastpipe.runtime.stage_work import StageWork  # noqa: E402
 from tests.runtime import native_ranks  # noqa: E402
@@ -47,14 +46,12 @@ class Links(SharedMemory):
         return super().native(runtime, program, rank, timeout)
 
 
-@pytest.fixture(params=["native", "python"])
-def ranks_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[NativeRanks]:
-    """`NativeRanks` over shared memory, with either executor."""
+@pytest.fixture
+def ranks_of(monkeypatch: pytest.MonkeyPatch) -> type[NativeRanks]:
+    """`NativeRanks` over shared memory."""
     if native.load() is None:
         pytest.skip(native.native_status())
     monkeypatch.setattr(native_ranks, "Loopback", Links)
-    if request.param == "python":
-        monkeypatch.setattr(native_ranks, "NativeExecutor", PythonExecutor)
     return NativeRanks
 
 

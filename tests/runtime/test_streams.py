@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import fastpipe
-from fastpipe.runtime import native
+from fastpipe.runtime.executor import executor_class
 from tests import scripts
 from tests.conftest import skip_without_native
 from tests.promptly import PATIENCE
@@ -118,9 +118,9 @@ def run_text(text: str, library: Path, folder: Path) -> list[str]:
     return scripts.run(script, str(library)).splitlines()
 
 
-def run_steps(library: Path, name: str, cases: Iterable[str], processes: int = 0) -> list[tuple[str, dict[str, Any]]]:
+def run_steps(library: Path, cases: Iterable[str], processes: int = 0) -> list[tuple[str, dict[str, Any]]]:
     """What every rank says of every case, with words for both."""
-    out = scripts.run(STEPS, str(library), name, *cases, processes=processes)
+    out = scripts.run(STEPS, str(library), *cases, processes=processes)
     found = [json.loads(line) for line in out.splitlines()]
     assert sorted((it["case"], it["rank"]) for it in found) == sorted(product(cases, range(max(processes, 1))))
     return [(f"{account['case']}, rank {account['rank']}", account) for account in found]
@@ -148,13 +148,11 @@ def test_the_account_finds_what_cannot_be_recorded(library: Path, tmp_path: Path
     ]
 
 
-@pytest.mark.parametrize("name", ["native", "python"])
-def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, name: str) -> None:
+def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path) -> None:
     """Every schedule's use of memory comes after its writer, no memory is used again too early, the host never waits,
     and the bits are those of the unsplit model on that device."""
-    if name == "native":
-        skip_without_native()
-    found = {account["case"]: account for _, account in run_steps(library, name, CASES)}
+    skip_without_native()
+    found = {account["case"]: account for _, account in run_steps(library, CASES)}
     for case, account in found.items():
         assert account["same"], case
         assert account["races"] == [], case
@@ -166,10 +164,9 @@ def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, n
         assert bool(told) == ("contexts" in case), case
         assert times["early"] < CLOCKS, f"{case}: an action seems to start before what it waits for has ended"
         assert times["forward"] > FORWARD, f"{case}: the times are those at which the host launched"
-        defers = account["splits"] and native.load() is not None
-        assert (account["deferred"] > 0) == defers, case  # of one rank's two stages one has its backward split
-    if name == "python":
-        return
+        assert (account["deferred"] > 0) == account["splits"], (
+            case
+        )  # of one rank's two stages one has its backward split
     assert found["one stage a rank"]["streams"] == 1 + 3, "ranks that are threads do not share the caller's"
     assert found["pairs in order"]["streams"] == 1
     assert found["pairs in order"]["events"] == 0, "one stream needs no order"
@@ -179,32 +176,30 @@ def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path, n
     assert "together (each stage has its own stream" in found["pairs"]["pairs"]
 
 
+def test_the_python_executor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"executor = 'python': the stages are on .*set executor='native', or device"):
+        executor_class("python", torch.device("cuda", 0))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="device = 'cuda': torch .* sees no such device here; pass device='cpu'"):
         fastpipe.Pipeline([torch.nn.Linear(2, 2)], "gpipe", 2, num_ranks=1, device="cuda")
 
 
-@pytest.mark.parametrize("name", ["native", "python"])
 @pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced", "cuda_ipc"])
 def test_messages_between_processes_are_waited_for_by_streams(
-    library: Path, transport: str, name: str, monkeypatch: pytest.MonkeyPatch
+    library: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process groups of a device, and its copy engine: what is sent stays until it is sent, what is received into
     is free, and who consumes it waits for it; gradients are averaged when they are complete. The hosts wait for
     nothing: a thread tells the losses when they are there, and how each stage's replicas fared is read when the step's
     work is queued."""
-    if name == "native" or transport == "cuda_ipc":
-        skip_without_native()
+    skip_without_native()
     cases = ["one stage each of two", "pairs", "split backward", "several stages a rank", "trees", "two routes"]
-    if (name, transport) == ("python", "cuda_ipc"):
-        cases = [
-            "pairs",
-            "trees",
-        ]  # its end of this one is the native executor's, whose messages are those of all cases
     cases += REPLICAS if transport == "process_group" else []  # there each rank is a pipeline of its own
     monkeypatch.setenv("FASTPIPE_TRANSPORT", transport)
-    for where, account in run_steps(library, name, cases, processes=2):
+    for where, account in run_steps(library, cases, processes=2):
         replicas = account["case"] in REPLICAS
         assert replicas or account["transport"].startswith(f"{transport}, "), where
         if transport == "process_group_coalesced" and account["case"] != "trees":  # of a tree each tensor counts
@@ -219,21 +214,17 @@ def test_messages_between_processes_are_waited_for_by_streams(
             assert set(account["waits"]) <= {"synchronizeEvent"}, where
 
 
-@pytest.mark.parametrize(
-    ("name", "transport"),
-    [("native", "process_group"), ("python", "process_group"), ("native", "process_group_coalesced")],
-)
-def test_recorded_steps_are_replayed(library: Path, name: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced"])
+def test_recorded_steps_are_replayed(library: Path, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is in a recording that CUDA would not let into a graph, and replays have the bits of the unsplit model's
     steps, on other inputs and with other parameters each; a model that makes the host wait runs as ever, and the reason
     is told."""
-    if name == "native":
-        skip_without_native()
+    skip_without_native()
     monkeypatch.setenv("FASTPIPE_TRANSPORT", transport)
     alone = [case for case, (_, num_ranks, *_) in RECORDED.items() if num_ranks == 1]
     # one rank sends nothing, so that once is enough
-    found = run_steps(library, name, alone) if transport == "process_group" else []
-    found += run_steps(library, name, [case for case in RECORDED if case not in alone], processes=2)
+    found = run_steps(library, alone) if transport == "process_group" else []
+    found += run_steps(library, [case for case in RECORDED if case not in alone], processes=2)
     for where, account in found:
         assert account["same"], where
         assert account["different"] == [], where

@@ -1,6 +1,6 @@
 """Steps of pipelines on the fake device, in a process of their own: torch's engine counts the devices once.
 
-``python tests/runtime/devices/steps.py LIBRARY EXECUTOR CASE...`` prints one JSON line a case: what the account says of
+``python tests/runtime/devices/steps.py LIBRARY CASE...`` prints one JSON line a case: what the account says of
 steps in which nothing is new, and whether gradients and losses have the bits of the unsplit model. Under torchrun it is
 one rank of several, which meet over Gloo.
 """
@@ -146,14 +146,14 @@ def arguments_of(case: Case) -> dict[str, Any]:
     return arguments
 
 
-def run_recorded(account: Any, executor: str, case: Case) -> dict[str, Any]:
+def run_recorded(account: Any, case: Case) -> dict[str, Any]:
     """Steps on other numbers every time, beside those of the unsplit model; the last one adds to the gradients."""
     torch.manual_seed(0)
     block = Waiting if case.arguments else Block
     layers = [block(8).to(fake.NAME) for _ in range(NUM_LAYERS)]
     unsplit = nn.Sequential(*copy.deepcopy(layers))
     pipe = fastpipe.Pipeline(
-        layers, case.schedule, 8, loss_fn, num_ranks=case.num_ranks, executor=executor, cuda_graph=True, **case.options
+        layers, case.schedule, 8, loss_fn, num_ranks=case.num_ranks, cuda_graph=True, **case.options
     )
     both = [pipe, unsplit]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in both]
@@ -229,7 +229,7 @@ def look_at(timeline: fastpipe.Timeline) -> dict[str, float]:
     }
 
 
-def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
+def run(account: Any, case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
     block = Tree if case.arguments.get("trees") else Asking if case.arguments.get("contexts") else Block
     layers = [block(8).to(fake.NAME) for _ in range(NUM_LAYERS)]
@@ -244,7 +244,6 @@ def run(account: Any, executor: str, case: Case) -> dict[str, Any]:
         8,
         loss_fn,
         num_ranks=case.num_ranks,
-        executor=executor,
         stages_per_rank=options.pop("stages_per_rank", None),
         schedule_options=options,
         **arguments,
@@ -311,16 +310,13 @@ def meet(account: Any) -> None:
 
 
 def main() -> None:
-    library, executor, *names = sys.argv[1:]
+    library, *names = sys.argv[1:]
     account = fake.load(Path(library))
     if "RANK" in os.environ:
         meet(account)
     recording.RECORDINGS[fake.NAME] = (lambda device: torch.Stream(device=device), lambda: FakeGraph(account))
     for name in names or CASES:
-        if name in RECORDED:
-            found = run_recorded(account, executor, RECORDED[name])
-        else:
-            found = run(account, executor, (CASES | REPLICAS)[name])
+        found = run_recorded(account, RECORDED[name]) if name in RECORDED else run(account, (CASES | REPLICAS)[name])
         found |= {"case": name, "rank": int(os.environ.get("RANK", 0))}
         sys.stdout.write(json.dumps(found) + "\n")  # at once, as other ranks write, too
 
