@@ -18,6 +18,7 @@ from torch import nn
 
 from fastpipe.placement import Placement
 from fastpipe.runtime.grad_dtype import dense, zero_grad_of
+from fastpipe.runtime.twins import TORCHS_OWN, follow_attributes
 
 Exchange = Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors)`` to the peer's tensors, which look alike."""
@@ -29,7 +30,11 @@ def holders_of(placement: Placement, stage: int) -> list[int]:
 
 
 Told = dict[str, tuple[str, list[int]]]
-"""By name, a digest of a tied weight that was replaced since the last step, and the ranks that have it."""
+"""By what is told, the name of a tied weight that was replaced since the last step say, its digest, and the ranks that
+have to tell the same."""
+
+FROZEN = "requires_grad of "
+"""What begins the key of gradient flags that are not all True."""
 
 
 class Replicas(ABC):
@@ -75,6 +80,11 @@ def check_told(replies: Sequence[Told]) -> None:
         for name, (digest, holders) in told.items():
             for other in holders:
                 given, _ = replies[other].get(name, (None, []))
+                if given != digest and name.startswith(FROZEN):
+                    raise ValueError(
+                        f"{name} is not the same on ranks {rank} and {other}, which both have the weight: set it alike "
+                        "on every rank"
+                    )
                 if given != digest:
                     how = "was not" if given is None else "has other values, or another look,"
                     raise ValueError(
@@ -96,6 +106,25 @@ class NoReplicas(Replicas):
         """Nothing to sum."""
 
 
+def check_no_post_hooks(module: nn.Module) -> None:
+    """Refuse hooks that would see half of a gradient.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    for name, parameter in module._parameters.items():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"stages: {name} of a {type(module).__name__} has a hook of register_post_accumulate_grad_hook, and "
+                "the schedule holds its stage twice: the hook would see what one half of the microbatches gives to "
+                ".grad; remove it, and change .grad after pipe.step, before the optimizer's step"
+            )
+
+
+_APART = {"_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_compiled_call_impl"}
+"""What a hidden copy has of its own."""
+
+
 class LocalCopies(Replicas):
     """Both holders are in this process.
 
@@ -105,13 +134,28 @@ class LocalCopies(Replicas):
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
+        self._made = {id(original): copied for original, copied in self.modules}
+        self._children = [dict(original._modules) for original, _ in self.modules]
+        # what the copy has of these is a copy; hooks are the original's, so that they are called for both halves
+        self._seen = [{k: v for k, v in vars(a).items() if k not in TORCHS_OWN} for a, _ in self.modules]
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
 
+    def prepare(self) -> Told:
+        """Refuse what the copies cannot follow."""
+        for (original, _), children in zip(self.modules, self._children, strict=True):
+            if original._modules != children:
+                raise ValueError(
+                    f"stages: a part of a {type(original).__name__} was replaced since the Pipeline was built, and the "
+                    "schedule holds its stage twice; build a new Pipeline"
+                )
+            check_no_post_hooks(original)
+        return {}
+
     def follow(self) -> None:
         """Whatever became of the user's parameters, the optimizer's step say, becomes of the copy's; and `eval`."""
-        for original, copied in self.modules:
-            copied.training = original.training
+        for (original, copied), seen in zip(self.modules, self._seen, strict=True):
+            follow_attributes(original, copied, seen, self._made, _APART)
         # as they stand now: any of them may have been replaced
         self.parameters = _pairs_of_parameters(self.modules)
         with torch.no_grad():
@@ -120,6 +164,8 @@ class LocalCopies(Replicas):
                     second.data = torch.empty_like(first)
                 second.copy_(first)
                 second.requires_grad_(first.requires_grad)
+                if second._backward_hooks is not first._backward_hooks:
+                    second._backward_hooks = first._backward_hooks
 
     def before_step(self) -> None:
         """Put aside the gradients."""
@@ -173,6 +219,17 @@ class RemoteCopies(Replicas):
             if holders[0] != self.rank:
                 for mine, given in zip(own, theirs, strict=True):
                     mine.copy_(given)
+
+    def prepare(self) -> Told:
+        """Refuse hooks that would see half of a gradient; both holders have the same gradient flags."""
+        told: Told = {}
+        for module, holders in self.stages:
+            for inner in module.modules():
+                check_no_post_hooks(inner)
+            frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+            if frozen:
+                told[f"{FROZEN}{frozen[0]}"] = ",".join(frozen), list(holders)
+        return told
 
     def _peer(self, holders: Sequence[int]) -> int:
         return holders[1] if holders[0] == self.rank else holders[0]

@@ -21,7 +21,7 @@ from torch import nn
 
 from fastpipe.placement import Placement
 from fastpipe.runtime.grad_dtype import dense, grad_dtype_of
-from fastpipe.runtime.replicas import Exchange, Replicas, Told, holders_of
+from fastpipe.runtime.replicas import FROZEN, Exchange, Replicas, Told, holders_of
 from fastpipe.runtime.shared_weight import (
     Places,
     Shared,
@@ -192,12 +192,15 @@ class TiedWeights(Replicas):
         self._adopt()
         for weight in self.shared:
             weight.check_hooks()
-        found = {weight: weight.replaced() for weight in self.shared} if self.swaps is not None else {}
-        return {
-            weight.tie.names[0]: (digest, self.swaps.holders(weight.tie))
-            for weight, digest in found.items()
-            if digest is not None and self.swaps is not None
-        }
+        told = self._inside.prepare()
+        for weight in self.shared if self.swaps is not None else ():
+            assert self.swaps is not None
+            name, holders = weight.tie.names[0], self.swaps.holders(weight.tie)
+            if (digest := weight.replaced()) is not None:
+                told[name] = digest, holders
+            if not weight.parameter.requires_grad:
+                told[FROZEN + name] = "False", holders
+        return told
 
     def agreed(self) -> None:
         """The others have replaced theirs alike."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from torch import nn
 from fastpipe.runtime.chain import Chain
 
 _APART = {"_parameters", "_modules"}
-_SHARED = nn.Module().__dict__.keys() - _APART
+TORCHS_OWN = nn.Module().__dict__.keys() - _APART
 """Torch's own entries, hooks say, which need no look into."""
 
 _NOTHING = object()
@@ -97,16 +97,23 @@ def _follow(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Mad
         seen: the original's attributes when this was done last; brought up to date.
         made: see `twin`.
     """
+    follow_attributes(original, own, seen, made)
+    _become(own._parameters, original._parameters)
+    _become(own._modules, {name: made.get(id(child), child) for name, child in original._modules.items()})
+
+
+def follow_attributes(
+    original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made, apart: Container[str] = _APART
+) -> None:
+    """The same for all but the entries ``apart``."""
     theirs, ours = vars(original), vars(own)
     for name in seen.keys() - theirs.keys():
         ours.pop(name, None)
         del seen[name]
     for name, value in theirs.items():
-        if name not in _APART and seen.get(name, _NOTHING) is not value:
+        if name not in apart and seen.get(name, _NOTHING) is not value:
             seen[name] = value
-            ours[name] = value if name in _SHARED else _as_seen_by(made, value)
-    _become(own._parameters, original._parameters)
-    _become(own._modules, {name: made.get(id(child), child) for name, child in original._modules.items()})
+            ours[name] = value if name in TORCHS_OWN else _as_seen_by(made, value)
 
 
 def _become(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:

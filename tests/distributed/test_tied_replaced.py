@@ -93,3 +93,23 @@ def with_replicas(executor: str) -> None:
 
 def test_with_replicas(executor: str, group_of: GroupOf) -> None:
     group_of(4).run(with_replicas, executor)
+
+
+def freeze_on_one_rank(schedule: str) -> dict[str, Any]:
+    layers = tied_layers()
+    pipe = Pipeline(layers, schedule, 4, loss_fn)
+    take_step(pipe)
+    if dist.get_rank() == 0:
+        next(pipe.parameters()).requires_grad_(False)
+    found = caught(lambda: take_step(pipe))
+    next(pipe.parameters()).requires_grad_(False)
+    if dist.get_rank() == 1:
+        layers[0].table.weight.requires_grad_(False)
+    take_step(pipe)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_a_weight_that_is_frozen_on_one_rank_alone_is_refused(schedule: str, group_of: GroupOf) -> None:
+    for name, text, *_ in group_of(2).run(freeze_on_one_rank, schedule):
+        assert name == "ValueError" and f"requires_grad of {EMBEDDING} is not the same on ranks 0 and 1" in text

@@ -1,4 +1,4 @@
-"""Hooks on a weight of several stages: they would see the gradient of one stage's uses, so there must be none."""
+"""Hooks on weights of several stages, which must have none, and in stages that two ranks hold."""
 
 import copy
 from typing import Any
@@ -71,3 +71,58 @@ def test_hooks_where_one_stage_has_all_uses_are_autograds_own(executor: str) -> 
             built[i].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     pipe = Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, num_ranks=2, executor=executor)
     assert check_parity(pipe, model, (torch.randn(9, 6), torch.randn(9, 6))).ok
+
+
+HOOKED = {
+    "tensor": lambda layer: layer.linear.weight.register_hook(lambda grad: grad.clamp(-0.001, 0.001)),
+    "forward": lambda layer: layer.register_forward_hook(lambda module, args, output: output * 0.5),
+    "backward": lambda layer: layer.linear.register_full_backward_hook(lambda module, given, out: (given[0] * 0.5,)),
+}
+
+
+@pytest.mark.parametrize("what", HOOKED)
+def test_hooks_act_on_both_halves_of_a_stage_that_is_held_twice(what: str, executor: str) -> None:
+    """Also those that came after the pipeline was built, and no longer when they are gone."""
+    layers = tied_layers()
+    ((x, y),) = batches(1, 9)
+    early = HOOKED[what](layers[1])
+    pipe = Pipeline(layers, "dualpipe", 4, loss_fn, num_ranks=2, executor=executor)
+    assert check_parity(pipe, nn.Sequential(*layers), (x, y)).ok
+    late = HOOKED[what](layers[2])
+    assert check_parity(pipe, nn.Sequential(*layers), (x, y)).ok
+    early.remove(), late.remove()
+    assert check_parity(pipe, nn.Sequential(*layers), (x, y)).ok
+
+
+def test_a_post_accumulate_hook_in_a_stage_that_is_held_twice_is_refused() -> None:
+    layers = tied_layers()
+    pipe = Pipeline(layers, "dualpipe", 4, loss_fn, num_ranks=2)
+    add_hook(layers[1].linear.weight, HOOKS[1])
+    with pytest.raises(ValueError, match="weight of a Linear has a hook of register_post_accumulate_grad_hook"):
+        take_step(pipe)
+
+
+def test_what_is_changed_in_a_stage_that_is_held_twice() -> None:
+    """An attribute goes to the hidden copy, and a part that was replaced is refused."""
+    layers = [nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 6), nn.Linear(6, 6)]
+    pipe = Pipeline(layers, "dualpipe", 4, nn.functional.mse_loss, num_ranks=2)
+    model, batch = nn.Sequential(*layers), (torch.randn(9, 6), torch.randn(9, 6))
+    assert check_parity(pipe, model, batch).ok
+    layers[1].p = 1.0
+    assert check_parity(pipe, model, batch).ok
+    pipe.stage_modules[1].add_module("2", nn.Identity())
+    with pytest.raises(ValueError, match="a part of a Chain was replaced since the Pipeline was built"):
+        pipe.step(batch[0], target=batch[1])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+def test_a_weight_that_is_frozen_between_steps(schedule: str, executor: str) -> None:
+    layers = tied_layers()
+    pipe = Pipeline(layers, schedule, 4, loss_fn, num_ranks=2, executor=executor)
+    take_step(pipe)
+    for flag in (False, True):
+        layers[-1].weight.requires_grad_(flag)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        take_step(pipe)
+        assert (layers[0].table.weight.grad is not None) == flag
