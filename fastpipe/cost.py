@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +22,8 @@ PerStage = float | Sequence[float]
 PerLink = float | Mapping[tuple[int, int], float]
 """A number for every link, or ``{(source rank, destination rank): number}``."""
 
+LARGEST = 1e100
+"""Of a cost, so that sums and ratios of costs are finite. A bandwidth is at least 1 / LARGEST."""
 _LINK_FIELDS = {"comm": 0.0, "bandwidth": math.inf}
 """What holds for a link that a mapping does not name."""
 
@@ -264,12 +265,14 @@ def _check(name: str, value: Any) -> None:
     else:
         numbers = [value]
     for number in numbers:
-        if not _is_cost(number, infinite=name == "bandwidth"):
-            raise ValueError(f"{name} = {number!r}: costs are finite numbers of at least 0")
+        if name == "bandwidth" and number == math.inf:
+            continue
+        if not is_cost(number):
+            raise ValueError(f"{name} = {number!r}: give numbers from 0 to {LARGEST:g}, larger ones in a larger unit")
         if name == "recompute" and number > 1:
             raise ValueError(f"recompute = {number!r}: give the part of a forward that is run again, from 0 to 1")
-        if name == "bandwidth" and number == 0:
-            raise ValueError("bandwidth = 0: give bytes a second, or leave it out for an infinite one")
+        if name == "bandwidth" and number < 1 / LARGEST:
+            raise ValueError(f"bandwidth = {number!r}: give bytes a second, or leave it out for an infinite one")
 
 
 def _check_links(name: str, value: Mapping[Any, Any]) -> None:
@@ -280,11 +283,10 @@ def _check_links(name: str, value: Mapping[Any, Any]) -> None:
             raise ValueError(f"{name}: {link!r} is no link; name it (source rank, destination rank)")
 
 
-def _is_cost(number: Any, infinite: bool) -> bool:
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        return False
-    # compared, since an int may be too large to become a float
-    return 0 <= number <= sys.float_info.max or (infinite and number == math.inf)
+def is_cost(number: Any) -> bool:
+    """Whether it is a number of Python's from 0 to `LARGEST`."""
+    # an int may be too large to become a float, so it is compared as it is
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= LARGEST
 
 
 def _is_rank(rank: Any) -> bool:

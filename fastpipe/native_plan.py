@@ -1,10 +1,11 @@
-"""The planning library `_plan` (csrc/plan), called through ctypes: the same results as the Python code, sooner.
+"""The planning library `_plan` (csrc/plan), called through ctypes.
 
 Here it is opened, and its proofs, lowering and simulation are called; the generators' searches are in
 `fastpipe.schedules.native`, the planner's in `fastpipe.planner.native`.
 
-Every function may answer "not by me" (None or False): the caller then runs its Python code, which is the
-specification and has the words for what is wrong. So nothing depends on the library being there.
+Every function here may answer "not by me" (None or False): the caller then runs its Python code, which is the
+specification, has the words for what is wrong, and gives the same results. So do the generators. Only the planner's
+annealing needs the library.
 """
 
 from __future__ import annotations
@@ -107,8 +108,20 @@ def status() -> str:
     if library() is not None:
         return f"{PATH.name} is loaded: planning is native."
     if not PATH.exists():
-        return f"{PATH.name} was not built: planning runs in Python, with the same results."
-    return f"{PATH.name} is of another version of fastpipe: planning runs in Python until it is built again."
+        return f"{PATH.name} was not built: {_WITHOUT}."
+    return f"{PATH.name} is of another version of fastpipe: until it is built again, {_WITHOUT}."
+
+
+_WITHOUT = (
+    "proofs, lowering and simulation run in Python, with the same results, and fastpipe.plan chooses from the registry "
+    "and from list scheduling, without annealing"
+)
+
+
+def _library_for(orders: Schedule | Program) -> ctypes.CDLL | None:
+    """The library, unless the orders are too short to be complete: it allocates for every stage and microbatch."""
+    num_actions = sum(columns.shape[1] for columns in orders.columns)
+    return library() if orders.placement.num_stages * orders.num_microbatches <= 2 * num_actions else None
 
 
 class _View:
@@ -142,7 +155,7 @@ def _pointers(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uintp]:
 
 def is_valid_schedule(schedule: Schedule) -> bool:
     """Whether it was found complete and able to run; False also when that is left to the Python code."""
-    found = library()
+    found = _library_for(schedule)
     if found is None:
         return False
     view = _View(schedule)
@@ -151,7 +164,7 @@ def is_valid_schedule(schedule: Schedule) -> bool:
 
 def is_valid_program(program: Program, channels: Sequence[tuple[int, int, int]], lanes: Sequence[int]) -> bool:
     """Whether it was proved; False also when that is left to the Python code."""
-    found = library()
+    found = _library_for(program)
     if found is None:
         return False
     view, lane_of = _View(program, channels), np.array(lanes, dtype=np.int32)
@@ -166,7 +179,7 @@ def lower(schedule: Schedule, ahead: int, bounded: int) -> tuple[list[tuple[int,
         ahead: how many actions before its consumer a receive is posted.
         bounded: how many sends are under way at most; 0 to wait only for those that are proven complete.
     """
-    found = library()
+    found = _library_for(schedule)
     if found is None:
         return None
     view = _View(schedule)
@@ -198,7 +211,7 @@ def simulate(
     program: Program, channels: Sequence[tuple[int, int, int]], lanes: Sequence[int], cost: CostModel
 ) -> tuple[list[Floats], list[Floats]] | None:
     """Starts and ends of every rank's instructions; None where the program does not come to its end."""
-    found = library()
+    found = _library_for(program)
     if found is None:
         return None
     view, lane_of = _View(program, channels), np.array(lanes, dtype=np.int32)

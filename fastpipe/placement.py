@@ -47,9 +47,10 @@ class Placement:
             for stage, rank in enumerate(route):
                 if not (is_whole(rank) and rank < self.num_ranks):
                     raise ValueError(f"stage {stage} is placed on rank {rank!r}; ranks are 0 to {self.num_ranks - 1}")
-        idle = sorted(set(range(self.num_ranks)) - {rank for route in self.routes for rank in route})
-        if idle:
-            raise ValueError(f"no stage is placed on rank {idle[0]}: give every one of {self.num_ranks} ranks a stage")
+        placed = {rank for route in self.routes for rank in route}
+        if len(placed) < self.num_ranks:
+            idle = next(rank for rank in range(self.num_ranks) if rank not in placed)
+            raise ValueError(f"no stage is placed on rank {idle}: give every one of {self.num_ranks} ranks a stage")
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:

@@ -22,6 +22,8 @@ Columns = npt.NDArray[np.int32]
 
 FIELDS = Action._fields
 _KINDS = tuple(ActionKind)
+MOST = 2**31 - 1
+"""Of microbatches: actions are columns of 32 bits."""
 _FIRST_BACKWARD, _LAST_COMPUTE, _FIRST_TRANSFER = ActionKind.B, max(COMPUTE_KINDS), min(COMMUNICATION_KINDS)
 
 
@@ -72,8 +74,8 @@ class Schedule:
     ) -> None:
         if len(columns) != placement.num_ranks:
             raise ScheduleError(f"columns: {placement.num_ranks} ranks need as many arrays; found {len(columns)}")
-        if not is_whole(num_microbatches, least=1):
-            raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number of at least 1")
+        if not (is_whole(num_microbatches, least=1) and num_microbatches <= MOST):
+            raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number from 1 to {MOST}")
         _check_name(name)
         self.name = name
         self.placement = placement
@@ -95,6 +97,8 @@ class Schedule:
         for order in orders:
             rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
             try:
+                if not all(is_whole(field, least=-1) for row in rows for field in row):
+                    raise ValueError("its fields are whole numbers")
                 columns.append(np.array(rows, dtype=np.int32).reshape(-1, len(FIELDS)).T)
             except (TypeError, ValueError, OverflowError) as error:
                 raise ScheduleError(

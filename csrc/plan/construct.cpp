@@ -1,5 +1,5 @@
-// List scheduling by keys: fastpipe/planner/construct.py, sooner. Every rank that is free starts the task of the lowest
-// key among those that may run, or waits a little for a better one.
+// List scheduling by keys, as fastpipe/planner/listing.py does it. Every rank that is free starts the task of the
+// lowest key among those that may run, or waits a little for a better one.
 #include <algorithm>
 #include <exception>
 #include <limits>

@@ -113,7 +113,7 @@ bool Retimer::attempt(const std::vector<Window>& windows, double settled, double
 bool Retimer::settle(double settled, double most) {
   for (int32_t rank = stale_.earliest_rank(); rank != kNobody; rank = stale_.earliest_rank()) {
     const double until = stale_.time(rank) + lag_;
-    while (stale_.time(rank) <= until) {
+    while (stale_.any(rank) && stale_.time(rank) <= until) {
       if (!renew(stale_.take(rank), rank, settled, most)) return false;
     }
   }
@@ -271,7 +271,9 @@ void Retimer::renew_tails(const std::vector<Window>& windows) {
   }
   for (int32_t rank = stale_tails_.earliest_rank(); rank != kNobody; rank = stale_tails_.earliest_rank()) {
     const double until = stale_tails_.time(rank) + lag_;
-    while (stale_tails_.time(rank) <= until) renew_tail(mirrored(stale_tails_.take(rank), rank), rank);
+    while (stale_tails_.any(rank) && stale_tails_.time(rank) <= until) {
+      renew_tail(mirrored(stale_tails_.take(rank), rank), rank);
+    }
   }
 }
 

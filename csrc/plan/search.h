@@ -1,4 +1,4 @@
-// Annealing over orders, led by the critical path: fastpipe/planner/search.py, sooner, and number by number the same.
+// Annealing over orders, led by the critical path: what most changes are tried on.
 #pragma once
 
 #include <cstdint>

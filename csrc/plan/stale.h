@@ -1,4 +1,4 @@
-// Stale: the positions of an order whose times have to be found anew. fastpipe/planner/stale.py does the same.
+// Stale: the positions of an order whose times have to be found anew.
 #pragma once
 
 #include <algorithm>
@@ -45,6 +45,8 @@ class Stale {
     }
     return found;
   }
+
+  bool any(int32_t rank) const { return front_[rank] != tasks_.last(rank); }
 
   // The time of a rank's first stale position; never, where it has none.
   double time(int32_t rank) const { return front_times_[rank]; }

@@ -170,7 +170,7 @@ def _plan(adder: Any) -> None:
     text = "stages that run their forward again in their backward to save memory: none, all, or those that pay"
     command.add_argument("--recompute-stages", choices=("none", "full", "auto"), default="none", help=text)
     text = "how long the search is, as a factor (1: it anneals for half a second to a second)"
-    command.add_argument("--effort", metavar="X", type=_typed(_number), help=text)
+    command.add_argument("--effort", metavar="X", type=_typed(_number), default=1.0, help=text)
     command.add_argument("--time-limit", metavar="S", type=_typed(_number), help="seconds after which the search ends")
     command.add_argument("--seed", metavar="N", type=_count(0), default=0, help="of the search's random numbers (0)")
     command.add_argument("--exact", action="store_true", help="prove a small case, improve a larger one (OR-Tools)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import threading
 from typing import Any
 
 from fastpipe.placement import is_whole
@@ -10,13 +10,16 @@ from fastpipe.planner.budget import is_number
 from fastpipe.planner.layer_costs import LayerCosts
 from fastpipe.planner.model import Problem
 
+MOST_EFFORT = 1e6
+"""Already days for a small case."""
+
 
 def check_search(effort: Any, time_limit: Any, seed: Any) -> None:
     """How far the search goes."""
-    if not is_number(effort) or not 0 <= effort < math.inf:
-        raise ValueError(f"effort = {effort!r}: give a finite number of at least 0")
-    if time_limit is not None and (not is_number(time_limit) or not 0 < time_limit < math.inf):
-        raise ValueError(f"time_limit = {time_limit!r}: give seconds, or None")
+    if not is_number(effort) or not 0 <= effort <= MOST_EFFORT:
+        raise ValueError(f"effort = {effort!r}: give a number from 0 to {MOST_EFFORT:g}")
+    if time_limit is not None and (not is_number(time_limit) or not 0 < time_limit <= threading.TIMEOUT_MAX):
+        raise ValueError(f"time_limit = {time_limit!r}: give seconds (at most {threading.TIMEOUT_MAX:.0f}), or None")
     if not is_whole(seed):
         raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
+
+from fastpipe.cost import LARGEST
 
 UNITS = {
     **{unit + "B": 1000.0**power for power, unit in enumerate(("", "K", "M", "G", "T"))},
@@ -58,9 +59,10 @@ def memory_of(value: Any) -> Memory | None:
         return value
     if isinstance(value, str):
         return _read(value)
-    amount = float(value) if is_number(value) else 0.0
-    if not 0 < amount < math.inf:
+    amount = value if isinstance(value, int) else float(value) if is_number(value) else 0.0  # an int may be too large
+    if isinstance(value, bool) or not 0 < amount <= LARGEST:
         raise ValueError(f"memory = {value!r}: {_HELP}")
+    amount = float(amount)
     if amount <= _MOST_FRACTION:
         return Memory("fraction", amount)
     if amount >= _LEAST_BYTES:
@@ -71,7 +73,7 @@ def memory_of(value: Any) -> Memory | None:
 def _read(text: str) -> Memory:
     match = _TEXT.fullmatch(text)
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
-    if not 0 < number < math.inf:
+    if not 0 < number <= LARGEST:
         raise ValueError(f"memory = {text!r}: {_HELP}")
     if not unit:
         return memory_of(number) or Memory("fraction", number)

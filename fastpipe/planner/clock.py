@@ -17,6 +17,10 @@ class Clock:
         self.limit, self.start = limit, time.monotonic()
         self.cut = False
 
+    def stop(self) -> None:
+        """End the time now."""
+        self.limit = 0.0
+
     def elapsed(self) -> float:
         """Seconds since it was made."""
         return time.monotonic() - self.start

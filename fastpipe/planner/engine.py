@@ -1,4 +1,4 @@
-"""The search's three steps, in C++ where the planning library is built, else in Python: the same numbers either way."""
+"""The steps of a plan's search: by the planning library; without it list scheduling alone, in Python."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from typing import TypeVar
 import numpy as np
 
 from fastpipe import native_plan
-from fastpipe.planner import native
-from fastpipe.planner.construct import Constructor
-from fastpipe.planner.retime import retime as _retime
-from fastpipe.planner.search import Search
+from fastpipe.planner import listing, native
+from fastpipe.planner.clock import Clock
 from fastpipe.planner.tasks import Floats, Ints, Tasks
 
 T = TypeVar("T")
 R = TypeVar("R")
-Annealing = native.Search | Search
 
 
 def is_native() -> bool:
@@ -38,9 +35,10 @@ def turns(count: int) -> int:
 
 
 @contextmanager
-def at_once(call: Callable[[T], R], items: Sequence[T]) -> Iterator[Iterator[R]]:
-    """The answers for all items, in their order: by several threads where the library, which lets go of Python's lock,
-    does the work. What an answer is does not depend on it."""
+def at_once(call: Callable[[T], R], items: Sequence[T], clock: Clock) -> Iterator[Iterator[R]]:
+    """The answers for all items, in their order: by several threads where the library, which releases the GIL, does
+    the work. What an answer is does not depend on it. An exception here, Ctrl-C among them, stops the clock, so that
+    the calls end soon."""
     workers = min(len(items), _workers())
     if workers < 2:
         yield map(call, items)
@@ -49,6 +47,9 @@ def at_once(call: Callable[[T], R], items: Sequence[T]) -> Iterator[Iterator[R]]
         futures = [threads.submit(call, item) for item in items]
         try:
             yield (future.result() for future in futures)
+        except BaseException:
+            clock.stop()
+            raise
         finally:
             for future in futures:
                 future.cancel()
@@ -56,10 +57,7 @@ def at_once(call: Callable[[T], R], items: Sequence[T]) -> Iterator[Iterator[R]]
 
 def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
     """Starts and ends of every task, or None if the order cannot run."""
-    if is_native():
-        return native.retime(tasks, order)
-    found = _retime(tasks, order)
-    return None if found is None else (np.array(found[0]), np.array(found[1]))
+    return native.retime(tasks, order) if is_native() else listing.retime(tasks, order)
 
 
 def measure(tasks: Tasks, order: Ints, span: bool) -> float:
@@ -73,9 +71,9 @@ def measure(tasks: Tasks, order: Ints, span: bool) -> float:
     return float((last - begin).max())
 
 
-def search(tasks: Tasks, order: Ints, *, span: bool, seed: int) -> Annealing | None:
-    """An annealing that has begun; None if the order cannot run or fit into memory."""
-    made = (native.Search if is_native() else Search)(tasks, order, span, seed)
+def search(tasks: Tasks, order: Ints, *, span: bool, seed: int) -> native.Search | None:
+    """An annealing that has begun; None if the order cannot run or fit into memory. The library must be there."""
+    made = native.Search(tasks, order, span, seed)
     return made if made.begin() else None
 
 
@@ -90,6 +88,6 @@ def construct(
         return found
     made = []
     for one in zip(keys, reserves, patience, strict=True):
-        order = np.array(Constructor(tasks, *one).run() or (), dtype=np.int32)
+        order = np.array(listing.Listing(tasks, *one).run() or (), dtype=np.int32)
         made.append((order, measure(tasks, order, span) if len(order) else float("inf")))
     return made

@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,8 @@ Progress = Callable[[str, float], None]
 _TRIES = 30
 """Orders that are made by list scheduling on a placement of a few hundred tasks; fewer of large ones. Four times as
 many brought nothing in 80 cases."""
-_TRIES_WORK = 5e4
+_TRIES_WORK, _TRIES_WORK_PYTHON = 5e4, 5e3
 _KEPT = 4
-_PYTHON_EFFORT = 0.01
 _NAMED = 0.7
 """Of a time limit: then the search begins with what there is."""
 _FINALISTS = 4
@@ -55,7 +55,7 @@ def plan(
     max_stages_per_rank: int = 4,
     placement: Placement | Schedule | None = None,
     recompute: str = "none",
-    effort: float | None = None,
+    effort: float = 1.0,
     time_limit: float | None = None,
     seed: int = 0,
     exact: bool = False,
@@ -64,9 +64,10 @@ def plan(
     """Find a schedule for these costs that fits into this memory.
 
     All schedules of the registry are generated with every number of stages a rank that is allowed, and simulated. With
-    orders that list scheduling makes they are the pool in which orders are then improved by annealing. So the plan is
-    never worse than any schedule of the registry that fits. It is what `fastpipe.simulate` says of it: the times in
-    the result are those of the lowered and proved program.
+    orders that list scheduling makes they are the pool in which orders are then improved by annealing, if the planning
+    library is there (``fastpipe.native_plan.status()``). So the plan is never worse than any schedule of the registry
+    that fits. It is what `fastpipe.simulate` says of it: the times in the result are those of the lowered and proved
+    program.
 
     Args:
         costs: of a rank's whole share of the model (a `CostModel` of numbers; stages of a schedule with two stages a
@@ -88,10 +89,10 @@ def plan(
         recompute: ``"none"``: stages keep what their forward made for its backward. ``"full"``: they keep their input,
             and their backward runs the forward again. ``"auto"``: some do, where memory asks for it and it is shorter;
             ``plan.recomputes`` says which, and ``Pipeline(recompute=plan.recompute)`` does so.
-        effort: how long the search is, as a factor: 1 anneals for half a second to a second natively. 1 unless given,
-            or a hundredth of it where there is no native library.
+        effort: how long the search is, as a factor of at most 1e6: 1 anneals for half a second to a second. Without the
+            planning library nothing is annealed, and ``plan.annealed`` is False.
         time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
-            it: the same seed gives the same plan, natively and in Python.
+            it: the same seed gives the same plan.
         seed: of the search's random numbers.
         exact: of a small case (700 actions: three times stages times microbatches), go on until nothing shorter exists
             over any loop or wave of these depths with split backwards, and say so in ``optimal``: for a minute a
@@ -107,7 +108,6 @@ def plan(
     first = _proved(placement) if isinstance(placement, Schedule) else None
     places = placement.placement if isinstance(placement, Schedule) else placement
     problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank, places, recompute)
-    effort = (1.0 if engine.is_native() else _PYTHON_EFFORT) if effort is None else effort
     check_search(effort, time_limit, seed)
     planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress, first)
     with _no_collections():
@@ -260,12 +260,15 @@ class _Planner:
         members = [
             one for one in self.members if one.setting.num_microbatches in counts and self._may_gain(one.setting)
         ]
+        listed: list[Member] = []
         listings = self._listings(counts, depths, least=0 if members else 2)
-        with engine.at_once(lambda one: pool.constructed(self.problem, one, _KEPT, self.clock), listings) as answers:
+        construct = partial(pool.constructed, self.problem, keep=_KEPT, clock=self.clock)
+        with engine.at_once(construct, listings, self.clock) as answers:
             for one, made in zip(listings, answers, strict=True):
                 self._say(f"list scheduling on {pool.describe(one.setting.placement)}")
-                members += made
-        improved = []
+                listed += made
+        members += listed
+        improved = [] if engine.is_native() else listed
         for better in pool.anneal(self.problem, members, pool.WORK * self.effort, self.seed, self.clock):
             improved.append(better)
             self._say(f"annealing what began as {better.name}")
@@ -282,7 +285,8 @@ class _Planner:
         """What list scheduling is asked for: orders on every placement that may gain, at least so many."""
         found = []
         for number, (count, placement) in enumerate(_placements(self.problem, counts, depths)):
-            tries = int(min(_TRIES * min(1.0, self.effort), _TRIES_WORK / (3 * placement.num_stages * count)))
+            work = _TRIES_WORK if engine.is_native() else _TRIES_WORK_PYTHON
+            tries = int(min(_TRIES * min(1.0, self.effort), work / (3 * placement.num_stages * count)))
             setting = self.problem.setting(placement, count)
             if self._may_gain(setting):
                 found.append(Listing(setting, self.seed * 31 + number, max(least, tries)))
@@ -347,7 +351,8 @@ class _Planner:
         objective, memory = self.problem.objective, self.problem.memory
         limits = objective, memory, *least
         counted = self.problem.knows_bytes, any(setting.parameters)
-        return Plan(schedule, parts, timeline, *limits, rows, self.clock.cut, optimal, setting.recomputes, *counted)
+        cut, annealed = self.clock.cut, engine.is_native() and self.effort > 0
+        return Plan(schedule, parts, timeline, *limits, rows, cut, optimal, setting.recomputes, *counted, annealed)
 
     def _value(self, row: Candidate) -> float:
         return row.span if self.problem.span else row.makespan

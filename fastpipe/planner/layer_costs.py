@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastpipe.cost import CostModel, PerLink, found_in, parsed
+from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, parsed
 from fastpipe.partition import partition
 
 PerLayer = float | Sequence[float]
@@ -73,8 +73,8 @@ class LayerCosts:
         for name in _BY_LAYER:
             object.__setattr__(self, name, _per_layer(name, getattr(self, name), self.num_layers))
         for name in _NUMBERS:
-            if not _is_cost(getattr(self, name)):
-                raise ValueError(f"{name} = {getattr(self, name)!r}: give a finite number of at least 0")
+            if not is_cost(getattr(self, name)):
+                raise ValueError(f"{name} = {getattr(self, name)!r}: give a number from 0 to {LARGEST:g}")
         links = CostModel(comm=self.comm, bandwidth=self.bandwidth)  # which checks them
         object.__setattr__(self, "comm", links.comm)
         object.__setattr__(self, "bandwidth", links.bandwidth)
@@ -155,10 +155,6 @@ def _per_layer(name: str, value: Any, num_layers: int) -> tuple[float, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != num_layers:
         raise ValueError(f"{name} = {value!r}: give a number, or one for each of {num_layers} layers")
     for layer, number in enumerate(values):
-        if not _is_cost(number):
-            raise ValueError(f"{name}[{layer}] = {number!r}: give a finite number of at least 0")
+        if not is_cost(number):
+            raise ValueError(f"{name}[{layer}] = {number!r}: give a number from 0 to {LARGEST:g}")
     return tuple(map(float, values))
-
-
-def _is_cost(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -32,7 +32,7 @@ class _TasksView:
 
 
 def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
-    """`fastpipe.planner.retime.retime`; the library must be there."""
+    """Starts and ends of every task, or None if the order cannot run; the library must be there."""
     view, order = _TasksView(tasks), np.ascontiguousarray(order, dtype=np.int32)
     starts, ends = np.empty(len(tasks)), np.empty(len(tasks))
     found = loaded().fastpipe_plan_retime(view.address, order.ctypes.data, starts.ctypes.data, ends.ctypes.data)
@@ -40,7 +40,7 @@ def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
 
 
 class Search:
-    """`fastpipe.planner.search.Search`; the library must be there."""
+    """Annealing over the orders of tasks (csrc/plan/search.h); the library must be there."""
 
     def __init__(self, tasks: Tasks, order: Ints, span: bool, seed: int) -> None:
         self.view, self.size = _TasksView(tasks), len(tasks)
@@ -52,7 +52,8 @@ class Search:
         found = loaded()
         self.handle = found.fastpipe_plan_search(self.view.address, self.start.ctypes.data, self.span, self.seed)
         if self.handle:
-            weakref.finalize(self, found.fastpipe_plan_end_search, self.handle)
+            # not at exit, when a thread of a plan that was interrupted may still be in `improve`
+            weakref.finalize(self, found.fastpipe_plan_end_search, self.handle).atexit = False
         return bool(self.handle)
 
     def improve(self, attempts: int, hot: float, cold: float) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastpipe.placement import Placement
-from fastpipe.planner import engine
+from fastpipe.planner import engine, native
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.keys import Keys, unordered
 from fastpipe.planner.model import Problem, Setting
@@ -117,8 +117,9 @@ class _Annealing(NamedTuple):
 
 
 def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: Clock) -> Iterator[Member]:
-    """Better orders, round by round: many for a short time, then the best of them for longer."""
-    if not pool:
+    """Better orders, round by round: many for a short time, then the best of them for longer. None without the
+    planning library."""
+    if not pool or not engine.is_native():
         return
     rounds = _ROUNDS if max(len(one.tasks) for one in pool) > _FEW else _ROUNDS_OF_FEW
     shares = [part / count * engine.turns(count) for count, part, _ in rounds]  # of the time
@@ -131,7 +132,7 @@ def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: 
             attempts = int(work * part / len(chosen) / max(1, len(one.tasks)))
             jobs.append(_Annealing(one, attempts, seconds, hot, seed * 1009 + number * 101 + index))
         ranked = []
-        with engine.at_once(lambda job: _annealed(problem, job, clock), jobs) as answers:
+        with engine.at_once(lambda job: _annealed(problem, job, clock), jobs, clock) as answers:
             for better in answers:
                 ranked.append(better)
                 yield better
@@ -160,7 +161,7 @@ def _annealed(problem: Problem, job: _Annealing, clock: Clock) -> Member:
     return _found(one, search)
 
 
-def _found(one: Member, search: engine.Annealing | None) -> Member:
+def _found(one: Member, search: native.Search | None) -> Member:
     """What a search has found, if it is better than what it began with."""
     if search is None:
         return one

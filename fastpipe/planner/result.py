@@ -69,6 +69,7 @@ class Plan:
         optimal: whether the exact solver has proved that nothing shorter exists; see `fastpipe.plan`.
         counts_bytes: whether the costs name the bytes of activations; else memory is counted in activations alone.
         counts_parameters: whether they name those of parameters, so that a second copy of the model counts.
+        annealed: whether orders were improved by annealing; that needs the planning library and an effort above 0.
     """
 
     schedule: Schedule
@@ -84,6 +85,7 @@ class Plan:
     recomputes: tuple[bool, ...] | None = None
     counts_bytes: bool = False
     counts_parameters: bool = False
+    annealed: bool = False
 
     def recompute(self, stage: int, module: Any = None) -> str:
         """What a stage does not keep, as ``Pipeline(recompute=plan.recompute)`` asks for it."""
@@ -173,6 +175,8 @@ class Plan:
             lines.append(f"  stages that recompute: {', '.join(again) or 'none'}")
         if self.cut:
             lines.append("  the search was cut by its time limit")
+        if not self.annealed:
+            lines.append("  not annealed: the best of the registry and of list scheduling")
         return "\n".join([*lines, "", *self._table()])
 
     def _not_counted(self) -> list[str]:

@@ -60,9 +60,11 @@ def test_links() -> None:
     ("attributes", "message"),
     [
         ({"forward": []}, "forward is empty: give a number, or a sequence"),
-        ({"forward": -1}, "forward = -1: costs are finite numbers of at least 0"),
+        ({"forward": -1}, "forward = -1: give numbers from 0 to"),
         ({"forward": math.nan}, "forward = nan"),
         ({"forward": math.inf}, "forward = inf"),
+        ({"forward": 1e101}, "forward = 1e.101: give numbers from 0 to"),
+        ({"bandwidth": 1e-101}, "bandwidth = 1e-101: give bytes a second"),
         ({"forward": "1"}, "forward = '1'"),
         ({"forward": True}, "forward = True"),
         ({"backward_input": [1, -2]}, "backward_input = -2"),

@@ -171,7 +171,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def test_status(elsewhere: Path) -> None:
     assert native_plan.library() is None
-    assert native_plan.status().endswith("was not built: planning runs in Python, with the same results.")
+    assert "was not built" in native_plan.status() and "without annealing" in native_plan.status()
     assert fastpipe.simulate(fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=2)).makespan == 9
 
 

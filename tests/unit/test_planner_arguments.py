@@ -75,7 +75,7 @@ def test_costs_are_read_from_files_and_dicts(tmp_path: Path) -> None:
                 read(path)
     path.write_text('{"forward": -1}')
     for reads in (small, CostModel.from_json):
-        with pytest.raises(ValueError, match=r"costs\.json: forward = -1: costs are finite"):
+        with pytest.raises(ValueError, match=r"costs\.json: forward = -1: give numbers"):
             reads(path)
     with pytest.raises(TypeError, match="costs: expected a CostModel, LayerCosts, a dict or a file, found int"):
         small(3)

@@ -110,7 +110,7 @@ def test_list_scheduling_looks_at_the_memory_of_every_rank() -> None:
     said: list[str] = []
     options = {"num_ranks": 2, "placement": fastpipe.Placement.loop(2), "memory": "12.3MB", "effort": 0.1}
     plan = small(costs, **options, progress=lambda text, best: said.append(text))
-    assert plan.chosen.fits and any("began as list scheduling" in text for text in said)
+    assert plan.chosen.fits and any("list scheduling on loop" in text for text in said)
 
 
 def test_a_picture_is_in_bytes_where_the_limit_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

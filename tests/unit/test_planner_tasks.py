@@ -1,4 +1,4 @@
-"""The search's own times are those of the simulator, and its steps take the same way in Python and in C++."""
+"""The search's own times are those of the simulator; list scheduling does the same in Python and in C++."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import fastpipe
 from fastpipe import CostModel, Schedule, native_plan
-from fastpipe.planner import engine, native, retime, search
-from fastpipe.planner.construct import Constructor
+from fastpipe.planner import engine, listing, native
 from fastpipe.planner.keys import Keys, unordered
 from fastpipe.planner.starts import joined, split
 from fastpipe.planner.tasks import Tasks, fits, held_peaks, tasks_of
@@ -56,8 +55,9 @@ def test_an_orders_times_are_the_simulators(case: tuple[str, int, int, dict[str,
     timeline = fastpipe.simulate(schedule, cost)
     assert engine.measure(tasks, tasks.start, span=False) == timeline.makespan
     assert engine.measure(tasks, tasks.start, span=True) == timeline.span
-    times = engine.retime(tasks, tasks.start)
-    assert times is not None
+    times, python = engine.retime(tasks, tasks.start), listing.retime(tasks, tasks.start)
+    assert times is not None and python is not None
+    assert [column.tolist() for column in python] == [column.tolist() for column in times]
     for rank in range(schedule.num_ranks):
         mine = slice(tasks.first[rank], tasks.first[rank + 1])
         assert [span.start for span in timeline.compute_spans(rank)] == times[0][mine].tolist()
@@ -80,7 +80,7 @@ def test_an_order_that_cannot_run_has_no_times() -> None:
     order[: tasks.first[1]] = order[: tasks.first[1]][::-1]  # the first rank begins with a backward
     assert engine.retime(tasks, order) is None
     assert engine.measure(tasks, order, span=False) == float("inf")
-    assert retime.retime(tasks, order) is None
+    assert listing.retime(tasks, order) is None
     arguments = {"span": False, "seed": 0, "attempts": 10, "hot": 1.0, "cold": 0.0}
     assert improved(tasks, order, **arguments) is None  # type: ignore[arg-type]
 
@@ -141,23 +141,6 @@ def test_what_does_not_fit_is_no_start() -> None:
     schedule = made("zb_h1", 4, 8, {})
     tasks = tasks_of(schedule, CostModel(), [1.0] * 4, [3.0] * 4)
     assert improved(tasks, tasks.start, span=False, seed=0, attempts=5, hot=1.0, cold=0.0) is None
-    assert not search.Search(tasks, tasks.start, False, 0).begin()
-
-
-@pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
-@pytest.mark.parametrize("case", NAMED[:6], ids=str)
-@pytest.mark.parametrize("span", [False, True])
-def test_both_languages_take_the_same_way(case: tuple[str, int, int, dict[str, int]], span: bool) -> None:
-    schedule = made(*case)
-    tasks = tight(schedule, uneven(schedule.num_stages))
-    for seed in (0, 2**40 + 7):
-        both = [kind(tasks, tasks.start, span, seed) for kind in (native.Search, search.Search)]
-        assert all(one.begin() for one in both)
-        for attempts, hot, cold in ((300, 0.5, 0.1), (100, 0.1, 0.01)):
-            for one in both:
-                one.improve(attempts, hot, cold)
-            (order, length), (python, same) = (one.found() for one in both)
-            assert (order.tolist(), length) == (python.tolist(), same)
 
 
 @pytest.mark.parametrize("span", [False, True])
@@ -170,32 +153,6 @@ def test_what_takes_no_time_is_no_way_round_a_ring(span: bool) -> None:
         found = improved(tasks, tasks.start, span=span, seed=seed, attempts=2000, hot=2.0, cold=0.1)
         assert found is not None and engine.measure(tasks, found[0], span) == found[1]
         tasks.ordered(found[0], "better").validate()
-
-
-@pytest.mark.parametrize("case", NAMED[:4], ids=str)
-@pytest.mark.parametrize("span", [False, True])
-def test_what_a_trial_renews_is_all_that_changes(
-    case: tuple[str, int, int, dict[str, int]], span: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Times that were renewed as far as a change reached are those of the whole order, timed from nothing."""
-    schedule = made(*case)
-    tasks = tight(schedule, uneven(schedule.num_stages))
-    kept = []
-
-    def keep(retimer: retime.Retimer, windows: retime.Windows) -> None:
-        whole = retime.Retimer(retimer.lines, retimer.order, retimer.place, span)
-        assert whole.run()
-        kept.append(retimer.trial_starts == whole.starts and retimer.trial_ends == whole.ends)
-        assert retimer.trial_score == whole.score
-        real(retimer, windows)
-        assert retimer.stale.times == whole.stale.times and not any(retimer.stale.marked)
-
-    real = retime.Retimer.keep
-    monkeypatch.setattr(retime.Retimer, "keep", keep)
-    python = search.Search(tasks, tasks.start, span, 5)
-    assert python.begin()
-    python.improve(400, 2.0, 0.5)
-    assert len(kept) > 20 and all(kept)
 
 
 @pytest.mark.parametrize("forward", [0.0, 1e-30])
@@ -219,7 +176,7 @@ def test_both_languages_construct_the_same(limit: float) -> None:
     found = native.construct(tasks, keys, reserves, patience, span=True)
     assert found is not None
     for key, reserve, wait, (order, objective) in zip(keys, reserves, patience, found, strict=True):
-        python = Constructor(tasks, key, reserve, wait).run()
+        python = listing.Listing(tasks, key, reserve, wait).run()
         if python is None:
             assert objective == math.inf
         else:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fastpipe
-from fastpipe import CostModel, Placement
+from fastpipe import CostModel, Placement, native_plan
 from fastpipe.planner import engine, entry, exact, pool
 from fastpipe.planner.clock import Clock
 from fastpipe.planner.entry import plan
@@ -62,6 +62,7 @@ def heats(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[float, fl
     return list(seen)
 
 
+@pytest.mark.skipif(native_plan.library() is None, reason="the planning library is not built")
 @pytest.mark.parametrize("limit", [None, 1e6])
 def test_with_time_enough_it_cools_down_step_by_step(monkeypatch: pytest.MonkeyPatch, limit: float | None) -> None:
     clock = SetClock(limit, 1.0)
@@ -71,6 +72,7 @@ def test_with_time_enough_it_cools_down_step_by_step(monkeypatch: pytest.MonkeyP
     assert seen[0][0] == pytest.approx(seen[-1][1] / pool._COLD)
 
 
+@pytest.mark.skipif(native_plan.library() is None, reason="the planning library is not built")
 def test_what_is_late_cools_down_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the time that all slices would take: about half of them, from the same heat to nearly the same cold."""
     whole = heats(monkeypatch, SetClock(None, 1.0))

@@ -51,7 +51,7 @@ def test_columns_that_are_none(columns: list, message: str) -> None:
 
 
 def test_no_microbatches() -> None:
-    with pytest.raises(ValueError, match="num_microbatches = 0: give a whole number of at least 1"):
+    with pytest.raises(ValueError, match="num_microbatches = 0: give a whole number from 1"):
         Schedule.from_actions("mine", Placement.loop(1), 0, [[]])
 
 
