@@ -150,7 +150,7 @@ def test_a_plan_is_the_same_again_and_searches_with_its_seed() -> None:
 
 def test_a_plan_without_the_library_is_listed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_plan, "library", lambda: None)
-    plan = small(UNEVEN, max_stages_per_rank=2)
+    plan = small(UNEVEN, max_stages_per_rank=2, effort=1)
     assert not plan.annealed and "not annealed" in str(plan)
     assert any(one.name.startswith("plan from list scheduling") for one in plan.candidates)
     fastpipe.validate_program(fastpipe.lower(plan.schedule))
