@@ -8,9 +8,11 @@ from types import MethodType
 from typing import Any, overload
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe.runtime.carried import Carried, apart, as_arguments
 from fastpipe.runtime.recompute import FULL, LAYERS, NONE, recomputed
+from fastpipe.runtime.sharded import is_sharded
 
 
 class WholeNames(nn.Module):
@@ -70,6 +72,8 @@ class Layers(Sequence[nn.Module]):
         names: what each is called in the whole model; its index unless given.
     """
 
+    _layers: Sequence[nn.Module] = ()
+
     def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
         self._layers = list(layers)
         self._names = [str(i) for i in range(len(self._layers))] if names is None else list(names)
@@ -89,6 +93,20 @@ class Layers(Sequence[nn.Module]):
     def chain(self, indices: Iterable[int]) -> WholeNames:
         """Neighbours as one module."""
         return Chain({self._names[i]: self._layers[i] for i in indices})
+
+    def check_unhooked(self, indices: Iterable[int]) -> None:
+        """Refuse hooks of layers, where `chain` makes a module that does not call the layers themselves.
+
+        Raises:
+            ValueError: naming the layer.
+        """
+        for i in indices:
+            if self._layers and (self._layers[i]._forward_hooks or self._layers[i]._forward_pre_hooks):
+                raise ValueError(
+                    f"stages: layer {i} of the split model has hooks, those of fully_shard for example, and a stage "
+                    "would not call them; add them to the model's own modules before split, or to each stage in a "
+                    "function stage_index -> module, made by layers.chain(indices)"
+                )
 
     def layer_of(self, name: str) -> int | None:
         """The layer of a parameter; None for a name that there is not."""
@@ -118,13 +136,24 @@ def check_forward(module: nn.Module) -> None:
     """That calling a module runs the forward of its class on the module, so that a part of it can do the same.
 
     Raises:
-        ValueError: for a ``forward`` that was replaced on the instance, and for a compiled module.
+        ValueError: for a ``forward`` that was replaced on the instance, for a compiled module and for a wrapped one.
     """
     name = type(module).__name__
     if module._compiled_call_impl is not None:
         raise ValueError(
             f"model: {name} is compiled as a whole, and its stages would run the whole; compile its blocks, or the "
             "stages of the pipeline (pipe.stage_modules), instead"
+        )
+    if is_sharded(module):
+        raise ValueError(
+            f"model: fully_shard was applied to {name} as a whole, which its stages cannot keep; apply it to the "
+            "embedding, to every block, to the norm and to the head before the model is split, or to each stage in a "
+            "function stage_index -> module"
+        )
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            "model is in DistributedDataParallel, which its stages cannot keep; give model.module, and the group of "
+            "the replicas as Pipeline(data_parallel=)"
         )
     own = vars(module).get("forward")
     accepted: Any = type(module).forward

@@ -12,7 +12,7 @@ replicas neither wait for it nor train on what it gave.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -50,6 +50,40 @@ class DataParallel(ABC):
             ValueError: when another replica does not, or has others.
         """
         return False
+
+    @property
+    @abstractmethod
+    def wrapped(self) -> Sequence[nn.Module]:
+        """The modules of the stage that the user has wrapped; what is in them is the wrapper's."""
+
+    def check_covers(self, module: nn.Module, stage: int) -> None:
+        """Refuse parameters outside of what is wrapped, whose gradients nobody would average.
+
+        Args:
+            module: the stage's.
+            stage: its index.
+
+        Raises:
+            ValueError: with their names and what to do.
+        """
+        wrapped = set(self.wrapped)
+        if module in wrapped or self.num_replicas == 1:
+            return
+        found, pending = [], [("", module)]
+        for prefix, inner in pending:
+            # one that is spread over processes is the user's to reduce
+            found += [
+                prefix + name
+                for name, p in inner._parameters.items()
+                if p is not None and p.requires_grad and not hasattr(p, "placements")
+            ]
+            children = [(f"{prefix}{name}.", child) for name, child in inner._modules.items() if child is not None]
+            pending += [(name, child) for name, child in children if child not in wrapped]
+        if found:
+            raise ValueError(
+                f"stages: stage {stage} is {self.description}, but not its {listed(found)}, whose gradients would not "
+                "be averaged over the replicas; wrap them too, or the stage as a whole"
+            )
 
     @abstractmethod
     def begin(self, reduces: bool) -> None:
@@ -129,3 +163,10 @@ class DataParallel(ABC):
     def put_aside(self) -> Callable[[], None]:
         """Put aside gradients that wait to be reduced and are not in ``.grad``; the function puts them back."""
         return lambda: None
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of them."""
+    if not names:
+        return "none"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -17,6 +17,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe.runtime.averages import has_comm_hook
+from fastpipe.runtime.data_parallel import listed
 from fastpipe.runtime.walked import walked
 
 
@@ -133,10 +134,3 @@ class Reduced:
             wrapper.reducer._set_static_graph()
             wrapper.logger._set_static_graph()
         wrapper._has_rebuilt_buckets = False
-
-
-def listed(names: list[str]) -> str:
-    """The first few of them."""
-    if not names:
-        return "none"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

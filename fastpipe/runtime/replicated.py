@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe.runtime.averages import Average, has_comm_hook
-from fastpipe.runtime.data_parallel import DataParallel, ReplicaError, SilentReplicaError
+from fastpipe.runtime.data_parallel import DataParallel, ReplicaError, SilentReplicaError, listed
 from fastpipe.runtime.grad_dtype import has_grad_dtype
-from fastpipe.runtime.reduced import Reduced, listed
+from fastpipe.runtime.reduced import Reduced
 
 _HELD_BACK = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
 """Flags of a wrapper while a step runs: no hook reduces, not even at the end of a static graph's first backward."""
@@ -45,6 +45,11 @@ class Replicated(DataParallel):
             _check_options(wrapper, stage)
         self._reduced = {wrapper: Reduced(wrapper, stage) for wrapper in wrappers}
         self._starts_early = self._may_start_early()
+
+    @property
+    def wrapped(self) -> Sequence[nn.Module]:
+        """The DistributedDataParallel."""
+        return self.wrappers
 
     def _may_start_early(self) -> bool:
         modules = (module for wrapper in self.wrappers for module in wrapper.module.modules())

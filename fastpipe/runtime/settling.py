@@ -14,10 +14,10 @@ from functools import partial
 from fastpipe.errors import StepError
 from fastpipe.program import Program
 from fastpipe.runtime.control import Control, Reply, tell
+from fastpipe.runtime.data_parallel import listed
 from fastpipe.runtime.failure import Failure, LostError
 from fastpipe.runtime.grad_dtype import set_grad_dtype
 from fastpipe.runtime.ranks import LocalRanks
-from fastpipe.runtime.reduced import listed
 from fastpipe.runtime.stage import Stage
 
 
@@ -27,7 +27,11 @@ def misses(stages: Sequence[Stage]) -> bool:
     Raises:
         ValueError: where that cannot be mended.
     """
-    found = [stage.parallel.missed() for stage in stages if stage.parallel is not None]
+    found = []
+    for stage in stages:
+        if stage.parallel is not None:
+            stage.parallel.check_covers(stage.module, stage.index)
+            found.append(stage.parallel.missed())
     for stage in stages:
         names = [name for name, p in stage.module.named_parameters() if p.requires_grad] if stage.bare else []
         if names:

@@ -7,6 +7,7 @@ parameters; REDUCE_GRAD calls `post_backward` of every group of parameters, in t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
-from fastpipe.runtime.reduced import listed
+from fastpipe.runtime.data_parallel import DataParallel, ReplicaError, listed
 from fastpipe.runtime.walked import walked
 
 
@@ -41,6 +41,12 @@ class _Flags:
 
 
 _HELD_BACK = _Flags(None, False, False, False)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it. Who has not imported that has not applied it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -70,6 +76,11 @@ class Sharded(DataParallel):
     def _inner(self) -> list[nn.Module]:
         """All modules that are sharded, and what is in them."""
         return list(dict.fromkeys(inner for module in self.modules for inner in walked(module)))
+
+    @property
+    def wrapped(self) -> Sequence[nn.Module]:
+        """Those that `fully_shard` was applied to."""
+        return self.modules
 
     def missed(self) -> list[str]:
         """None: what `fully_shard` was not applied to it cannot be told of.

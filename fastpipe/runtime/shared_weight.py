@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe.runtime.grad_dtype import alias_of
+from fastpipe.runtime.sharded import is_sharded
 from fastpipe.runtime.tensors import digest_of
-from fastpipe.runtime.wrappers import is_sharded
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.replicated import Replicated
-from fastpipe.runtime.sharded import Sharded
+from fastpipe.runtime.sharded import Sharded, is_sharded
 
 
 def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
@@ -32,15 +32,11 @@ def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
             f"stages: stage {stage} has DistributedDataParallel and fully_shard in it; use one of them (fully_shard "
             "takes a mesh of two dimensions to replicate what it shards)"
         )
-    if sharded:
-        return Sharded(sharded, stage)
-    return Replicated(replicated, stage) if replicated else None
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to it. Who has not imported that has not applied it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    if not sharded and not replicated:
+        return None
+    found: DataParallel = Sharded(sharded, stage) if sharded else Replicated(replicated, stage)
+    found.check_covers(module, stage)
+    return found
 
 
 def _check_unknown(module: nn.Module, stage: int) -> None:

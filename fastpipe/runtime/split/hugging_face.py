@@ -74,7 +74,9 @@ class DecoderLayers(Layers):
 
     def chain(self, indices: Iterable[int]) -> DecoderStage:
         """Neighbours as one module, which has the parameters of the model, under their names."""
-        return DecoderStage(self._model, self._anatomy, self.num_blocks, list(indices))
+        own = list(indices)
+        self.check_unhooked(own)
+        return DecoderStage(self._model, self._anatomy, self.num_blocks, own)
 
     def layer_of(self, name: str) -> int | None:
         """The layer of a parameter; None for a name that there is not."""

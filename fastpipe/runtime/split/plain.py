@@ -26,7 +26,9 @@ class RowLayers(Layers):
 
     def chain(self, indices: Iterable[int]) -> RowStage:
         """Neighbours as one module, which has the parameters of the model, under their names."""
-        return RowStage(self._model, self._row, list(indices))
+        own = list(indices)
+        self.check_unhooked(own)
+        return RowStage(self._model, self._row, own)
 
     def layer_of(self, name: str) -> int | None:
         """The layer of a parameter; None for a name that there is not."""
