@@ -91,7 +91,7 @@ CUDA_TESTS ?= tests/distributed/test_sharded_training.py $(addprefix tests/runti
 # tests for any device: ranks are lost where messages go over NCCL.
 HOST_CUDA_TESTS ?= tests/gpu -k "driver or cannot or failed or killed or (recorded and 1f1b) or \
   (one_process and (1f1b or zbv or dualpipev)) or \
-  ((dualpipev or zbv) and (cuda_ipc-2 or process_group-2 or coalesced-2)) or \
+  ((dualpipev or zbv) and (2-cuda_ipc or process_group-2 or coalesced-2)) or \
   (owed and (0-process_group or 1-cuda_ipc))"
 HOST_CUDA_LOSSES ?= tests/distributed/test_death.py -k "native and (killed or silent)"
 CUDA_PYTHON = $(abspath $(VENV_CUDA))/bin/python

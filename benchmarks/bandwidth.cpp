@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "core/codec.h"
 #include "core/errors.h"
-#include "core/shared_memory_codec.h"
 #include "core/shared_memory_host.h"
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
@@ -52,7 +52,7 @@ class Bytes final : public Payload {
   SharedMemoryLease lease;
 };
 
-class BytesCodec final : public SharedMemoryCodec {
+class BytesCodec final : public Codec {
  public:
   std::size_t size(const Payload& payload, bool) const override { return static_cast<const Bytes&>(payload).size; }
   void write(const Payload& payload, const CellBytes& to) const override {
@@ -67,6 +67,12 @@ class BytesCodec final : public SharedMemoryCodec {
     bytes.size = from.size;
     bytes.lease = std::move(lease);
   }
+
+  // Nothing is copied by engines.
+  std::size_t size(const Spec&) const override { return 0; }
+  void list(const Payload&, std::vector<CopyPart>&) const override {}
+  std::shared_ptr<const void> duplicate(std::vector<CopyPart>&) const override { return nullptr; }
+  void adopt(Payload&, const Spec&, CopyLoan) const override {}
 
   mutable double seconds = 0;  // in write()
 };

@@ -1,11 +1,12 @@
 // What the copy-engine transport needs of a device: memory that other processes open, streams, and flags that streams
-// write and wait for. csrc/cuda has the one for CUDA; tests have one of threads.
+// write and wait for; and a message where it arrived. csrc/cuda has the engine of CUDA, tests have one of threads.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "shared_memory_layout.h"
 #include "shared_memory_segment.h"
@@ -73,6 +74,44 @@ class CopyEngine {
   virtual std::unique_ptr<CopyMark> make_mark() = 0;
   // Where the calling thread's work goes now; valid until it asks again.
   virtual CopyQueue& current() = 0;
+};
+
+// A place on the receiver's side.
+struct CopyPlace {
+  explicit CopyPlace(std::unique_ptr<CopyMark> mark) : unused(std::move(mark)) {}
+
+  std::unique_ptr<CopyMark> unused;  // reached when nothing uses the last message any more
+  bool lent = false;
+};
+
+// A message where it arrived. Until the loan ends, its place is not granted again.
+class CopyLoan final {
+ public:
+  CopyLoan() = default;
+  CopyLoan(std::shared_ptr<CopyEngine> engine, std::shared_ptr<CopyPlace> place, std::shared_ptr<CopyMemory> memory,
+           std::byte* data)
+      : engine_(std::move(engine)), place_(std::move(place)), memory_(std::move(memory)), data_(data) {
+    place_->lent = true;
+  }
+  CopyLoan(CopyLoan&&) noexcept = default;
+  CopyLoan& operator=(CopyLoan&&) noexcept = default;
+
+  bool active() const { return place_ != nullptr; }
+  std::byte* data() const { return data_; }
+  // To be held by whoever points into it.
+  const std::shared_ptr<CopyMemory>& memory() const { return memory_; }
+  // What the calling thread's current queue has by now is the last that uses the message.
+  void end() {
+    engine_->current().record(*place_->unused);
+    place_->lent = false;
+    *this = CopyLoan();
+  }
+
+ private:
+  std::shared_ptr<CopyEngine> engine_;
+  std::shared_ptr<CopyPlace> place_;
+  std::shared_ptr<CopyMemory> memory_;
+  std::byte* data_ = nullptr;
 };
 
 }  // namespace fastpipe

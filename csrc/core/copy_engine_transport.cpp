@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <thread>
 #include <utility>
 
@@ -13,124 +14,91 @@ namespace fastpipe {
 namespace {
 
 constexpr std::chrono::microseconds kPause{100};  // where a host waits for another, once for a kind of step
-constexpr double kLastSeconds = 30;               // at the end, for what is under way
 
 }  // namespace
 
-CopyEngineTransport::CopyEngineTransport(const CopyEngineSource& source, const RankProgram& program,
+CopyEngineSource::CopyEngineSource(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<SharedMemorySource> announced,
+                                   std::vector<CopyPlaces> places)
+    : link_(std::move(link)), announced_(std::move(announced)), places_(std::move(places)) {}
+
+std::unique_ptr<Transport> CopyEngineSource::connect(const RankProgram& program, double timeout_seconds) {
+  announced_->check(program);
+  return std::make_unique<CopyEngineTransport>(link_, *announced_, places_, program, timeout_seconds);
+}
+
+void add_places(const RankProgram& program, std::vector<CopyPlaces>& places) {
+  std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> place_of;  // by channel and slot
+  for (std::size_t position = 0; position < program.size(); ++position) {
+    const Instruction it = program[position];
+    if (it.op != Op::kPostRecv) continue;
+    CopyPlaces& channel = places.at(it.channel);
+    const auto [found, is_new] = place_of.try_emplace({it.channel, it.slot}, channel.count);
+    channel.count += is_new ? 1 : 0;
+    channel.of_message.push_back(found->second);
+  }
+}
+
+CopyEngineTransport::CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemorySource& announced,
+                                         std::vector<CopyPlaces> places, const RankProgram& program,
                                          double timeout_seconds)
-    : link_(source.link()),
-      codec_(source.codec()),
+    : link_(std::move(link)),
+      codec_(announced.codec()),
       program_(program),
-      places_(source.places()),
-      number_(source.number()),
+      places_(std::move(places)),
       timeout_seconds_(timeout_seconds),
       specs_(program.size()),
-      announced_(source.announced(), program, timeout_seconds),
-      watch_(timeout_seconds, link_->host()->let_go()),
+      announced_(announced, program, timeout_seconds),
       incoming_(program.channels().size()),
       outgoing_(program.channels().size()),
+      num_messages_(program.channels().size()),
       receives_(program.num_slots()),
       sends_(program.num_sends()) {
   for (Send& send : sends_) send.copied = link_->engine()->make_mark();
-  make_incoming();
-  make_outgoing();
-}
-
-void CopyEngineTransport::make_incoming() {
-  const std::vector<Channel>& channels = program_.channels();
-  const auto receives_on = [&](std::size_t i) {
-    return !channels[i].local() && channels[i].destination == program_.rank() && places_[i].count > 0;
-  };
-  const std::size_t table = std::max(kSharedLine, whole_lines(channels.size() * sizeof(std::uint64_t)));
-  segment_ = SharedMemorySegment::make(table + channels.size() * sizeof(CopyWords));
-  exposed_ = link_->engine()->expose(segment_);
-  for (std::size_t i = 0; i < channels.size(); ++i) {
-    if (!receives_on(i)) continue;
-    const std::size_t offset = table + i * sizeof(CopyWords);
-    segment_->at<std::uint64_t>(0)[i] = offset;
-    incoming_[i] = std::make_unique<CopyIncoming>(link_, places_[i], segment_, *segment_->at<CopyWords>(offset),
-                                                  channels[i], watch_);
-  }
-  link_->host()->publish(number_, *segment_, fingerprint(places_));
-}
-
-void CopyEngineTransport::make_outgoing() {
-  const std::vector<Channel>& channels = program_.channels();
-  for (std::size_t i = 0; i < channels.size(); ++i) {
-    if (channels[i].local() || channels[i].source != program_.rank() || places_[i].count == 0) continue;
-    outgoing_[i] = std::make_unique<CopyOutgoing>(link_, places_[i], channels[i]);
-  }
-}
-
-CopyEngineTransport::~CopyEngineTransport() {
-  if (home_.here()) {
-    finish();
-    return;
-  }
-  // A forked child has copies of what is the parent's to end.
-  for (auto& outgoing : outgoing_) static_cast<void>(outgoing.release());
-  for (auto& incoming : incoming_) static_cast<void>(incoming.release());
-}
-
-// What was sent arrives, if its receiver takes it; then all is given back, in order.
-void CopyEngineTransport::finish() noexcept {
-  const double patience = std::min(timeout_seconds_, kLastSeconds);
-  Clock::time_point deadline = Clock::now() + as_duration(patience);
-  while (!watch_.any_broken() && (watch_.waiting() || busy()) && Clock::now() < deadline) {
-    std::this_thread::sleep_for(kPause);
-  }
-  const std::vector<Channel>& channels = program_.channels();
-  for (std::size_t i = 0; i < channels.size() && watch_.waiting(); ++i) {
-    const std::int32_t peer = channels[i].peer_of(program_.rank());
-    if (incoming_[i] || outgoing_[i]) watch_.give_up(peer, "the transport is gone", program_.rank());
-  }
-  // What was released runs out. Until then it needs the flags.
-  deadline = Clock::now() + as_duration(patience);
-  while (busy() && Clock::now() < deadline) std::this_thread::sleep_for(kPause);
-  outgoing_.clear();
-  incoming_.clear();
-}
-
-bool CopyEngineTransport::busy() const noexcept {
-  const auto works = [](const auto& end) { return end && !end->idle(); };
-  try {
-    return std::any_of(outgoing_.begin(), outgoing_.end(), works) ||
-           std::any_of(incoming_.begin(), incoming_.end(), works);
-  } catch (const std::exception&) {
-    return false;  // a device that is lost does nothing any more
-  }
 }
 
 void CopyEngineTransport::begin_step(std::int64_t signature, bool announce) {
-  if (watch_.any_broken()) {
-    throw TransportError(watch_.first_broken(), "rank " + std::to_string(program_.rank()) +
-                                                    ": the copy-engine transport is broken (no transfer with rank " +
-                                                    std::to_string(watch_.first_broken()) + ": " + watch_.why() +
-                                                    "); build the Pipeline again");
+  if (link_->watch().any_broken()) {
+    throw TransportError(link_->watch().first_broken(),
+                         "rank " + std::to_string(program_.rank()) +
+                             ": the copy-engine transport is broken (no transfer with rank " +
+                             std::to_string(link_->watch().first_broken()) + ": " + link_->watch().why() +
+                             "); build the Pipeline again");
   }
   specs_.open(signature, announce);
   signature_ = signature;
   announcing_ = announce;
+  std::fill(num_messages_.begin(), num_messages_.end(), 0);
   if (announce) return announced_.begin_step(signature, true);
   make_room(signature);
 }
 
 void CopyEngineTransport::make_room(std::int64_t signature) {
-  if (known_.count(signature) > 0) return;
-  const std::vector<std::size_t> bytes = count_bytes();
-  for (std::size_t i = 0; i < incoming_.size(); ++i) {
-    if (!incoming_[i]) continue;
-    try {
-      incoming_[i]->prepare(bytes[i]);
-    } catch (const std::exception& error) {
-      give_up(incoming_[i]->peer(), error.what());
+  const std::vector<Channel>& channels = program_.channels();
+  const auto used = [&](std::size_t i, std::int32_t end) {
+    return !channels[i].local() && end == program_.rank() && places_[i].count > 0;
+  };
+  if (known_.count(signature) == 0) {
+    const std::vector<std::size_t> bytes = count_bytes();
+    for (std::size_t i = 0; i < channels.size(); ++i) {
+      if (!used(i, channels[i].destination)) continue;
+      try {
+        incoming_[i] = &link_->incoming(channels[i]);
+        incoming_[i]->prepare(static_cast<std::size_t>(places_[i].count), bytes[i]);
+      } catch (const std::exception& error) {
+        give_up(channels[i].source, error.what());
+      }
     }
+    for (std::size_t i = 0; i < channels.size(); ++i) {
+      if (used(i, channels[i].source)) wait_for_room(i, bytes[i]);
+    }
+    known_.insert(signature);
   }
-  for (std::size_t i = 0; i < outgoing_.size(); ++i) {
-    if (outgoing_[i]) wait_for_room(static_cast<std::int32_t>(i), bytes[i]);
+  for (CopyIncoming* incoming : incoming_) {
+    if (incoming != nullptr) incoming->begin_step();
   }
-  known_.insert(signature);
+  for (CopyOutgoing* outgoing : outgoing_) {
+    if (outgoing != nullptr) outgoing->begin_step();
+  }
 }
 
 // By channel: the largest message. At least a line, so that there is a place.
@@ -144,14 +112,15 @@ std::vector<std::size_t> CopyEngineTransport::count_bytes() const {
   return bytes;
 }
 
-void CopyEngineTransport::wait_for_room(std::int32_t channel, std::size_t bytes) {
-  const std::int32_t peer = outgoing_[channel]->peer();
+void CopyEngineTransport::wait_for_room(std::size_t channel, std::size_t bytes) {
+  const std::int32_t peer = peer_of(channel);
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
   while (true) {
     // Asked before the look, for what it showed before it died counts.
     const bool alive = link_->host()->peer(peer)->alive();
     try {
-      if (has_room(channel, bytes)) return;
+      CopyOutgoing* const outgoing = outgoing_[channel] = link_->outgoing(program_.channels()[channel]);
+      if (outgoing != nullptr && outgoing->prepare(static_cast<std::size_t>(places_[channel].count), bytes)) return;
     } catch (const std::exception& error) {
       give_up(peer, error.what());
     }
@@ -161,47 +130,19 @@ void CopyEngineTransport::wait_for_room(std::int32_t channel, std::size_t bytes)
   }
 }
 
-bool CopyEngineTransport::has_room(std::int32_t channel, std::size_t bytes) {
-  CopyOutgoing& outgoing = *outgoing_[channel];
-  if (!outgoing.opened()) {
-    CopyWords* const words = words_of(channel);
-    if (words == nullptr) return false;
-    outgoing.open(*words, watch_);
-  }
-  return outgoing.prepare(bytes);
-}
-
-// Of a channel that this rank sends on; null as long as the receiver has not shown them.
-CopyWords* CopyEngineTransport::words_of(std::int32_t channel) {
-  const std::int32_t peer = outgoing_[channel]->peer();
-  auto found = shown_.find(peer);
-  if (found == shown_.end()) {
-    auto segment = link_->host()->peer(peer)->rings(number_, fingerprint(places_));
-    if (!segment) return nullptr;
-    auto exposed = link_->engine()->expose(segment);
-    found = shown_.emplace(peer, Shown{std::move(segment), std::move(exposed)}).first;
-  }
-  const SharedMemorySegment& segment = *found->second.segment;
-  const std::uint64_t offset = segment.at<std::uint64_t>(0)[channel];
-  if (offset == 0 || offset + sizeof(CopyWords) > segment.size()) {
-    throw Error("what it shows makes no sense; run the same version of fastpipe on every rank");
-  }
-  return segment.at<CopyWords>(offset);
-}
-
 bool CopyEngineTransport::usable(std::int32_t channel) {
-  if (!watch_.broken(program_.channels()[channel].peer_of(program_.rank()))) return true;
+  if (!link_->watch().broken(peer_of(channel))) return true;
   tell();
   return false;
 }
 
 void CopyEngineTransport::tell() {
-  if (watch_.any_broken() && !std::exchange(told_, true)) fail();
+  if (link_->watch().any_broken() && !std::exchange(told_, true)) fail();
 }
 
 // Of all ranks, since what came of a queue that another one has let go may have come through others to this one.
 void CopyEngineTransport::check() const {
-  if (watch_.any_broken()) fail();
+  if (link_->watch().any_broken()) fail();
   if (const auto found = link_->host()->find_let_go()) {
     const auto [rank, blamed] = *found;
     throw TransportError(blamed, "rank " + std::to_string(program_.rank()) + ": what rank " + std::to_string(rank) +
@@ -211,28 +152,28 @@ void CopyEngineTransport::check() const {
 }
 
 void CopyEngineTransport::give_up(std::int32_t peer, const std::string& why) {
-  watch_.give_up(peer, why, peer);
+  link_->watch().give_up(peer, why, peer);
   told_ = true;
   fail();
 }
 
 void CopyEngineTransport::fail() const {
-  const std::int32_t peer = watch_.first_broken();
+  const std::int32_t peer = link_->watch().first_broken();
   throw TransportError(peer, "rank " + std::to_string(program_.rank()) + ": no transfer with rank " +
-                                 std::to_string(peer) + " any more (" + watch_.why() +
+                                 std::to_string(peer) + " any more (" + link_->watch().why() +
                                  "); see what that rank was doing, or set a longer timeout");
 }
 
 void CopyEngineTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
   Receive& receive = receives_[slot];
-  receive = {false, transfer, 0, &into};
+  receive = {false, transfer, 0, 0, &into};
   if (announcing_) return announced_.post_receive(transfer, slot, into);
   if (!usable(transfer.channel)) return;
-  CopyIncoming& incoming = *incoming_[transfer.channel];
   try {
-    receive.message = incoming.post();
+    receive.place = next_place(transfer.channel);
+    receive.message = incoming_[transfer.channel]->post(receive.place);
   } catch (const std::exception& error) {
-    give_up(incoming.peer(), error.what());
+    give_up(peer_of(transfer.channel), error.what());
   }
   receive.posted = true;
 }
@@ -245,7 +186,8 @@ bool CopyEngineTransport::wait_receive(std::int32_t slot) {
     return true;
   }
   if (!std::exchange(receive.posted, false) || !usable(receive.transfer.channel)) return false;
-  CopyLoan loan = incoming_[receive.transfer.channel]->take(receive.message);
+  CopyIncoming& incoming = *incoming_[receive.transfer.channel];
+  CopyLoan loan = incoming.take(receive.message, receive.place, receive.transfer.stage);
   // What waits in the host's own time may have been released just now.
   if (!usable(receive.transfer.channel) || !loan.active()) return false;
   codec_->adopt(*receive.into, specs_.at(receive.transfer.position), std::move(loan));
@@ -264,8 +206,10 @@ void CopyEngineTransport::post_send(const Transfer& transfer, std::int32_t send,
     parts_.clear();
     codec_->list(from, parts_);
     // Its place may be granted again before it is sent.
-    if (lies_in_place(parts_)) it.kept = codec_->duplicate(parts_);
-    outgoing.send(parts_, *it.copied);
+    if (std::any_of(parts_.begin(), parts_.end(), [&](const auto& part) { return link_->lies_in_place(part.data); })) {
+      it.kept = codec_->duplicate(parts_);
+    }
+    outgoing.send(next_place(transfer.channel), parts_, *it.copied);
   });
 }
 
@@ -278,7 +222,7 @@ void CopyEngineTransport::wait_for_current(CopyMark& mark) {
 void CopyEngineTransport::post_stand_in(const Transfer& transfer, std::int32_t send) {
   if (announcing_) return announced_.post_stand_in(transfer, send);
   hand_over(transfer, send, [&](CopyOutgoing& outgoing, Send& it) {
-    outgoing.stand_in(codec_->size(specs_.at(transfer.position)), *it.copied);
+    outgoing.stand_in(next_place(transfer.channel), codec_->size(specs_.at(transfer.position)), *it.copied);
   });
 }
 
@@ -288,20 +232,12 @@ void CopyEngineTransport::hand_over(const Transfer& transfer, std::int32_t send,
   it.posted = false;
   it.channel = transfer.channel;
   if (!usable(transfer.channel)) return;
-  CopyOutgoing& outgoing = *outgoing_[transfer.channel];
   try {
-    body(outgoing, it);
+    body(*outgoing_[transfer.channel], it);
   } catch (const std::exception& error) {
-    give_up(outgoing.peer(), error.what());
+    give_up(peer_of(transfer.channel), error.what());
   }
   it.posted = true;
-}
-
-bool CopyEngineTransport::lies_in_place(const std::vector<CopyPart>& parts) const {
-  return std::any_of(parts.begin(), parts.end(), [&](const CopyPart& part) {
-    return std::any_of(incoming_.begin(), incoming_.end(),
-                       [&](const auto& incoming) { return incoming && incoming->holds(part.data); });
-  });
 }
 
 double CopyEngineTransport::wait_send(std::int32_t send) {
@@ -324,7 +260,7 @@ void CopyEngineTransport::end_step(bool complete) {
   const auto posted = [](const auto& it) { return it.posted; };
   const bool left =
       std::any_of(receives_.begin(), receives_.end(), posted) || std::any_of(sends_.begin(), sends_.end(), posted);
-  if (!left || watch_.any_broken()) return;
+  if (!left || link_->watch().any_broken()) return;
   throw Error("rank " + std::to_string(program_.rank()) +
               ": a channel is not empty at the end of the step; lower the schedule again and validate it");
 }

@@ -4,32 +4,53 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "copy_engine_codec.h"
-#include "copy_engine_incoming.h"
-#include "copy_engine_outgoing.h"
-#include "copy_engine_source.h"
-#include "copy_engine_watch.h"
-#include "home.h"
+#include "codec.h"
+#include "copy_engine_link.h"
 #include "payload.h"
 #include "program.h"
+#include "shared_memory_source.h"
 #include "shared_memory_transport.h"
 #include "spec_book.h"
 #include "transport.h"
 
 namespace fastpipe {
 
+// Where the messages of one channel go: every message of a step has a place in its receiver's memory, known to both
+// ends from the receiver's program.
+struct CopyPlaces {
+  std::vector<std::int32_t> of_message;  // by the message's number in the step
+  std::int32_t count = 0;
+};
+
+// Adds those of the channels on which a rank receives: a place for each slot that the channel ever fills.
+void add_places(const RankProgram& program, std::vector<CopyPlaces>& places);
+
+// What a rank needs for one program beside the program: made on every rank, in the same order.
+class CopyEngineSource final : public TransportSource {
+ public:
+  // announced: how the messages of a step go that announces them; it carries every channel between ranks.
+  CopyEngineSource(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<SharedMemorySource> announced,
+                   std::vector<CopyPlaces> places);
+
+  std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
+
+ private:
+  std::shared_ptr<CopyEngineLink> link_;
+  std::shared_ptr<SharedMemorySource> announced_;
+  std::vector<CopyPlaces> places_;
+};
+
 // Why it cannot hang on a program that is proved. Read "the rank" as its streams, which follow its program, and
 // "blocks" as a wait in a stream.
 // 1. A step that announces goes through shared memory as a whole; see SharedMemoryTransport.
 // 2. In any other step a receive is granted behind the end of its place's last use, which is the program's FREE of that
-//    slot, before the POST_RECV; and behind the receives of its channel before it. Each channel has a queue for that,
-//    so a grant waits for nothing that the proof does not have before the POST_RECV.
+//    slot, before the POST_RECV, or an earlier step's; and behind the receives of its channel before it. Each channel
+//    has a queue for that, so a grant waits for nothing that the proof does not have before the POST_RECV.
 // 3. A message is copied behind what made it, behind the messages of its channel before it, and behind its grant. Each
 //    channel has a queue for that. So it is copied where the proof lets its send match.
 // 4. The rank's own streams wait in WAIT_RECV for the copy, and in WAIT_SEND for the copy, as in the proof.
@@ -38,8 +59,8 @@ namespace fastpipe {
 // What streams share beside that, a queue of the hardware say, is the engine's care.
 class CopyEngineTransport final : public Transport {
  public:
-  CopyEngineTransport(const CopyEngineSource& source, const RankProgram& program, double timeout_seconds);
-  ~CopyEngineTransport() override;
+  CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemorySource& announced,
+                      std::vector<CopyPlaces> places, const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -55,6 +76,7 @@ class CopyEngineTransport final : public Transport {
     bool posted = false;
     Transfer transfer{};
     std::uint64_t message = 0;
+    std::int32_t place = 0;
     Payload* into = nullptr;
   };
   struct Send {
@@ -63,53 +85,38 @@ class CopyEngineTransport final : public Transport {
     std::unique_ptr<CopyMark> copied;
     std::shared_ptr<const void> kept;  // what was duplicated for it
   };
-  // What a receiver shares with this rank, which sends to it.
-  struct Shown {
-    std::shared_ptr<SharedMemorySegment> segment;
-    std::shared_ptr<void> exposed;
-  };
 
-  void make_incoming();
-  void make_outgoing();
   void make_room(std::int64_t signature);
   std::vector<std::size_t> count_bytes() const;
-  void wait_for_room(std::int32_t channel, std::size_t bytes);
-  bool has_room(std::int32_t channel, std::size_t bytes);
-  CopyWords* words_of(std::int32_t channel);
-  bool lies_in_place(const std::vector<CopyPart>& parts) const;
+  void wait_for_room(std::size_t channel, std::size_t bytes);
+  // Of the next message of a step.
+  std::int32_t next_place(std::int32_t channel) { return places_[channel].of_message.at(num_messages_[channel]++); }
   void wait_for_current(CopyMark& mark);
   template <typename Body>
   void hand_over(const Transfer& transfer, std::int32_t send, const Body& body);
+  std::int32_t peer_of(std::size_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
   // False: the peer of a channel is broken, there is nothing to do.
   bool usable(std::int32_t channel);
   // In a step, once: it is drained with the others.
   void tell();
   [[noreturn]] void give_up(std::int32_t peer, const std::string& why);
   [[noreturn]] void fail() const;
-  void finish() noexcept;
-  bool busy() const noexcept;
 
-  const Home home_;
   std::shared_ptr<CopyEngineLink> link_;
-  std::shared_ptr<const CopyCodec> codec_;
+  std::shared_ptr<const Codec> codec_;
   RankProgram program_;
-  std::vector<CopyPlaces> places_;
-  std::size_t number_;
+  std::vector<CopyPlaces> places_;  // by channel
   double timeout_seconds_;
   SpecBook specs_;
   SharedMemoryTransport announced_;
   bool announcing_ = false;
   std::int64_t signature_ = 0;
-  std::set<std::int64_t> known_;  // the signatures for which there is room
-  bool told_ = false;             // in a step that a peer is broken; the rank's thread alone
-  // In this order: the watch releases the queues when they end, and looks into the segments.
-  std::shared_ptr<SharedMemorySegment> segment_;
-  std::shared_ptr<void> exposed_;
-  std::map<std::int32_t, Shown> shown_;  // by peer
-  CopyWatch watch_;
-  std::vector<std::unique_ptr<CopyIncoming>> incoming_;  // by channel
-  std::vector<std::unique_ptr<CopyOutgoing>> outgoing_;
-  std::vector<Receive> receives_;  // by slot
+  std::set<std::int64_t> known_;           // the signatures for which there is room
+  bool told_ = false;                      // in a step that a peer is broken; the rank's thread alone
+  std::vector<CopyIncoming*> incoming_;    // by channel; the link's
+  std::vector<CopyOutgoing*> outgoing_;    // from the first known step on
+  std::vector<std::size_t> num_messages_;  // by channel, so far in the step
+  std::vector<Receive> receives_;          // by slot
   std::vector<Send> sends_;
   std::vector<CopyPart> parts_;
 };

@@ -6,7 +6,7 @@
 #include <map>
 #include <memory>
 
-#include "shared_memory_codec.h"
+#include "codec.h"
 #include "shared_memory_layout.h"
 #include "shared_memory_lease.h"
 #include "shared_memory_peer.h"

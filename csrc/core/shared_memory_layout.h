@@ -48,6 +48,7 @@ struct LinkBoard {
   // Where devices copy messages: 1 + the rank because of which this one has let go of its queues. What it sends from
   // then on may be no message. Written once.
   SharedWord let_go;
+  ProgramNotice copies;  // of the words of copy engines, which are one segment for all programs
   ProgramNotice programs[kSharedNotices];
 };
 

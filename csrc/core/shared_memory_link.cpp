@@ -34,4 +34,10 @@ void SharedMemoryLink::publish(std::size_t program, const SharedMemorySegment& r
   }
 }
 
+void SharedMemoryLink::publish_copies(const SharedMemorySegment& words) {
+  ProgramNotice& notice = board_.words().copies;
+  notice.bytes = words.size();
+  notice.ready.store(ready_notice(0, words.descriptor()));
+}
+
 }  // namespace fastpipe

@@ -24,6 +24,7 @@ class SharedMemoryLink final {
       : rank_(rank), spin_(spin), peers_(num_ranks) {}
 
   std::int32_t rank() const { return rank_; }
+  std::size_t num_ranks() const { return peers_.size(); }
   BoardAddress address() const { return board_.address(); }
   // Throws Error when its memory cannot be had, or is not what it should be.
   void connect(std::int32_t rank, const BoardAddress& address);
@@ -40,6 +41,8 @@ class SharedMemoryLink final {
   std::size_t number_program() { return num_programs_++; }
   // Shows the others the rings that this rank sends on in a program.
   void publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint);
+  // Shows the others the words of the channels on which this rank receives by copy engines.
+  void publish_copies(const SharedMemorySegment& words);
 
  private:
   std::int32_t rank_;

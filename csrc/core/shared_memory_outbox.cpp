@@ -6,7 +6,7 @@
 
 namespace fastpipe {
 
-SharedMemoryOutbox::SharedMemoryOutbox(const SharedMemoryCodec& codec, std::int32_t channel, RingWords& ring,
+SharedMemoryOutbox::SharedMemoryOutbox(const Codec& codec, std::int32_t channel, RingWords& ring,
                                        std::uint64_t num_entries, SharedMemoryCells cells,
                                        std::shared_ptr<SharedMemoryPeer> peer)
     : codec_(codec),

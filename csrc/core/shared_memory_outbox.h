@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <memory>
 
+#include "codec.h"
 #include "fifo.h"
 #include "payload.h"
 #include "shared_memory_cells.h"
-#include "shared_memory_codec.h"
 #include "shared_memory_doorbell.h"
 #include "shared_memory_layout.h"
 #include "shared_memory_peer.h"
@@ -32,7 +32,7 @@ struct SharedMemorySend {
 class SharedMemoryOutbox final {
  public:
   // ring: zeroed memory for the words and `num_entries` entries, kept by the caller.
-  SharedMemoryOutbox(const SharedMemoryCodec& codec, std::int32_t channel, RingWords& ring, std::uint64_t num_entries,
+  SharedMemoryOutbox(const Codec& codec, std::int32_t channel, RingWords& ring, std::uint64_t num_entries,
                      SharedMemoryCells cells, std::shared_ptr<SharedMemoryPeer> peer);
 
   // Copies and goes on; where there is no room the message waits for advance(), and `send` stays posted. When it
@@ -51,7 +51,7 @@ class SharedMemoryOutbox final {
   void publish(SharedMemorySend& send, const RingEntry& entry);
   void give_up_front();
 
-  const SharedMemoryCodec& codec_;
+  const Codec& codec_;
   std::int32_t channel_;
   RingWords& ring_;
   RingEntry* entries_;

@@ -21,4 +21,10 @@ std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::rings(std::size_t program
   return open(descriptor, notice.bytes);
 }
 
+std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::copies() const {
+  const ProgramNotice& notice = board_.words().copies;
+  const std::uint64_t ready = notice.ready.load();
+  return ready == 0 ? nullptr : open(static_cast<int>(ready & 0xffffffff), notice.bytes);
+}
+
 }  // namespace fastpipe

@@ -28,6 +28,8 @@ class SharedMemoryPeer final {
   }
   // The rings that it sends on in a program; null as long as it has none.
   std::shared_ptr<SharedMemorySegment> rings(std::size_t program, std::uint64_t fingerprint) const;
+  // The words of the channels on which it receives by copy engines; null as long as it has none.
+  std::shared_ptr<SharedMemorySegment> copies() const;
 
  private:
   SharedMemoryProcess process_;

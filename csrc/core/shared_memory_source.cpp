@@ -30,9 +30,8 @@ void count_needs(const RankProgram& program, std::vector<ChannelNeeds>& needs) {
   }
 }
 
-SharedMemorySource::SharedMemorySource(std::shared_ptr<SharedMemoryLink> link,
-                                       std::shared_ptr<const SharedMemoryCodec> codec, std::vector<ChannelNeeds> needs,
-                                       std::vector<bool> carried)
+SharedMemorySource::SharedMemorySource(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
+                                       std::vector<ChannelNeeds> needs, std::vector<bool> carried)
     : link_(std::move(link)),
       codec_(std::move(codec)),
       needs_(std::move(needs)),

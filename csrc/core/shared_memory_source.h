@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "shared_memory_codec.h"
+#include "codec.h"
 #include "shared_memory_link.h"
 #include "transport.h"
 
@@ -27,7 +27,7 @@ void count_needs(const RankProgram& program, std::vector<ChannelNeeds>& needs);
 class SharedMemorySource final : public TransportSource {
  public:
   // carried: by channel, whether it goes through shared memory; what stays on a rank does not.
-  SharedMemorySource(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const SharedMemoryCodec> codec,
+  SharedMemorySource(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
                      std::vector<ChannelNeeds> needs, std::vector<bool> carried);
 
   std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
@@ -35,7 +35,7 @@ class SharedMemorySource final : public TransportSource {
   void check(const RankProgram& program) const;
 
   const std::shared_ptr<SharedMemoryLink>& link() const { return link_; }
-  const std::shared_ptr<const SharedMemoryCodec>& codec() const { return codec_; }
+  const std::shared_ptr<const Codec>& codec() const { return codec_; }
   const ChannelNeeds& needs(std::size_t channel) const { return needs_.at(channel); }
   bool carries(std::size_t channel) const { return carried_.at(channel); }
   std::size_t number() const { return number_; }
@@ -44,7 +44,7 @@ class SharedMemorySource final : public TransportSource {
 
  private:
   std::shared_ptr<SharedMemoryLink> link_;
-  std::shared_ptr<const SharedMemoryCodec> codec_;
+  std::shared_ptr<const Codec> codec_;
   std::vector<ChannelNeeds> needs_;
   std::vector<bool> carried_;
   std::size_t number_;

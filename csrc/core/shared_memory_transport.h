@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "clock.h"
+#include "codec.h"
 #include "fifo.h"
 #include "function_ref.h"
 #include "payload.h"
 #include "program.h"
-#include "shared_memory_codec.h"
 #include "shared_memory_inbox.h"
 #include "shared_memory_link.h"
 #include "shared_memory_outbox.h"
@@ -88,7 +88,7 @@ class SharedMemoryTransport final : public Transport {
   std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
 
   std::shared_ptr<SharedMemoryLink> link_;
-  std::shared_ptr<const SharedMemoryCodec> codec_;
+  std::shared_ptr<const Codec> codec_;
   RankProgram program_;
   double timeout_seconds_;
   SpecBook specs_;

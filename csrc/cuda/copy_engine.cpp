@@ -13,6 +13,36 @@ namespace fastpipe {
 
 namespace {
 
+constexpr unsigned int kStreamFlagsSince = 11070;  // in this form
+
+void require_driver(CUresult code, const char* what) {
+  if (code != CUDA_SUCCESS) throw Error(std::string(what) + " failed (CUresult " + std::to_string(code) + ")");
+}
+
+void require(cudaError_t code, const char* what) {
+  if (code == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // it is reported now, and not by the next call
+  throw Error(std::string(what) + " failed (" + cudaGetErrorName(code) + ": " + cudaGetErrorString(code) + ")");
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  require(cudaDeviceGetAttribute(&value, which, device), "asking a device what it can do");
+  return value;
+}
+
+// Of a device, whichever is the calling thread's. Where it fails the device is lost, or the process is a forked child
+// or ends: there is nobody to tell.
+template <typename Body>
+void let_go(int device, const Body& body) noexcept {
+  try {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    body();
+  } catch (const std::exception&) {
+  }
+  static_cast<void>(cudaGetLastError());
+}
+
 // Smaller allocations may lie beside others in one block, which an IPC handle would open as a whole.
 constexpr std::size_t kGranularity = std::size_t{2} << 20;
 
@@ -32,10 +62,8 @@ class OwnMemory final : public CopyMemory {
     }
     require(code, "allocating memory that other processes can open");
   }
-  // Where it fails the device is lost, or the process is a forked child or ends: there is nobody to tell.
   ~OwnMemory() override {
-    cudaFree(data_);
-    static_cast<void>(cudaGetLastError());
+    let_go(device_, [this] { cudaFree(data_); });
   }
   std::byte* data() const override { return static_cast<std::byte*>(data_); }
   std::size_t size() const override { return size_; }
@@ -48,45 +76,48 @@ class OwnMemory final : public CopyMemory {
 
 class OpenedMemory final : public CopyMemory {
  public:
-  OpenedMemory(int device, const cudaIpcMemHandle_t& handle) {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  OpenedMemory(int device, const cudaIpcMemHandle_t& handle) : device_(device) {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     require(cudaIpcOpenMemHandle(&data_, handle, cudaIpcMemLazyEnablePeerAccess), "opening another process's memory");
   }
   ~OpenedMemory() override {
-    cudaIpcCloseMemHandle(data_);
-    static_cast<void>(cudaGetLastError());
+    let_go(device_, [this] { cudaIpcCloseMemHandle(data_); });
   }
   std::byte* data() const override { return static_cast<std::byte*>(data_); }
   std::size_t size() const override { return 0; }  // its owner knows
 
  private:
+  int device_;
   void* data_ = nullptr;
 };
 
 // Host memory as the device sees it, at the same addresses.
 class Registered final {
  public:
-  explicit Registered(std::shared_ptr<SharedMemorySegment> segment) : segment_(std::move(segment)) {
+  Registered(int device, std::shared_ptr<SharedMemorySegment> segment) : device_(device), segment_(std::move(segment)) {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     require(cudaHostRegister(segment_->data(), segment_->size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
             "showing the host's memory to the device");
   }
   Registered(const Registered&) = delete;
   Registered& operator=(const Registered&) = delete;
   ~Registered() {
-    cudaHostUnregister(segment_->data());
-    static_cast<void>(cudaGetLastError());
+    let_go(device_, [this] { cudaHostUnregister(segment_->data()); });
   }
 
  private:
+  int device_;
   std::shared_ptr<SharedMemorySegment> segment_;
 };
 
 class CudaMark final : public CopyMark {
  public:
-  CudaMark() { require(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event"); }
+  explicit CudaMark(int device) : device_(device) {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    require(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event");
+  }
   ~CudaMark() override {
-    cudaEventDestroy(event_);
-    static_cast<void>(cudaGetLastError());
+    let_go(device_, [this] { cudaEventDestroy(event_); });
   }
   bool reached() const override {
     const cudaError_t state = cudaEventQuery(event_);
@@ -100,6 +131,7 @@ class CudaMark final : public CopyMark {
   cudaEvent_t event() const { return event_; }
 
  private:
+  int device_;
   cudaEvent_t event_ = nullptr;
 };
 
@@ -167,18 +199,44 @@ cudaStream_t make_stream(int device) {
 template <typename Base>
 class OwnStream final : public Base {
  public:
-  OwnStream(int device, const StreamFlags& flags) : Base(device, flags, make_stream(device)) {}
+  OwnStream(int device, const StreamFlags& flags) : Base(device, flags, make_stream(device)), device_(device) {}
   ~OwnStream() override {
-    cudaStreamDestroy(this->stream());
-    static_cast<void>(cudaGetLastError());
+    let_go(device_, [this] { cudaStreamDestroy(this->stream()); });
   }
+
+ private:
+  int device_;
 };
 
 }  // namespace
 
+StreamFlags::StreamFlags() : write_(find("cuStreamWriteValue32")), wait_(find("cuStreamWaitValue32")) {}
+
+StreamFlags::Function StreamFlags::find(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  require(cudaGetDriverEntryPointByVersion(name, &function, kStreamFlagsSince, cudaEnableDefault, &found), name);
+  if (found != cudaDriverEntryPointSuccess || function == nullptr) {
+    throw Error(std::string("the CUDA driver has no ") + name + "; install a newer one");
+  }
+  return reinterpret_cast<Function>(function);
+}
+
+void StreamFlags::write(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
+  const auto address = reinterpret_cast<CUdeviceptr>(flag);
+  require_driver(write_(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
+}
+
+void StreamFlags::wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
+  const auto address = reinterpret_cast<CUdeviceptr>(flag);
+  require_driver(wait_(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+}
+
 CudaCopyEngine::CudaCopyEngine(int device) : device_(device) {
-  const auto obstacle = copy_engine_obstacle(device);
-  if (obstacle) throw Error(*obstacle);
+  if (attribute(cudaDevAttrUnifiedAddressing, device) == 0) throw Error("the device has no unified addressing");
+  if (attribute(cudaDevAttrCanUseHostPointerForRegisteredMem, device) == 0) {
+    throw Error("the device does not see the host's memory at the host's addresses");
+  }
   current_ = std::make_unique<Stream>(device_, flags_, nullptr);
 }
 
@@ -203,8 +261,7 @@ std::shared_ptr<CopyMemory> CudaCopyEngine::open(const CopyTicket& ticket) {
 }
 
 std::shared_ptr<void> CudaCopyEngine::expose(std::shared_ptr<SharedMemorySegment> segment) {
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-  return std::make_shared<Registered>(std::move(segment));
+  return std::make_shared<Registered>(device_, std::move(segment));
 }
 
 std::unique_ptr<CopyQueue> CudaCopyEngine::make_queue() {
@@ -212,8 +269,7 @@ std::unique_ptr<CopyQueue> CudaCopyEngine::make_queue() {
 }
 
 std::unique_ptr<CopyMark> CudaCopyEngine::make_mark() {
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-  return std::make_unique<CudaMark>();
+  return std::make_unique<CudaMark>(device_);
 }
 
 CopyQueue& CudaCopyEngine::current() {

@@ -11,10 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "copy_engine_codec.h"
+#include "codec.h"
 #include "core/copy_engine_link.h"
-#include "core/copy_engine_source.h"
-#include "core/copy_engine_trial.h"
+#include "core/copy_engine_transport.h"
 #include "core/errors.h"
 #include "core/loopback_hub.h"
 #include "core/mixed_transport.h"
@@ -25,14 +24,12 @@
 #include "core/shared_memory_source.h"
 #ifdef FASTPIPE_WITH_CUDA
 #include "cuda/copy_engine.h"
-#include "cuda/driver.h"
 #endif
 #include "process_group.h"
 #include "python_contexts.h"
 #include "python_errors.h"
 #include "random_numbers.h"
 #include "runner.h"
-#include "shared_memory_codec.h"
 
 namespace fastpipe {
 
@@ -94,8 +91,7 @@ std::shared_ptr<CopyEngineSource> make_copy_engine(std::shared_ptr<CopyEngineLin
   auto announced = make_shared_memory(link->host(), channels, columns, std::nullopt, device);
   std::vector<CopyPlaces> places(channels.size());
   for (const RankProgram& program : to_programs(columns, channels)) add_places(program, places);
-  return std::make_shared<CopyEngineSource>(std::move(link), std::make_shared<DeviceCodec>(device),
-                                            std::move(announced), std::move(places));
+  return std::make_shared<CopyEngineSource>(std::move(link), std::move(announced), std::move(places));
 }
 
 py::bytes to_bytes(const CopyTicket& ticket) {
@@ -170,22 +166,18 @@ void bind_copy_engine(py::module_& m) {
       .def("allocate", &CopyEngine::allocate, py::arg("bytes"), WithoutGil())
       .def("ticket", [](CopyEngine& engine, const CopyMemory& memory) { return to_bytes(engine.ticket(memory)); })
       .def("open", [](CopyEngine& engine, const std::string& ticket) { return engine.open(to_ticket(ticket)); })
-      .def("obstacle", &obstacle_to_flags, py::arg("timeout"), WithoutGil())
-      .def(
-          "holds_up_current",
-          [](CopyEngine& engine, double timeout) {
-            const auto queue = engine.make_queue();
-            return holds_up(engine, *queue, {&engine.current()}, timeout);
-          },
-          py::arg("timeout"), WithoutGil());
+      .def("obstacle", &obstacle_to_flags, py::arg("timeout"), WithoutGil());
   py::class_<CopyEngineLink, std::shared_ptr<CopyEngineLink>>(m, "CopyEngineLink")
-      .def(py::init<std::shared_ptr<SharedMemoryLink>, std::shared_ptr<CopyEngine>>(), py::arg("host"),
-           py::arg("engine"));
+      .def(py::init<std::shared_ptr<SharedMemoryLink>, std::shared_ptr<CopyEngine>, double>(), py::arg("host"),
+           py::arg("engine"), py::arg("timeout"));
   py::class_<CopyEngineSource, TransportSource, std::shared_ptr<CopyEngineSource>>(m, "CopyEngineSource")
       .def(py::init(&make_copy_engine), py::arg("link"), py::arg("channels"), py::arg("columns"), py::arg("device"));
 #ifdef FASTPIPE_WITH_CUDA
+  m.attr("has_cuda") = true;
   py::class_<CudaCopyEngine, CopyEngine, std::shared_ptr<CudaCopyEngine>>(m, "CudaCopyEngine")
       .def(py::init<int>(), py::arg("device"));
+#else
+  m.attr("has_cuda") = false;
 #endif
 }
 
@@ -262,16 +254,6 @@ void bind_random_numbers(py::module_& m) {
       .def_property(
           "recomputed", [](const RngGuard& guard) { return guard.recomputed.load(); },
           [](RngGuard& guard, bool recomputed) { guard.recomputed.store(recomputed); });
-}
-
-// What needs the CUDA runtime; nothing where the library was built without it.
-void bind_cuda([[maybe_unused]] py::module_& m) {
-#ifdef FASTPIPE_WITH_CUDA
-  m.attr("has_cuda") = true;
-  m.def("copy_engine_obstacle", &copy_engine_obstacle, py::arg("device"));
-#else
-  m.attr("has_cuda") = false;
-#endif
 }
 
 void translate(std::exception_ptr error) {
@@ -352,6 +334,5 @@ PYBIND11_MODULE(_runtime, m) {
   bind_weight_gradients(m);
   bind_random_numbers(m);
   bind_moments(m);
-  bind_cuda(m);
   bind_executor(m);
 }

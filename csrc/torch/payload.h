@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "core/copy_engine_loan.h"
+#include "core/copy_engine.h"
 #include "core/payload.h"
 #include "streams.h"
 

@@ -89,13 +89,23 @@ class CudaIpc(SharedMemory):
     def __init__(self, link: Any, engine: Any, member: Membership, timeout: float) -> None:
         super().__init__(link, member, timeout)
         runtime: Any = native.load()
-        self._copies = runtime.CopyEngineLink(link, engine)
+        self._copies: Any = runtime.CopyEngineLink(link, engine, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""
         channels = [tuple(map(int, channel)) for channel in program.channels]
         columns = [np.ascontiguousarray(of_rank.columns) for of_rank in program]
         return runtime.CopyEngineSource(self._copies, channels, columns, self.member.device)
+
+    def close(self) -> None:
+        """Give back what the device has for messages, when what was sent has arrived."""
+        self._copies = None
+        super().close()
+
+    def leave(self) -> None:
+        """The same when a rank is lost: who waits for this one is told."""
+        self._copies = None
+        super().leave()
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

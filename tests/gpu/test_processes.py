@@ -37,7 +37,11 @@ OVER_SOCKETS = {
     "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
 }
 FEW = ["1f1b", "zbv", "dualpipev", "dualpipe"]
-CASES = [(name, "float32") for name in SCHEDULES] + [(name, "bfloat16") for name in FEW]
+CASES = [
+    pytest.param(name, "float32", num_ranks, marks=() if name in FEW and num_ranks == 2 else pytest.mark.nightly)
+    for name in SCHEDULES
+    for num_ranks in (2, 4)
+] + [pytest.param(name, "bfloat16", 4, marks=pytest.mark.nightly) for name in FEW]
 
 
 def free_port() -> int:
@@ -134,9 +138,8 @@ def said(
 
 
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("transport", ["cuda_ipc"])
-@pytest.mark.parametrize(("schedule", "dtype"), CASES)
+@pytest.mark.parametrize(("schedule", "dtype", "num_ranks"), CASES)
 def test_bits(schedule: str, dtype: str, transport: str, num_ranks: int, said: Said) -> None:
     """Processes that copy by the GPU's engines have the bits of the same kernels run unsplit, for three steps."""
     for text in said(num_ranks, FASTPIPE_TRANSPORT=transport):

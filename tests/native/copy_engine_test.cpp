@@ -12,8 +12,7 @@
 
 #include "copy_engine_ranks.h"
 #include "core/clock.h"
-#include "core/copy_engine_trial.h"
-#include "core/copy_engine_watch.h"
+#include "core/copy_engine_link.h"
 #include "core/errors.h"
 #include "harness.h"
 #include "process_ranks.h"
@@ -66,7 +65,8 @@ void test_what_another_has_let_go() {
   const RandomPrograms programs({3, 3, 2}, 1);
   const std::vector<Link> links = make_links({3, 3, 2}, [](std::int32_t, std::int32_t) { return true; });
   Ranks ranks(programs, [&](const RankProgram& program) {
-    return connect_engines(links[program.rank()], programs, program, 1, 20);
+    const auto engine = std::make_shared<HostCopyEngine>(1);
+    return connect_engines(link_engine(links[program.rank()], engine, 20), programs, program);
   });
   ranks.good_step(true);
   ranks.good_step(false);
@@ -84,6 +84,71 @@ void test_peer_that_leaves() {
   ranks.leave(1);
   ranks.step(false, {}, 1);
   expect(ranks[0].error().find("(it has given up this rank)") != std::string::npos, ranks[0].error());
+}
+
+// Many programs, known one after the other, each run again when all are there: they share places, and what one has not
+// used at first is still there when it does.
+void test_many_programs() {
+  const Shape shape{2, 2, 3};
+  const std::vector<Link> hosts = make_links(shape, [](std::int32_t, std::int32_t) { return true; });
+  std::vector<std::shared_ptr<HostCopyEngine>> engines;
+  std::vector<CopyLink> links;
+  for (const Link& host : hosts) {
+    engines.push_back(std::make_shared<HostCopyEngine>(1));
+    links.push_back(link_engine(host, engines.back(), 5));
+  }
+  std::vector<std::unique_ptr<Ranks>> programs;
+  for (std::uint32_t seed = 0; seed < kSharedNotices + 2; ++seed) {
+    const RandomPrograms made(shape, seed);
+    programs.push_back(std::make_unique<Ranks>(
+        made, [&](const RankProgram& program) { return connect_engines(links[program.rank()], made, program); }));
+    programs.back()->good_step(true);
+  }
+  for (int round = 0; round < 2; ++round) {
+    for (const auto& ranks : programs) ranks->good_step(false);
+  }
+  for (const auto& engine : engines) {
+    // One channel to each, whose places may have grown a few times.
+    expect(engine->num_allocated() <= 4, std::to_string(engine->num_allocated()) + " memories for one channel");
+  }
+  programs.clear();
+  end_together(links);
+}
+
+// Of two stages' streams one is late: the words are still looked at.
+void test_idle() {
+  const auto engine = std::make_shared<HostCopyEngine>(1);
+  const Link host = make_links({2, 2, 1}, [](std::int32_t, std::int32_t) { return true; })[0];
+  const auto segment = SharedMemorySegment::make(sizeof(CopyWords) + kSharedLine);
+  CopyWords& words = *segment->at<CopyWords>(0);
+  SharedWord held{1};
+  CopyWatch watch(20, host->let_go());
+  ThreadQueue late(1);
+  ThreadQueue soon(2);
+  CopyIncoming incoming(engine, words, watch.add(words.arrived, words.given_up, host->peer(1)));
+  incoming.prepare(2, 64);
+  incoming.begin_step();
+  late.give([&held] {
+    while (held.load() != 0) std::this_thread::yield();
+  });
+  std::vector<CopyLoan> loans;
+  for (ThreadQueue* const stream : {&late, &soon}) {
+    const std::int32_t stage = stream == &late ? 0 : 1;
+    HostCopyEngine::set_current(stream);
+    loans.push_back(incoming.take(incoming.post(stage), stage, stage));
+  }
+  words.arrived.store(2);
+  drain(soon);
+  expect(!incoming.idle(), "a stage's stream has still to look");
+  held.store(0);
+  drain(late);
+  const double start = now_seconds();
+  while (!incoming.idle() && now_seconds() - start < 20) std::this_thread::yield();
+  expect(incoming.idle(), "all have looked");
+  for (CopyLoan& loan : loans) loan.end();
+  drain(late);
+  drain(soon);
+  HostCopyEngine::set_current(nullptr);
 }
 
 // --- a device, which is behind its host -----------------------------------------------------------------------------
@@ -114,8 +179,7 @@ class StreamRank final {
     for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) count_needs(programs.program(rank), needs);
     auto announced = std::make_shared<SharedMemorySource>(link, codec_, std::move(needs),
                                                           channels_between_ranks(programs.channels()));
-    CopyEngineSource source(std::make_shared<CopyEngineLink>(link, engine_), codec_, std::move(announced),
-                            places_of(programs));
+    CopyEngineSource source(link_engine(link, engine_, 20), std::move(announced), places_of(programs));
     executor_ = std::make_unique<Executor>(program, std::move(stages), source.connect(program, 20),
                                            [] { return std::make_unique<StreamPayload>(); });
     start_.resize(program.size());
@@ -165,6 +229,7 @@ int run_streams(std::uint32_t seed, bool passes) {
     rank->expect_right(num_steps, shape.num_microbatches);
     num_duplicates += rank->num_duplicates();
   }
+  end_together(ranks);
   return num_duplicates;
 }
 
@@ -216,66 +281,12 @@ void test_trial() {
   expect(obstacle_to_flags(deaf, 5) == "not on this machine", "and what it says itself is passed on");
 }
 
-// Its queues share a few threads, in turns.
-class NarrowEngine final : public CopyEngine {
- public:
-  explicit NarrowEngine(std::size_t width) {
-    for (std::size_t i = 0; i < width; ++i) threads_.push_back(std::make_shared<ThreadQueue>(0));
-    current_ = std::make_unique<Sharing>(threads_.front());
-  }
-  std::shared_ptr<CopyMemory> allocate(std::size_t bytes) override { return host_.allocate(bytes); }
-  CopyTicket ticket(const CopyMemory& memory) override { return host_.ticket(memory); }
-  std::shared_ptr<CopyMemory> open(const CopyTicket& ticket) override { return host_.open(ticket); }
-  std::shared_ptr<void> expose(std::shared_ptr<SharedMemorySegment> segment) override { return segment; }
-  std::unique_ptr<CopyQueue> make_queue() override {
-    return std::make_unique<Sharing>(threads_[made_++ % threads_.size()]);
-  }
-  std::unique_ptr<CopyMark> make_mark() override { return host_.make_mark(); }
-  CopyQueue& current() override { return *current_; }
-  std::size_t num_made() const { return made_; }
-
- private:
-  class Sharing final : public HostQueue {
-   public:
-    explicit Sharing(std::shared_ptr<ThreadQueue> thread) : thread_(std::move(thread)) {}
-    void give(std::function<void()> work) override { thread_->give(std::move(work)); }
-
-   private:
-    std::shared_ptr<ThreadQueue> thread_;
-  };
-
-  HostCopyEngine host_;
-  std::vector<std::shared_ptr<ThreadQueue>> threads_;
-  std::size_t made_ = 1;
-  std::unique_ptr<Sharing> current_;
-};
-
-void test_queues_that_hold_up_others() {
-  const Channel up{0, 1, ChannelKind::kActivation};
-  const Channel down{1, 0, ChannelKind::kGradient};
-  const auto wide = std::make_shared<NarrowEngine>(3);
-  const auto narrow = std::make_shared<NarrowEngine>(2);
-  const auto links = make_links({2, 2, 1}, [](std::int32_t, std::int32_t) { return true; });
-  CopyEngineLink link(links[0], wide);
-  expect(&link.queue(up) == &link.queue(up), "a channel has one queue, whichever the program");
-  expect(&link.queue(down) != &link.queue(up), "and each its own");
-  expect(wide->num_made() == 3, "none was made in vain");
-  CopyEngineLink other(links[0], narrow);
-  other.queue(up);
-  try {
-    other.queue(down);
-    expect(false, "two channels and the current queue cannot share two threads");
-  } catch (const Error& error) {
-    expect(std::string(error.what()).find("share queues of the hardware") != std::string::npos, error.what());
-  }
-  expect(narrow->num_made() > 4, "others were tried");
-}
-
 // --- processes ---------------------------------------------------------------------------------------------------
 
 const ProcessRanks kProcesses(20, [](const Link& link, const RandomPrograms& programs, const RankProgram& program,
                                      std::uint32_t seed) {
-  return connect_engines(link, programs, program, seed + static_cast<std::uint32_t>(program.rank()), 20);
+  const auto engine = std::make_shared<HostCopyEngine>(seed + static_cast<std::uint32_t>(program.rank()));
+  return connect_engines(link_engine(link, engine, 20), programs, program);
 });
 
 }  // namespace
@@ -291,7 +302,8 @@ int run(int argc, char** argv) {
   test_peer_that_leaves();
   test_what_another_has_let_go();
   test_trial();
-  test_queues_that_hold_up_others();
+  test_idle();
+  test_many_programs();
   test_streams(first, count / 15);
   for (int seed = first; seed < first + count / 8; ++seed) test_random_program(static_cast<std::uint32_t>(seed));
   std::printf("%d programs: ok\n", count);

@@ -141,6 +141,14 @@ class Rank final {
   std::exception_ptr error_;
 };
 
+// Ends all at once, as processes do: one by one they would wait for each other.
+template <typename Owner>
+void end_together(std::vector<Owner>& owners) {
+  std::vector<std::thread> threads;
+  for (Owner& owner : owners) threads.emplace_back([&owner] { owner.reset(); });
+  for (std::thread& thread : threads) thread.join();
+}
+
 // All ranks of a program, each a thread in every step.
 class Ranks final {
  public:
@@ -150,6 +158,10 @@ class Ranks final {
       ranks_.push_back(std::make_unique<Rank>(programs_, rank, mishap_, connect));
     }
   }
+
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+  ~Ranks() { end_together(ranks_); }
 
   void step(bool announce, const Mishap& mishap = {}, std::int32_t absent = kNone) {
     mishap_ = mishap;

@@ -155,6 +155,7 @@ class HostCopyEngine final : public CopyEngine {
   explicit HostCopyEngine(std::uint32_t seed = 0) : seed_(seed) {}
 
   std::shared_ptr<CopyMemory> allocate(std::size_t bytes) override {
+    ++num_allocated_;
     auto segment = SharedMemorySegment::make(bytes);
     std::memset(segment->data(), 0xee, bytes);
     return std::make_shared<HostMemory>(std::move(segment));
@@ -179,6 +180,8 @@ class HostCopyEngine final : public CopyEngine {
     return inline_;
   }
 
+  int num_allocated() const { return num_allocated_.load(); }
+
   // Of the calling thread; null: the thread itself.
   static void set_current(HostQueue* queue) { current_ = queue; }
   static HostQueue* find_current() { return current_; }
@@ -192,6 +195,7 @@ class HostCopyEngine final : public CopyEngine {
 
   static inline thread_local HostQueue* current_ = nullptr;
   std::uint32_t seed_;
+  std::atomic<int> num_allocated_{0};
   InlineQueue inline_;
 };
 

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/codec.h"
 #include "core/errors.h"
-#include "core/shared_memory_codec.h"
 #include "core/shared_memory_link.h"
 #include "core/shared_memory_source.h"
 #include "harness.h"
@@ -18,7 +18,7 @@
 namespace fastpipe::testing {
 
 // Numbers, copied out. Some leases are kept for a while, as a stage keeps a tensor.
-class StubCodec final : public SharedMemoryCodec {
+class StubCodec final : public Codec {
  public:
   explicit StubCodec(std::size_t keep) : kept_(keep) {}
 
@@ -44,6 +44,27 @@ class StubCodec final : public SharedMemoryCodec {
     std::memcpy(numbers.data(), from.data + 8, 8 * count);
     std::memset(from.data, 0xff, from.size);  // who reads it again, or did not own it, is found out
     if (!kept_.empty()) kept_[next_++ % kept_.size()] = std::move(lease);
+  }
+
+  std::size_t size(const Spec& spec) const override { return 8 * static_cast<const StubSpec&>(spec).size; }
+  void list(const Payload& payload, std::vector<CopyPart>& parts) const override {
+    const auto& numbers = static_cast<const StubPayload&>(payload).numbers;
+    parts.push_back({reinterpret_cast<const std::byte*>(numbers.data()), 8 * numbers.size()});
+  }
+  std::shared_ptr<const void> duplicate(std::vector<CopyPart>& parts) const override {
+    auto copies = std::make_shared<std::vector<std::vector<std::byte>>>();
+    for (CopyPart& part : parts) {
+      copies->emplace_back(part.data, part.data + part.bytes);
+      part.data = copies->back().data();
+    }
+    return copies;
+  }
+  void adopt(Payload& into, const Spec& spec, CopyLoan loan) const override {
+    auto& numbers = static_cast<StubPayload&>(into).numbers;
+    numbers.resize(static_cast<const StubSpec&>(spec).size);
+    std::memcpy(numbers.data(), loan.data(), 8 * numbers.size());
+    std::memset(loan.data(), 0xff, 8 * numbers.size());  // who reads it again, or did not own it, is found out
+    loan.end();
   }
 
  private:

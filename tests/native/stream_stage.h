@@ -9,10 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/copy_engine_codec.h"
-#include "core/copy_engine_loan.h"
+#include "core/codec.h"
 #include "core/errors.h"
-#include "core/shared_memory_codec.h"
 #include "core/stage.h"
 #include "host_copy_engine.h"
 #include "stub.h"
@@ -64,7 +62,7 @@ class StreamPayload final : public Payload {
   HostMark made;  // of what is handed over between stages
 };
 
-class StreamCodec final : public SharedMemoryCodec, public CopyCodec {
+class StreamCodec final : public Codec {
  public:
   explicit StreamCodec(std::shared_ptr<HostCopyEngine> engine) : engine_(std::move(engine)) {}
 

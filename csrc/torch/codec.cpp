@@ -1,4 +1,4 @@
-#include "shared_memory_codec.h"
+#include "codec.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
@@ -75,6 +75,17 @@ at::Tensor copy_on(at::Device device, const std::byte* data, const TensorSpec& s
   return tensor;
 }
 
+at::Tensor tensor_in(const CopyLoan& loan, std::size_t offset, const TensorSpec& spec, at::Device device) {
+  at::Tensor tensor = at::for_blob(loan.data() + offset, spec.sizes)
+                          .strides(spec.strides)
+                          .deleter([memory = loan.memory()](void*) {})
+                          .options(at::TensorOptions().dtype(spec.dtype).device(device))
+                          .target_device(device)
+                          .make_tensor();
+  if (spec.requires_grad) tensor.set_requires_grad(true);
+  return tensor;
+}
+
 const std::vector<at::Tensor>& tensors_of(const Payload& payload) {
   return static_cast<const TensorPayload&>(payload).tensors();
 }
@@ -134,6 +145,45 @@ void TensorCodec::adopt(Payload& into, const Spec& spec, const CellBytes& from, 
     at += whole_lines(bytes_of(tensor));
   }
   if (!device_.is_cpu()) payload.filled();  // it may be another stage's turn than the consumer's
+}
+
+std::size_t TensorCodec::size(const Spec& spec) const {
+  std::size_t bytes = 0;
+  for (const TensorSpec& tensor : specs_in(spec)) {
+    bytes += whole_blocks(bytes_of(tensor));
+  }
+  return bytes;
+}
+
+void TensorCodec::list(const Payload& payload, std::vector<CopyPart>& parts) const {
+  for (const at::Tensor& tensor : tensors_of(payload)) {
+    const std::size_t bytes = tensor.nbytes();
+    parts.push_back({bytes == 0 ? nullptr : static_cast<const std::byte*>(tensor.const_data_ptr()), bytes});
+  }
+}
+
+std::shared_ptr<const void> TensorCodec::duplicate(std::vector<CopyPart>& parts) const {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  auto copies = std::make_shared<std::vector<at::Tensor>>();
+  for (CopyPart& part : parts) {
+    if (part.bytes == 0) continue;
+    copies->push_back(bytes_at(part.data, part.bytes, device_).clone());
+    part.data = static_cast<const std::byte*>(copies->back().const_data_ptr());
+  }
+  return copies;
+}
+
+void TensorCodec::adopt(Payload& into, const Spec& spec, CopyLoan loan) const {
+  auto& payload = static_cast<TensorPayload&>(into);
+  payload.clear();
+  // In a step under inference mode they would become inference tensors, which a training step cannot use.
+  const c10::InferenceMode normal(false);
+  std::size_t at = 0;
+  for (const TensorSpec& tensor : specs_in(spec)) {
+    payload.add(tensor_in(loan, at, tensor, device_));
+    at += whole_blocks(bytes_of(tensor));
+  }
+  payload.borrow(std::move(loan));
 }
 
 }  // namespace fastpipe
