@@ -27,7 +27,7 @@ from fastpipe.runtime.losses import (
     sum_in_order,
     weighed,
 )
-from fastpipe.runtime.microbatch import Rules, count_rows, loss_divisors, rule_for, split
+from fastpipe.runtime.microbatch import Rules, count_rows, loss_divisors, rule_for, split, split_argument
 from fastpipe.runtime.random_numbers import PER_MICROBATCH, Generators, microbatch_seed
 from fastpipe.runtime.reports import MetricRules, Values, added_by_name, reduce_metrics, weights_of
 from fastpipe.runtime.shared_weight import Tie
@@ -101,7 +101,8 @@ def reference_step(
     """
     if schedule.forward_only:
         raise ValueError(f"schedule: {schedule.name} has no backward, so there is no step to refer to")
-    layers = as_layers(model)
+    is_run_whole = isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward
+    layers = None if is_run_whole else as_layers(model)
     model = whole(model)
     if grad_dtype is not None:
         set_grad_dtype(model, grad_dtype)
@@ -142,8 +143,8 @@ class _Microbatches:
         """Cut ``(input, target)`` and the keyword arguments."""
         inputs, target = batch
         given = inputs if isinstance(inputs, tuple) else (inputs,)
-        columns = [split(value, count, rule_for(rules, i), f"input {i}", i) for i, value in enumerate(given)]
-        named = {name: split(value, count, rule_for(rules, name), name) for name, value in kwargs.items()}
+        columns = [split_argument(value, count, rules, i, f"input {i}") for i, value in enumerate(given)]
+        named = {name: split_argument(value, count, rules, name, name) for name, value in kwargs.items()}
         targets = split(target, count, rule_for(rules, "target"), "target") if has_targets else None
         counted = count_rows(targets, columns, named, rules)
         return cls(

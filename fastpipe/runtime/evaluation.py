@@ -40,6 +40,7 @@ class Evaluates:
         num_microbatches: int | None = None,
         trace: bool = False,
         gather_outputs: bool = False,
+        index: int | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Forward alone, without gradients; the loss too when a target is given. Arguments as for `step`.
@@ -48,7 +49,9 @@ class Evaluates:
         and BatchNorm train is the modules' own affair: see `eval` and `train`.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        request = Request(args, kwargs, target, None, count, training=False, gathers_outputs=gather_outputs)
+        request = Request(
+            args, kwargs, target, None, count, training=False, gathers_outputs=gather_outputs, index=index
+        )
         return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:

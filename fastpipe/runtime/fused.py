@@ -9,11 +9,11 @@ calls it, so a module written for that runs unchanged::
     )
 
 The forward is of `module0`: lists of inputs and of labels, and on the last stage a criterion, elsewhere None and no
-labels. The backward is of `module1`: on the last stage that of `loss1`, and the lists are empty; elsewhere `loss1` is
-None, and the lists are its outputs and their gradients. ``criterion0(*outputs0, *labels0)`` is the loss function; it
-returns the microbatch's share of the loss, which the method returns as `loss0`, and which comes back as `loss1`. The
-gradients of `inputs0` have to come through autograd. A chain of several layers is no one module, and keyword arguments
-have no place in the contract: such pairs are run as others are.
+labels. The backward is of `module1`: on the last stage that of `loss1`, and both lists are empty; elsewhere `loss1` is
+None, and they are tuples, as DualPipe has them: its outputs and their gradients. ``criterion0(*outputs0, *labels0)`` is
+the loss function; it returns the microbatch's share of the loss, which the method returns as `loss0`, and which comes
+back as `loss1`. The gradients of `inputs0` have to come through autograd. A chain of several layers is no one module,
+and keyword arguments have no place in the contract: such pairs are run as others are.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def fuse(
             [] if criterion is None else criterion.labels,
             pair.modules[0],
             loss,
-            [] if grads is None else list(roots),
-            [] if grads is None else list(grads),
+            [] if grads is None else tuple(roots),
+            [] if grads is None else tuple(grads),
         )
     except BaseException:
         watch.end()

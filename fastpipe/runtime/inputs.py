@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +17,23 @@ from fastpipe.runtime.microbatch import (
     Rule,
     Rules,
     count_rows,
+    is_asked,
     lengths,
     loss_divisors,
     rows_of_cut,
     rule_for,
     split,
+    split_argument,
 )
 from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import bytes_of, tensors_in
+
+ROWS, NAMED, RULE = "rows", "named", "rule"
+"""How what was given as a whole batch is cut: positional inputs, and those by keyword, row by row if they have as many
+as the batch; others as `split` says, and targets in any proportion."""
+_SAMPLE = 4096
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Request:
         training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
         gathers_outputs: whether every rank gets them in the end.
+        index: the number of the batch, as the user counts.
     """
 
     args: tuple[Any, ...]
@@ -52,6 +60,7 @@ class Request:
     training: bool
     reduces: bool = True
     gathers_outputs: bool = False
+    index: int | None = None
 
 
 @dataclass
@@ -64,7 +73,7 @@ class Inputs:
         targets: by microbatch, on a process with the last stage.
         output_grads: the same.
         counted: the rows of every microbatch, where they can be counted.
-        whole: the rows of what was given as a whole batch and is cut into microbatches, of every length one.
+        whole: of what was given as a whole batch, the rows and by which rule they are cut, of every length one.
         divisors: of the losses, where the user's own function of the target says them.
         unknown: keys of the rules for splitting that are the name of nothing here.
     """
@@ -74,7 +83,7 @@ class Inputs:
     targets: list[Any] | None = None
     output_grads: list[tuple[torch.Tensor, ...]] | None = None
     counted: Counted | None = None
-    whole: dict[str, int] = field(default_factory=dict)
+    whole: dict[str, list[Any]] = field(default_factory=dict)
     divisors: list[float] | None = None
     unknown: list[str] = field(default_factory=list)
 
@@ -86,26 +95,82 @@ class Inputs:
         """By keyword argument that a local stage takes: for which microbatches it is not None."""
         return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
 
-    def digests(self, known: Collection[str]) -> dict[str, list[int]]:
-        """The same for what their tensors and numbers are, of those whose names are not known yet.
 
-        To read a tensor is to wait for its device, so that is done once for a name.
-        """
-        return {name: list(map(_digest, values)) for name, values in self.kwargs.items() if name not in known}
+def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, list[Any]]:
+    """Of every argument that this rank was given, needed here or not: its form, and a checksum of its values.
+
+    Args:
+        request: of the user.
+        inputs: what was taken of it. An iterator's items count where they were taken.
+        whole: whether all elements count, those of a device among them, for which that waits. Otherwise it is some
+            thousand of every tensor on the CPU, which takes some microseconds.
+    """
+    one = len(request.args) == 1
+    given = {"the input" if one else f"input {i}": value for i, value in enumerate(request.args)}
+    given |= {name: inputs.kwargs.get(name, v) if isinstance(v, Iterator) else v for name, v in request.kwargs.items()}
+    given |= {"target": request.target, "output_grad": request.output_grad}
+    found = {}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Iterator):
+            form = [type(value).__name__, *getattr(value, "shape", [len(value)] if isinstance(value, list) else [])]
+            found[name] = [form, _digest(value, 0, whole)]
+    return found
 
 
-def _digest(value: Any, found: int = 0) -> int:
+def _digest(value: Any, found: int, whole: bool) -> int:
     if type(value) in (tuple, list):
         for item in value:
-            found = _digest(item, found)
+            found = _digest(item, found, whole)
     elif type(value) is dict:
-        found = _digest(list(value.values()), found)
+        found = _digest(list(value.values()), found, whole)
     elif type(value) in (bool, int, float, str):
         found = zlib.crc32(repr(value).encode(), found)
-    elif type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
-        found = zlib.crc32(bytes_of(value).numpy().data, found)
+    elif type(value) in (torch.Tensor, nn.Parameter) and _is_read(value, whole):
+        found = zlib.crc32(bytes_of(value if whole else _sampled(value)).numpy().data, found)
     # other objects may have what is each rank's own, as a cache of keys and values does
     return found
+
+
+def _is_read(tensor: torch.Tensor, whole: bool) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and (whole or tensor.device.type == "cpu")
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """At most some thousand elements of it, from everywhere."""
+    tensor, size = tensor.detach(), tensor.numel()
+    if size <= _SAMPLE:
+        return tensor
+    stride = size // _SAMPLE | 1  # odd, as it would meet the same columns of every row otherwise
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::stride]
+    return tensor[torch.unravel_index(torch.arange(0, size, stride), tensor.shape)]
+
+
+def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
+    """Refuse a step whose ranks were given different batches: inputs of one would meet targets of another.
+
+    Args:
+        digests: what `batch_digests` says on every rank. What one rank gives as a tensor and another one as a list is
+            not compared.
+
+    Raises:
+        ValueError: naming the argument and the ranks.
+    """
+    for name in sorted({name for own in digests for name in own}):
+        by_type: dict[str, dict[int, list[Any]]] = {}
+        for rank, own in enumerate(digests):
+            if name in own:
+                by_type.setdefault(own[name][0][0], {})[rank] = own[name]
+        for found in by_type.values():
+            first, *_ = found
+            others = [rank for rank, own in found.items() if own != found[first]]
+            if others:
+                raise ValueError(
+                    f"{name} has other values on ranks {others} than on rank {first}: in every call of step give all "
+                    "ranks of a pipeline the same batch, or None where a rank does not need it. Shuffle by the same "
+                    "seed on all of them, give a DistributedSampler the pipelines as its replicas, and let no rank "
+                    "leave out a call (see Loading data in docs/guide.md)"
+                )
 
 
 def _looks(value: Any) -> Any:
@@ -150,11 +215,13 @@ def take_inputs(
         columns = _split_args(request, rules)
         inputs.args = _by_microbatch(columns, count)
         for i, value in enumerate(request.args):
-            _note_whole(inputs, request, value, rule_for(rules, i), f"input {i}" if i else "the input")
+            way = RULE if is_asked(rules, i) else ROWS
+            _note_whole(inputs, request, value, rule_for(rules, i), f"input {i}" if i else "the input", way)
     for name, value in request.kwargs.items():
         if any(stage.accepts is None or name in stage.accepts for stage in stages):
-            inputs.kwargs[name] = split(value, count, rule_for(rules, name), name)
-            _note_whole(inputs, request, value, rule_for(rules, name), name)
+            inputs.kwargs[name] = split_argument(value, count, rules, name, name)
+            way = RULE if is_asked(rules, name) else NAMED
+            _note_whole(inputs, request, value, rule_for(rules, name), name, way)
     if any(stage.is_last for stage in stages):
         _take_for_last(inputs, request, rules, loss_fn)
         if callable(reduction) and inputs.output_grads is None and (loss_fn is None or inputs.targets is not None):
@@ -183,10 +250,8 @@ def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
         raise ValueError(
             "the input is None: give the batch on the rank of the first stage, or nothing where the model takes none"
         )
-    return [
-        split(value, count, rule_for(rules, i), "the input" if len(request.args) == 1 else f"input {i}", i)
-        for i, value in enumerate(request.args)
-    ]
+    names = ["the input" if len(request.args) == 1 else f"input {i}" for i in range(len(request.args))]
+    return [split_argument(value, count, rules, i, names[i]) for i, value in enumerate(request.args)]
 
 
 def _by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
@@ -213,14 +278,14 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
         raise ValueError("target: there is no loss_fn to give it to; pass loss_fn= to Pipeline, or leave target out")
     rule = rule_for(rules, "target")
     inputs.targets = split(request.target, count, rule, "target")
-    _note_whole(inputs, request, request.target, rule, "target")
+    _note_whole(inputs, request, request.target, rule, "target", RULE)
 
 
-def _note_whole(inputs: Inputs, request: Request, value: Any, rule: Rule, name: str) -> None:
+def _note_whole(inputs: Inputs, request: Request, value: Any, rule: Rule, name: str, way: str) -> None:
     """Note the rows of a whole batch's tensors, where no other has as many, and refuse those that share a history."""
     for leaf, rows in lengths(value, rule, name).items():
-        if rows not in inputs.whole.values():
-            inputs.whole[leaf] = rows
+        if [rows, way] not in inputs.whole.values():
+            inputs.whole[leaf] = [rows, way]
     if request.training and request.num_microbatches > 1 and not isinstance(value, list | Iterator):
         _check_history(value, name)
 
@@ -235,26 +300,43 @@ def _check_history(value: Any, name: str) -> None:
         )
 
 
-def check_cuts(whole: Mapping[str, int], num_microbatches: int) -> None:
+def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     """Refuse arguments whose microbatches do not belong together.
 
     Args:
-        whole: the rows of each.
+        whole: the rows of each, and how they are cut: `ROWS`, `NAMED` or `RULE`.
         num_microbatches: into which they are cut.
 
     Raises:
-        ValueError: when their rows are not in the same proportion in every microbatch.
+        ValueError: where an input that no rule speaks of does not have the batch's rows, or where rows are not in the
+            same proportion in every microbatch.
     """
-    if len(whole) < 2:
+    if num_microbatches == 1:
         return
-    first = "the input" if "the input" in whole else next(iter(whole))
-    for name, rows in whole.items():
-        cut, others = (list(rows_of_cut(count, num_microbatches)) for count in (rows, whole[first]))
-        if any(rows * other != whole[first] * own for own, other in zip(cut, others, strict=True)):
+    rows = {name: found for name, (found, _) in whole.items()}
+    batch = [name for way in (ROWS, NAMED) for name, found in whole.items() if found[1] == way and rows[name] != 1]
+    shared = [name for name, found in whole.items() if found[1] == NAMED and rows[name] == 1]
+    if shared and not batch and RULE not in (way for _, way in whole.values()):
+        raise ValueError(
+            f"{shared[0]} has 1 row and num_microbatches = {num_microbatches}: give at least one row a microbatch, or "
+            "fewer microbatches"
+        )
+    for name in batch:
+        if rows[name] != rows[batch[0]]:
             raise ValueError(
-                f"{name} has {rows} rows and {first} has {whole[first]}: as microbatches of {cut} and {others} rows "
-                "they do not belong together; give batches of the same length, lists of microbatches, or split= with "
-                "another dimension or 'replicate' for what is not a batch"
+                f"{name} has {rows[name]} rows (dimension 0) and {batch[0]} has {rows[batch[0]]}: what has not a row "
+                "for each of the batch is not cut unless split= says how; name it there, with 'replicate' for what all "
+                "microbatches share, a dimension, or a function"
+            )
+    cut = [name for name, found in whole.items() if name in batch or found[1] == RULE]
+    first = batch[0] if batch else next(iter(cut), "")
+    for name in cut:
+        own, others = (list(rows_of_cut(count, num_microbatches)) for count in (rows[name], rows[first]))
+        if any(mine * rows[first] != rows[name] * other for mine, other in zip(own, others, strict=True)):
+            raise ValueError(
+                f"{name} has {rows[name]} rows and {first} has {rows[first]}: as microbatches of {own} and {others} "
+                "rows they do not belong together; give batches of the same length, lists of microbatches, or split= "
+                "with another dimension or 'replicate' for what is not a batch"
             )
 
 
@@ -276,27 +358,6 @@ def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
                 f"{name}: it is None on ranks {without}, and not, or for other microbatches, on ranks "
                 f"{others or without}; stages of all of them take it: give it alike on each"
             )
-
-
-def check_digests(digests: Sequence[Mapping[str, list[int]]]) -> None:
-    """Refuse a keyword argument whose values are not the same for all stages that get it.
-
-    Args:
-        digests: what `Inputs.digests` says on every rank.
-
-    Raises:
-        ValueError: naming the argument, the ranks and the first such microbatch.
-    """
-    for name in sorted({name for own in digests for name in own}):
-        found = {rank: own[name] for rank, own in enumerate(digests) if name in own}
-        for microbatch, values in enumerate(zip(*found.values(), strict=True)):
-            if len(set(values)) > 1:
-                first, *_ = found
-                others = [rank for rank, own in found.items() if own[microbatch] != found[first][microbatch]]
-                raise ValueError(
-                    f"{name}: for microbatch {microbatch} it has other values on ranks {others} than on rank {first}; "
-                    "stages of all of them take it: give it alike on each"
-                )
 
 
 def stage_works(

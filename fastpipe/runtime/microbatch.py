@@ -25,6 +25,11 @@ def rule_for(rules: Rules, key: str | int, default: Rule = 0) -> Rule:
     return default if rules is None else rules
 
 
+def is_asked(rules: Rules, key: str | int) -> bool:
+    """Whether the user gave the rule of this argument."""
+    return key in rules if isinstance(rules, Mapping) else rules is not None
+
+
 def check_split_and_merge(splitting: Any, merging: Any) -> None:
     """Refuse rules that are none.
 
@@ -45,7 +50,26 @@ def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def split(value: Any, num_microbatches: int, rule: Rule, name: str, position: int | None = None) -> list[Any]:
+def split_argument(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str) -> list[Any]:
+    """The microbatches of one argument by the user's rules: see `split`.
+
+    A tensor of one row that no rule speaks of is shared by all microbatches, as it broadcasts over their rows; but not
+    where it is the first positional argument, which is the batch.
+    """
+    shares = key != 0 and not is_asked(rules, key)
+    position = key if isinstance(key, int) else None
+    return split(value, num_microbatches, rule_for(rules, key), name, position, shares_single_rows=shares)
+
+
+def split(
+    value: Any,
+    num_microbatches: int,
+    rule: Rule,
+    name: str,
+    position: int | None = None,
+    *,
+    shares_single_rows: bool = False,
+) -> list[Any]:
     """The microbatches of one argument.
 
     Args:
@@ -55,6 +79,7 @@ def split(value: Any, num_microbatches: int, rule: Rule, name: str, position: in
         rule: the dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
         name: what it is called in errors.
         position: of an argument without a name, by which it is known to the rules.
+        shares_single_rows: whether all microbatches get a tensor of no dimension, or of one row, whole.
 
     Raises:
         ValueError: for a list of another length, an iterator that ends early, or fewer rows than microbatches.
@@ -71,9 +96,9 @@ def split(value: Any, num_microbatches: int, rule: Rule, name: str, position: in
     if not _is_whole(rule):
         raise ValueError(f"split[{key!r}] = {rule!r}: give a dimension, 'replicate' or a function")
     if isinstance(value, torch.Tensor):
-        return list(_split_leaf(value, num_microbatches, rule, name, key))
+        return list(_split_leaf(value, num_microbatches, rule, name, key, shares_single_rows))
     leaves, structure = pytree.tree_flatten(value)
-    parts = [_split_leaf(leaf, num_microbatches, rule, name, key) for leaf in leaves]
+    parts = [_split_leaf(leaf, num_microbatches, rule, name, key, shares_single_rows) for leaf in leaves]
     return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(num_microbatches)]
 
 
@@ -86,7 +111,14 @@ def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[A
     return values
 
 
-def _split_leaf(leaf: Any, num_microbatches: int, dim: int, name: str, key: str | int) -> Sequence[Any]:
+def has_single_row(tensor: torch.Tensor) -> bool:
+    """Whether all microbatches may share it: it broadcasts over the rows of a batch."""
+    return tensor.dim() == 0 or tensor.shape[0] == 1
+
+
+def _split_leaf(
+    leaf: Any, num_microbatches: int, dim: int, name: str, key: str | int, shares_single_rows: bool
+) -> Sequence[Any]:
     if not isinstance(leaf, torch.Tensor):
         if isinstance(leaf, str | bytes | int | float | bool) or leaf is None:
             return [leaf] * num_microbatches
@@ -94,6 +126,8 @@ def _split_leaf(leaf: Any, num_microbatches: int, dim: int, name: str, key: str 
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
             f"or say how to split it with split={{{key!r}: function}}"
         )
+    if shares_single_rows and has_single_row(leaf):
+        return [leaf] * num_microbatches
     if leaf.layout is not torch.strided:
         raise ValueError(
             f"{name} is a tensor of layout {leaf.layout}, which is not cut: give a list of microbatches, say how to "
@@ -120,11 +154,11 @@ def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
     """The rows of a whole batch's tensors, by name; nothing for what is not cut along a dimension."""
     if not _is_whole(rule) or isinstance(value, list | Iterator):
         return {}
-    dim: Any = rule
     if isinstance(value, torch.Tensor):
-        return {name: value.shape[dim]}
+        return {name: value.shape[rule]} if value.dim() else {}
     leaves, _ = pytree.tree_flatten_with_path(value)
-    return {name + pytree.keystr(path): leaf.shape[dim] for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    tensors = {name + pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {leaf: tensor.shape[rule] for leaf, tensor in tensors.items() if tensor.dim()}
 
 
 def rows_of_cut(rows: int, num_microbatches: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe._version import __version__
 from fastpipe.runtime import native
 from fastpipe.runtime.agreement import Postponed, agreeing, building
 from fastpipe.runtime.arguments import (
@@ -276,6 +277,10 @@ class Pipeline(Trains, Replannable):
         plan = f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
         plan += f", cut by {self._unit}" if self._unit else ""
         plan += self._also_alike
+        if self._member.size > 1:
+            program = self._plans.program(self.num_microbatches, forward_only=False)
+            plan += f", recv_lookahead {self._plans.recv_lookahead}, stages on ranks {program.placement.routes}"
+            plan += f", program {program.digest()}, fastpipe {__version__}"
         return {"plan": plan, "seed": self._seed, "costs": self._costs}
 
     def _adopt_plan(self, replies: Sequence[Reply]) -> None:

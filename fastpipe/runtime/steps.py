@@ -17,7 +17,16 @@ from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among, te
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure, LostError, TransportError
 from fastpipe.runtime.found import Found, Telling
-from fastpipe.runtime.inputs import Inputs, Request, check_cuts, check_digests, check_given, stage_works, take_inputs
+from fastpipe.runtime.inputs import (
+    Inputs,
+    Request,
+    batch_digests,
+    check_batches,
+    check_cuts,
+    check_given,
+    stage_works,
+    take_inputs,
+)
 from fastpipe.runtime.interrupt import Interrupts
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import flags_of
@@ -33,6 +42,9 @@ from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_losses import NoLoss
 from fastpipe.runtime.stage_work import StageWork
 
+_COMPARED_WHOLE, _COMPARED_EVERY = 4, 256
+"""In which steps ranks compare all values of the batches that they were given: the first ones, and each of so many. In
+the others they compare a sample."""
 _MAX_KNOWN = 64
 """How many combinations of input shapes are remembered; another one costs a step with headers."""
 
@@ -101,7 +113,6 @@ class Steps:
         self.known: dict[tuple[Any, ...], int] = {}
         self._lossless: set[tuple[Any, ...]] = set()  # signatures of steps that had nothing to differentiate
         self._flags: tuple[bool, ...] = ()
-        self._compared: set[str] = set()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.elsewhere: Failure | None = None
         self.broken: Failure | None = None
@@ -230,7 +241,10 @@ class Steps:
             signature = self._signature(request, inputs)
             message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": signature}
             message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
-            message["digests"] = {} if isinstance(self.control, Alone) else inputs.digests(self._compared)
+            if not isinstance(self.control, Alone):
+                number = self.control.step
+                compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
+                message["batch"] = batch_digests(request, inputs, compares_all)
         except BaseException as found:
             # an iterator may raise anything, and the others must not wait for this rank
             error = found
@@ -238,7 +252,6 @@ class Steps:
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
         self.replicas.agreed()
-        self._compared.update(inputs.kwargs)
         return inputs, replies
 
     def follow(self, plans: Plans, *, forward_only: bool) -> None:
@@ -311,7 +324,7 @@ class Steps:
                 f"split[{name!r}]: no stage's forward takes such an argument; name one that it takes, the position "
                 "of an input, 'target' or 'output_grad'"
             )
-        check_digests([reply["digests"] for reply in replies])
+        check_batches([reply.get("batch", {}) for reply in replies])
         check_told([reply["told"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
@@ -459,6 +472,7 @@ def _call_text(request: Request) -> str:
     names = ", ".join(["", *sorted(request.kwargs)])
     call = "step" if request.training else "eval_step or a forward-only step"
     more = (", gather_outputs" if request.gathers_outputs else "") + ("" if request.reduces else ", under no_sync")
+    more += "" if request.index is None else f", index={request.index}"
     return f"{call} with num_microbatches={request.num_microbatches}{names}{more}"
 
 

@@ -50,6 +50,7 @@ class Trains(Evaluates, HeldModel):
         num_microbatches: int | None = None,
         trace: bool = False,
         gather_outputs: bool = False,
+        index: int | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of one batch; adds to ``.grad``. Called on every rank alike.
@@ -62,6 +63,8 @@ class Trains(Evaluates, HeldModel):
             num_microbatches: for this step, if not the pipeline's.
             trace: gather the times of all ranks into ``result.timeline``.
             gather_outputs: whether every rank gets the outputs, and not only those with the last stage.
+            index: the number of the batch, counted as you like. Ranks whose numbers differ raise; without it they find
+                out only where they were given the same argument.
             kwargs: keyword arguments, given to every stage whose forward names them.
 
         Raises:
@@ -78,6 +81,7 @@ class Trains(Evaluates, HeldModel):
             training=not self._steps.forward_only,
             reduces=self._reduces,
             gathers_outputs=gather_outputs,
+            index=index,
         )
         if self._steps.forward_only and output_grad is not None:
             if not self._plans.has_backward(self.num_microbatches):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.stage import Chain
 from tests import scripts
@@ -145,6 +146,12 @@ def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str, group_o
         assert zero[name][0] == "ValueError" and text in zero[name][1], zero[name]
 
 
+def an_order(lazy: bool) -> fastpipe.Schedule:
+    """Two schedules of one name, whose orders differ on the first rank."""
+    orders = [["0F0", "0F1", "0B0", "0B1"] if lazy else ["0F0", "0F1", "0B1", "0B0"], ["1F0", "1B0", "1F1", "1B1"]]
+    return fastpipe.Schedule.from_actions("mine", fastpipe.Placement.loop(2), 2, orders)
+
+
 def build_badly() -> dict[str, Any]:
     rank = dist.get_rank()
     found = {
@@ -159,11 +166,44 @@ def build_badly() -> dict[str, Any]:
         "transports": caught(lambda: pipeline(transport="process_group" if rank else "auto")),
         "reductions": caught(lambda: pipeline(loss_reduction="sum" if rank else "mean")),
         "dtypes": caught(lambda: pipeline(grad_dtype=torch.float64 if rank else None)),
+        "lookaheads": caught(lambda: pipeline(recv_lookahead=1 + rank)),
+        "placements": caught(lambda: pipeline(stage_to_rank=[0, 1] if rank else [1, 0])),
+        "orders": caught(lambda: pipeline(schedule=an_order(lazy=rank == 1), num_microbatches=2)),
         "loopback": caught(lambda: pipeline(transport="loopback")),
         "too many ranks": caught(lambda: pipeline(num_ranks=3)),
     }
     train_and_compare("plain", "1f1b", 4)
     return found
+
+
+def other_batches() -> dict[str, Any]:
+    """Runs on every rank: batches that are not the same on both."""
+    rank, pipe = dist.get_rank(), pipeline()
+    x, y = batch()
+    found = {
+        "inputs": caught(lambda: pipe.step(x + rank, target=y)),
+        "targets": caught(lambda: pipe.step(x, target=y + rank)),
+        "numbers": caught(lambda: pipe.step(x if rank == 0 else None, target=y if rank else None, index=rank)),
+        "only what is needed": caught(lambda: pipe.step(x if rank == 0 else None, target=y if rank else None, index=7)),
+    }
+    for number in range(6):
+        found[f"step {number}"] = caught(lambda number=number: pipe.step(x + number, target=y + number))
+    found["a step is left out"] = caught(lambda: pipe.step(x + rank, target=y + rank))
+    found["eval"] = caught(lambda: pipe.eval_step(x + rank, target=y))
+    found["the next"] = caught(lambda: pipe.step(x, target=y))
+    return found
+
+
+def test_ranks_with_other_batches_are_refused(group_of: GroupOf) -> None:
+    for answer in group_of(2).run(other_batches):
+        for name in ("inputs", "targets", "a step is left out", "eval"):
+            kind, text, _ = answer.pop(name)
+            argument = "the input" if name in ("inputs", "eval") else "target"
+            said = f"{argument} has other values on ranks [1] than on rank 0"
+            assert kind == "ValueError" and said in text, (name, text)
+        kind, text, _ = answer.pop("numbers")
+        assert kind == "ValueError" and "index=0; rank 1" in text, text
+        assert {kind for kind, *_ in answer.values()} == {"nothing"}, answer
 
 
 def wait_for_ever(executor: str, transport: str) -> None:
@@ -191,7 +231,8 @@ def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:
     }.items():
         assert one[name][0] == "ValueError" and text in one[name][1]
         assert zero[name][0] == "StepError" and text in zero[name][1]
-    for name in ("different", "partitions", "schedules", "transports", "reductions", "dtypes"):
+    kinds = ("different", "partitions", "schedules", "transports", "reductions", "dtypes", "lookaheads", "placements")
+    for name in (*kinds, "orders"):
         assert zero[name][0] == one[name][0] == "ValueError" and "do not build the same pipeline" in zero[name][1]
     assert "there are several processes" in zero["loopback"][1]
     assert "num_ranks = 3: the group has 2 processes" in zero["too many ranks"][1]

@@ -52,6 +52,7 @@ class Own(Layer):
     ) -> Any:
         assert isinstance(inputs0, list) and isinstance(labels0, list) and (criterion0 is None) == (not labels0)
         assert (loss1 is None) == bool(outputs1) and len(outputs1) == len(output_grads1)
+        assert loss1 is not None or (isinstance(outputs1, tuple) and isinstance(output_grads1, tuple))
         Own.calls += 1
         outputs0 = [module0(*inputs0)]
         loss0 = None if criterion0 is None else criterion0(*outputs0, *labels0)
@@ -61,7 +62,7 @@ class Own(Layer):
         else:
             options = {"keep_graph": False, "create_graph": False, "allow_unreachable": True, "accumulate_grad": True}
             engine = torch.autograd.Variable._execution_engine
-            engine.run_backward(tuple(outputs1), tuple(output_grads1), **options)
+            engine.run_backward(outputs1, output_grads1, **options)  # which takes tuples alone
         return outputs0, loss0
 
 

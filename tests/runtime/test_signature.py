@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime.inputs import Inputs
+from fastpipe.runtime.inputs import Inputs, Request, batch_digests
 from fastpipe.runtime.microbatch import rows_of, split
 from fastpipe.runtime.modules import flags_of
 
@@ -79,11 +79,24 @@ def test_what_has_no_strides_looks_like_something() -> None:
     ).signature()
 
 
+def digest(value: torch.Tensor, whole: bool = True) -> Any:
+    return batch_digests(Request((), {}, value, None, 1, training=True), Inputs(), whole)["target"]
+
+
+def test_what_a_sample_reads_is_from_everywhere() -> None:
+    rows = torch.zeros(64, 2048)
+    for value in (rows, rows.t()):
+        before = digest(value, whole=False)
+        changed = value.clone(memory_format=torch.preserve_format)
+        changed[:, 1:].add_(1)  # and nothing in the first column
+        assert digest(changed, whole=False) != before == digest(value.clone(), whole=False)
+
+
 def test_what_a_mark_negates_is_read_as_it_is() -> None:
     value = torch.complex(torch.ones(2), torch.arange(2.0))
     for marked in (value.conj(), value.conj().imag):
-        found, expected = (inputs(kwargs={"x": [one]}).digests(()) for one in (marked, marked.clone()))
-        assert found == expected != inputs(kwargs={"x": [value]}).digests(())
+        found, expected = (digest(one) for one in (marked, marked.clone()))
+        assert found == expected != digest(value)
 
 
 def test_what_is_no_tensor_looks_like_its_type() -> None:
