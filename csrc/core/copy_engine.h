@@ -8,8 +8,7 @@
 #include <memory>
 #include <utility>
 
-#include "shared_memory_layout.h"
-#include "shared_memory_segment.h"
+#include "host_memory.h"
 
 namespace fastpipe {
 

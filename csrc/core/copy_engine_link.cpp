@@ -4,7 +4,7 @@
 #include <chrono>
 #include <functional>
 
-#include "errors.h"
+#include "common.h"
 
 namespace fastpipe {
 

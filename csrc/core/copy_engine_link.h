@@ -20,13 +20,11 @@
 #include <utility>
 #include <vector>
 
-#include "clock.h"
-#include "codec.h"
+#include "common.h"
 #include "copy_engine.h"
-#include "home.h"
+#include "host_memory.h"
 #include "program.h"
-#include "shared_memory_link.h"
-#include "shared_memory_peer.h"
+#include "shared_ring.h"
 
 namespace fastpipe {
 

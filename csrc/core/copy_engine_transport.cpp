@@ -6,8 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "clock.h"
-#include "errors.h"
+#include "common.h"
 
 namespace fastpipe {
 

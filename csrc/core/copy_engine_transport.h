@@ -9,13 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "codec.h"
 #include "copy_engine_link.h"
-#include "payload.h"
 #include "program.h"
-#include "shared_memory_source.h"
 #include "shared_memory_transport.h"
-#include "spec_book.h"
+#include "shared_ring.h"
 #include "transport.h"
 
 namespace fastpipe {

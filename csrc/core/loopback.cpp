@@ -1,11 +1,147 @@
 #include "loopback.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
-#include "errors.h"
+#include "common.h"
 
 namespace fastpipe {
+
+namespace {
+
+using Operation = LoopbackOperation;
+
+std::string text(const Operation& operation) {
+  return std::string(operation.is_send ? "a send" : "a receive") + " on channel " + std::to_string(operation.channel) +
+         " for stage " + std::to_string(operation.stage) + ", microbatch " + std::to_string(operation.microbatch);
+}
+
+bool fit(const Operation& one, const Operation& other) {
+  return one.is_send != other.is_send && one.channel == other.channel && one.stage == other.stage &&
+         one.microbatch == other.microbatch;
+}
+
+}  // namespace
+
+bool LoopbackLane::post(int end, Operation& operation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (broken_) return false;
+  Queue& queue = queues_[end];
+  operation.next = nullptr;
+  (queue.head == nullptr ? queue.head : queue.tail->next) = &operation;
+  queue.tail = &operation;
+  // Who waits at the other end must learn until when a delayed send holds it up.
+  if (match() != Clock::time_point::max()) changed_.notify_all();
+  return true;
+}
+
+bool LoopbackLane::wait(Operation& operation, Clock::time_point deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    const Clock::time_point next = match();
+    if (operation.done) return true;
+    if (broken_) return false;
+    if (Clock::now() >= deadline) {
+      close(text(operation) + " was not met by the other side in time");
+      return false;
+    }
+    changed_.wait_until(lock, std::min(next, deadline));
+  }
+}
+
+void LoopbackLane::break_off(const std::string& why) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!broken_) close(why);
+}
+
+std::string LoopbackLane::why_broken() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return why_;
+}
+
+Clock::time_point LoopbackLane::match() {
+  while (queues_[0].head != nullptr && queues_[1].head != nullptr) {
+    Operation& lower = *queues_[0].head;
+    Operation& higher = *queues_[1].head;
+    if (!fit(lower, higher)) {
+      // What is first in line stays first: this cannot resolve itself.
+      close("deadlock: the lower rank has " + text(lower) + " first in line, the higher rank " + text(higher));
+      break;
+    }
+    Operation& send = lower.is_send ? lower : higher;
+    if (send.eligible != Clock::time_point{} && send.eligible > Clock::now()) return send.eligible;
+    for (Queue& queue : queues_) queue.head = queue.head->next;
+    transfer(send, lower.is_send ? higher : lower);
+  }
+  return Clock::time_point::max();
+}
+
+void LoopbackLane::transfer(Operation& send, Operation& receive) {
+  receive.stand_in = send.source == nullptr;
+  try {
+    if (!receive.stand_in) receive.target->copy_from(*send.source);
+  } catch (...) {
+    receive.error = std::current_exception();
+  }
+  send.completed = receive.completed = now_seconds();
+  send.done = receive.done = true;
+  changed_.notify_all();
+}
+
+void LoopbackLane::close(const std::string& why) {
+  broken_ = true;
+  why_ = why;
+  queues_ = {};
+  changed_.notify_all();
+}
+
+namespace {
+
+// Its two ends tell a lane's operations apart, so it must not serve a third rank.
+void require_pairs(const std::vector<Channel>& channels, const std::vector<std::int32_t>& lanes) {
+  std::vector<std::set<std::int32_t>> ranks(lanes.size());
+  for (std::size_t channel = 0; channel < channels.size(); ++channel) {
+    const std::int32_t lane = lanes[channel];
+    if (lane < 0 || lane >= static_cast<std::int32_t>(lanes.size())) {
+      throw ArgumentError("lanes[" + std::to_string(channel) + "] = " + std::to_string(lane) +
+                          ": number the lanes from 0 to at most the number of channels");
+    }
+    if (channels[channel].local()) continue;
+    ranks[lane].insert({channels[channel].source, channels[channel].destination});
+    if (ranks[lane].size() > 2) {
+      throw ArgumentError("lane " + std::to_string(lane) + " joins more than two ranks; give each pair its own");
+    }
+  }
+}
+
+}  // namespace
+
+LoopbackHub::LoopbackHub(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds)
+    : channels_(std::move(channels)), lane_numbers_(std::move(lanes)), delay_(as_duration(delay_seconds)) {
+  if (lane_numbers_.size() != channels_.size()) {
+    throw ArgumentError("lanes has " + std::to_string(lane_numbers_.size()) + " entries for " +
+                        std::to_string(channels_.size()) + " channels; give one a channel");
+  }
+  require_pairs(channels_, lane_numbers_);
+  for (std::size_t lane = 0; lane < lane_numbers_.size(); ++lane) lanes_.push_back(std::make_unique<LoopbackLane>());
+}
+
+std::unique_ptr<Transport> LoopbackHub::connect(const RankProgram& program, double timeout_seconds) {
+  if (program.channels().size() != channels_.size()) {
+    throw ArgumentError("this loopback was made for " + std::to_string(channels_.size()) +
+                        " channels, the program has " + std::to_string(program.channels().size()) +
+                        "; make a loopback for each program");
+  }
+  return std::make_unique<LoopbackTransport>(shared_from_this(), program, timeout_seconds);
+}
+
+void LoopbackHub::break_off(std::int32_t one, std::int32_t other, const std::string& why) {
+  for (std::size_t channel = 0; channel < channels_.size(); ++channel) {
+    const auto [source, destination, kind] = channels_[channel];
+    if (std::minmax(source, destination) == std::minmax(one, other)) lane_of(channel).break_off(why);
+  }
+}
 
 namespace {
 

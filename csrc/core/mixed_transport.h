@@ -6,11 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "function_ref.h"
-#include "helper.h"
-#include "payload.h"
+#include "common.h"
 #include "program.h"
-#include "shared_memory_source.h"
 #include "shared_memory_transport.h"
 #include "transport.h"
 

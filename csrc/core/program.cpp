@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "errors.h"
+#include "common.h"
 
 namespace fastpipe {
 

@@ -1,6 +1,7 @@
 // What the ranks of a host tell each other between steps: everybody posts a message, and waits for all others'.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -9,14 +10,29 @@
 #include <string_view>
 #include <vector>
 
-#include "clock.h"
-#include "shared_memory_board.h"
-#include "shared_memory_host.h"
-#include "shared_memory_layout.h"
-#include "shared_memory_process.h"
-#include "shared_memory_segment.h"
+#include "common.h"
+#include "host_memory.h"
 
 namespace fastpipe {
+
+// What a rank says to all others, of two exchanges: that of an odd number and that of an even one.
+constexpr std::size_t kExchangeText = 16384;
+
+struct ExchangeNote {
+  std::uint64_t bytes;
+  std::int32_t descriptor;  // of the memory that it lies in; -1: in `text`
+  alignas(kSharedLine) std::byte text[kExchangeText];
+};
+
+struct ExchangeBoard {
+  static constexpr std::uint64_t kMagic = 0x3178657069707466;
+
+  std::uint64_t magic;
+  std::uint64_t nonce;
+  DoorbellWords doorbell;
+  alignas(kSharedLine) SharedNumber posted;  // notes ever written; written last
+  alignas(kSharedLine) ExchangeNote notes[2];
+};
 
 // Every rank has a board, on which it alone writes and which all others read. Two notes are enough: a rank posts n + 1
 // when it has read everybody's n, so its n - 1, whose place that is, has been read by everybody who has posted n.

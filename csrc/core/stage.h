@@ -1,13 +1,17 @@
-// One stage's compute, microbatch by microbatch. It keeps what lies between a forward and its backward.
+// What the loop asks of others: stages that compute, and observers that are told.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <exception>
 
-#include "payload.h"
+#include "common.h"
 #include "program.h"
+#include "transport.h"
 
 namespace fastpipe {
 
+// One stage's compute, microbatch by microbatch. It keeps what lies between a forward and its backward.
 class Stage {
  public:
   Stage() = default;
@@ -39,6 +43,22 @@ class Stage {
   virtual void end_turn() noexcept {}
   // Lets go of all that is kept, of every microbatch.
   virtual void release() noexcept = 0;
+};
+
+// Who is told how a step goes, while it goes.
+class Observer {
+ public:
+  Observer() = default;
+  Observer(const Observer&) = delete;
+  Observer& operator=(const Observer&) = delete;
+  virtual ~Observer() = default;
+
+  virtual void starts(std::size_t position) noexcept = 0;
+  virtual void ends(std::size_t position) noexcept = 0;
+  // Runs the backward of a pair, in the helper thread, as the rank's own thread would.
+  virtual void beside(std::size_t, FunctionRef<void()> backward) { backward(); }
+  // Called once for the compute that failed, and once for every peer that broke.
+  virtual void failed(std::size_t position, const std::exception_ptr& error) noexcept = 0;
 };
 
 }  // namespace fastpipe

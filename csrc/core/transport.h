@@ -1,14 +1,51 @@
-// How payloads get from one rank to another. One object a rank; called by the rank's own thread alone.
+// What moves between stages and how: payloads, what they look like, and transports.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
+#include <vector>
 
-#include "payload.h"
 #include "program.h"
 
 namespace fastpipe {
+
+// What moves between stages, as the core sees it: opaque. The torch side makes it a list of tensors, a stub a number.
+
+// What a payload looks like, without its data: what both ends of a channel agree on.
+class Spec {
+ public:
+  Spec() = default;
+  Spec(const Spec&) = delete;
+  Spec& operator=(const Spec&) = delete;
+  virtual ~Spec() = default;
+  virtual std::string text() const = 0;
+};
+
+// A receive slot's contents, or what a send reads. The executor makes each once and fills it again and again.
+class Payload {
+ public:
+  Payload() = default;
+  Payload(const Payload&) = delete;
+  Payload& operator=(const Payload&) = delete;
+  virtual ~Payload() = default;
+
+  // Lets go of the contents; memory to receive into may stay.
+  virtual void clear() noexcept = 0;
+  virtual bool empty() const = 0;
+  // Makes the contents fit for a transfer (dense memory). Throws ArgumentError for what cannot be transferred.
+  virtual void pack() = 0;
+  // Replaces the contents by a copy, never in memory that somebody else can still see.
+  virtual void copy_from(const Payload& source) = 0;
+  virtual std::unique_ptr<Spec> spec() const = 0;
+  virtual bool matches(const Spec& spec) const = 0;
+  // The step is over: what streams get from now on comes after all that worked with the memory in it.
+  virtual void end_step() noexcept {}
+};
+
+// How payloads get from one rank to another. One object a rank; called by the rank's own thread alone.
 
 // Which message: the SEND's stage is the producer, the POST_RECV's the consumer.
 struct Transfer {
@@ -55,6 +92,33 @@ class TransportSource {
   TransportSource& operator=(const TransportSource&) = delete;
   virtual ~TransportSource() = default;
   virtual std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) = 0;
+};
+
+// What each message of a step looks like, by the signature of the step's input: learnt once, known from then on.
+class SpecBook {
+ public:
+  explicit SpecBook(std::size_t num_instructions) : size_(num_instructions) {}
+
+  // Throws ArgumentError for a signature that is neither known nor announced.
+  void open(std::int64_t signature, bool announce);
+  bool announcing() const { return announcing_; }
+  void learn(std::size_t position, std::unique_ptr<Spec> spec);
+  const Spec& at(std::size_t position) const;
+  bool fits(std::size_t position, const Payload& payload) const { return payload.matches(at(position)); }
+  // Throws the ArgumentError for a payload that does not fit; `place` is for the message.
+  [[noreturn]] void refuse(std::size_t position, const Payload& payload, const std::string& place) const;
+  // What was being learnt replaces what was known under the signature, if it is complete; else it is dropped.
+  void close(bool complete);
+
+ private:
+  using Page = std::vector<std::unique_ptr<Spec>>;
+
+  std::size_t size_;
+  std::map<std::int64_t, Page> pages_;
+  Page draft_;
+  Page* page_ = nullptr;  // of this step: the draft or one of `pages_`, whose nodes stay where they are
+  std::int64_t signature_ = 0;
+  bool announcing_ = false;
 };
 
 }  // namespace fastpipe

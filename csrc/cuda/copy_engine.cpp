@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "core/errors.h"
+#include "core/common.h"
 
 namespace fastpipe {
 

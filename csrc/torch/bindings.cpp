@@ -12,24 +12,25 @@
 #include <vector>
 
 #include "codec.h"
+#include "core/common.h"
 #include "core/copy_engine_link.h"
 #include "core/copy_engine_transport.h"
-#include "core/errors.h"
-#include "core/loopback_hub.h"
+#include "core/host_memory.h"
+#include "core/loopback.h"
 #include "core/mixed_transport.h"
-#include "core/pair_clock.h"
+#include "core/pairs.h"
 #include "core/program.h"
 #include "core/shared_memory_exchange.h"
-#include "core/shared_memory_link.h"
-#include "core/shared_memory_source.h"
+#include "core/shared_memory_transport.h"
 #ifdef FASTPIPE_WITH_CUDA
 #include "cuda/copy_engine.h"
 #endif
+#include "moment.h"
 #include "process_group.h"
-#include "python_contexts.h"
 #include "python_errors.h"
 #include "random_numbers.h"
 #include "runner.h"
+#include "weight_grad.h"
 
 namespace fastpipe {
 
@@ -180,6 +181,39 @@ void bind_copy_engine(py::module_& m) {
   m.attr("has_cuda") = false;
 #endif
 }
+
+// What a thread is told while something runs in it, as contexts of Python's.
+
+// Armed from the beginning of Python's `with` to its end.
+class PythonArming {
+ public:
+  PythonArming(std::shared_ptr<WeightGradients> weights, Arming::Phase phase)
+      : weights_(std::move(weights)), phase_(phase) {}
+  void enter() { arming_.emplace(weights_, phase_); }
+  void exit(const py::args&) { arming_.reset(); }
+
+ private:
+  std::shared_ptr<WeightGradients> weights_;
+  Arming::Phase phase_;
+  std::optional<Arming> arming_;
+};
+
+// Computes an action.
+class PythonMoment {
+ public:
+  PythonMoment(std::int64_t number, std::array<std::int32_t, 3> last, int op, std::int32_t stage,
+               std::int32_t microbatch)
+      : step_{number, last}, op_(static_cast<Op>(op)), stage_(stage), microbatch_(microbatch) {}
+  void enter() { moment_.emplace(step_, op_, stage_, microbatch_); }
+  void exit(const py::args&) { moment_.reset(); }
+
+ private:
+  Moment::Step step_;
+  Op op_;
+  std::int32_t stage_;
+  std::int32_t microbatch_;
+  std::optional<Moment> moment_;
+};
 
 // (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage.
 py::list deferred(const Runner& runner) {

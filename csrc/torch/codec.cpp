@@ -11,8 +11,8 @@
 #include <cstring>
 #include <utility>
 
-#include "bytes.h"
-#include "spec_words.h"
+#include "payload.h"
+#include "wire.h"
 
 namespace fastpipe {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/codec.h"
+#include "core/shared_ring.h"
 #include "payload.h"
 
 namespace fastpipe {

@@ -1,4 +1,4 @@
-#include "fused_accumulation.h"
+#include "weight_grad.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>

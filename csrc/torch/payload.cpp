@@ -9,8 +9,7 @@
 
 #include <utility>
 
-#include "bytes.h"
-#include "core/errors.h"
+#include "core/common.h"
 
 namespace fastpipe {
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/Device.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstddef>
@@ -11,10 +13,20 @@
 #include <vector>
 
 #include "core/copy_engine.h"
-#include "core/payload.h"
+#include "core/transport.h"
 #include "streams.h"
 
 namespace fastpipe {
+
+// Memory as a tensor of bytes, so that torch copies it whatever device it is on.
+
+// The memory must outlive the tensor. `data` may not be null unless there are no bytes.
+inline at::Tensor bytes_at(const void* data, std::size_t bytes, at::Device device) {
+  return at::for_blob(const_cast<void*>(data), {static_cast<std::int64_t>(bytes)})
+      .options(at::TensorOptions().dtype(at::kByte).device(device))
+      .target_device(device)
+      .make_tensor();
+}
 
 struct TensorSpec {
   at::ScalarType dtype;

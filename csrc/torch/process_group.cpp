@@ -8,9 +8,8 @@
 #include <cstring>
 #include <utility>
 
-#include "core/clock.h"
-#include "core/errors.h"
-#include "header.h"
+#include "core/common.h"
+#include "wire.h"
 
 namespace fastpipe {
 

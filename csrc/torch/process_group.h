@@ -16,11 +16,10 @@
 #include <vector>
 
 #include "core/program.h"
-#include "core/spec_book.h"
 #include "core/transport.h"
-#include "header.h"
 #include "payload.h"
 #include "streams.h"
+#include "wire.h"
 
 namespace fastpipe {
 

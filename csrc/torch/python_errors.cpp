@@ -1,6 +1,6 @@
 #include "python_errors.h"
 
-#include "core/errors.h"
+#include "core/common.h"
 
 namespace fastpipe {
 

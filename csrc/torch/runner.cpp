@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/errors.h"
+#include "core/common.h"
 #include "payload.h"
 #include "python_errors.h"
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
@@ -9,17 +10,40 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "core/common.h"
 #include "core/executor.h"
-#include "core/home.h"
-#include "core/observer.h"
-#include "device_times.h"
-#include "label.h"
+#include "core/stage.h"
 #include "stage.h"
 #include "streams.h"
 
 namespace fastpipe {
+
+// What profilers call an action while it runs.
+
+// A range of torch's profiler; nothing where none runs.
+class Label {
+ public:
+  Label() = default;
+  Label(const Label&) = delete;
+  Label& operator=(const Label&) = delete;
+
+  // action: "2F0"; empty for what has no label. The prefix is that of torch's pipelines: without one torch's profiler
+  // takes "2F0" for a mangled C++ name and shows "F0".
+  void begin(const std::string& action) {
+    if (action.empty()) return;
+    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
+      function_.emplace(std::move(*callbacks));
+      function_->before("PP:" + action);
+    }
+  }
+  void end() noexcept { function_.reset(); }
+
+ private:
+  std::optional<at::RecordFunction> function_;
+};
 
 // Grad mode, autocast, inference mode and the like of the thread that made it, for a run in another thread.
 class ThreadState {

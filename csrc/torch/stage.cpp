@@ -8,10 +8,10 @@
 #include <optional>
 #include <utility>
 
-#include "arming.h"
-#include "core/errors.h"
-#include "engine.h"
+#include "core/common.h"
+#include "graph.h"
 #include "python_errors.h"
+#include "weight_grad.h"
 
 namespace fastpipe {
 

@@ -12,12 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "arming.h"
-#include "core/function_ref.h"
+#include "core/common.h"
 #include "core/program.h"
 #include "core/stage.h"
-#include "device_times.h"
-#include "entry.h"
+#include "graph.h"
 #include "moment.h"
 #include "payload.h"
 #include "random_numbers.h"

@@ -1,21 +1,104 @@
-// The weight gradients of one microbatch of one stage, between its F, its I and its W.
+// Weight gradients that wait for W: what a linear leaves in the graph, and what computes it later.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
-#include "linear_node.h"
-#include "node.h"
-#include "recompute_group.h"
-#include "weight_source.h"
+#include "graph.h"
+#include "moment.h"
 
 namespace fastpipe {
+
+// Where a weight's deferred gradient enters the graph.
+
+// What one linear leaves for W.
+struct WeightUse {
+  WeightUse(at::Tensor input, at::Tensor gradient, bool weight_by_rows);
+
+  // Throws if one of them has been changed in place since: a whole backward would have read it before.
+  void require_unchanged() const;
+
+  at::Tensor input;
+  at::Tensor gradient;  // of the output
+  bool weight_by_rows;
+  std::int64_t input_version;
+  std::int64_t gradient_version;
+};
+// A weight has one use in most models.
+using WeightUses = c10::SmallVector<WeightUse, 1>;
+
+// Computes only when the engine comes to it, and hands its result on without keeping it: as many gradients are alive
+// at a time as in a whole backward, and `.grad` takes over the very memory.
+class WeightSource final : public torch::autograd::Node {
+ public:
+  // sequence: the place in the order of the forward that its linear had.
+  WeightSource(std::uint64_t sequence, torch::autograd::Edge weight, WeightUses uses);
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override;
+
+ private:
+  WeightUses uses_;
+};
+
+// Weight gradients that are added to `.grad` by the matrix product that makes them: C = A B + C.
+
+// Adds what the uses of one weight make to its parameter's gradient. False, and nothing done, where that is for the
+// engine: no gradient to add to yet, one of another layout, a weight that is more than a parameter or its copy in
+// another dtype, hooks that want to see a contribution, or operands of 16 bits where no product adds to 32.
+// Post-accumulate hooks run.
+bool accumulate_in_place(const torch::autograd::Edge& weight, const WeightUses& uses);
+
+// The backward of one linear whose weight gradient may wait for W.
+class WeightGradients;
+
+// Of out = addmm(bias, input, weight.t()), or mm(input, weight.t()) without a bias; the input has two dimensions.
+// Next edges: input, weight, bias. Its formulas are autograd's own for addmm and mm, so the bits are too.
+class LinearNode final : public torch::autograd::Node {
+ public:
+  LinearNode(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
+             std::shared_ptr<WeightGradients> later);
+
+  // From now on the weight's gradient is no longer this node's to give: the engine must not wait for it, nor call the
+  // weight's hooks without one.
+  void defer();
+  bool deferred() const { return weight_edge_.is_valid(); }
+  const torch::autograd::Edge& weight_edge() const { return deferred() ? weight_edge_ : next_edges()[kWeight]; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  void release_variables() override;
+  std::string name() const override { return "fastpipe::LinearBackward"; }
+
+  static constexpr std::size_t kInput = 0;
+  static constexpr std::size_t kWeight = 1;
+  static constexpr std::size_t kBias = 2;
+
+ private:
+  at::Tensor input_gradient(const at::Tensor& gradient) const;
+
+  torch::autograd::SavedVariable input_;
+  torch::autograd::SavedVariable weight_;
+  std::int64_t rows_;
+  std::int64_t columns_;
+  bool input_by_columns_;
+  bool weight_by_rows_;
+  torch::autograd::Edge weight_edge_;  // once it is deferred
+  std::shared_ptr<WeightGradients> later_;
+};
+
+// The gradient of a weight by one use. by_rows: the weight's own memory is laid out row after row.
+at::Tensor weight_gradient(const at::Tensor& input, const at::Tensor& gradient, bool by_rows);
+
+// The weight gradients of one microbatch of one stage, between its F, its I and its W.
 
 // F: every linear becomes a LinearNode, whole. When F has ended, the graph tells which weights reach it by linears
 // alone; these linears are deferred. I queues their inputs and output gradients; W computes, and enters the graph at
@@ -77,6 +160,28 @@ class WeightGradients {
   Edges roots_;
   std::vector<at::Tensor> starts_;
   ska::flat_hash_set<const void*> storages_;
+};
+
+// While one exists, linears of this thread, and of the engine's threads that work for it, may defer their weights.
+class Arming final : public c10::DebugInfoBase {
+ public:
+  // kFused: a forward in which another microbatch's backward runs. What that recomputes was not armed in its forward,
+  // and must not be now: a checkpoint takes what is saved by its order.
+  enum class Phase { kForward, kBackward, kFused };
+
+  Arming(std::shared_ptr<WeightGradients> weights, Phase phase);
+
+  // What this thread is armed with; null when it is not.
+  static const Arming* current();
+
+  Phase phase() const { return phase_; }
+  const std::shared_ptr<WeightGradients>& weights() const { return weights_; }
+
+ private:
+  std::shared_ptr<WeightGradients> weights_;
+  Phase phase_;
+  std::optional<InRecomputeGroup> group_;  // in I and W
+  ThreadNote note_;
 };
 
 }  // namespace fastpipe

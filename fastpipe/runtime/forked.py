@@ -2,7 +2,7 @@
 
 A child, say a worker of a DataLoader, has copies of the pipeline's objects, but neither its threads nor a place among
 the ranks. So it must not run a step, nor end what the parent still uses; and what would wait for a thread when it is
-destroyed is never destroyed there. (``csrc/core/home.h`` does the same for what C++ owns.)
+destroyed is never destroyed there. (``csrc/core/common.h`` does the same for what C++ owns.)
 """
 
 from __future__ import annotations

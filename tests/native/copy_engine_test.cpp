@@ -11,9 +11,8 @@
 #include <vector>
 
 #include "copy_engine_ranks.h"
-#include "core/clock.h"
+#include "core/common.h"
 #include "core/copy_engine_link.h"
-#include "core/errors.h"
 #include "harness.h"
 #include "process_ranks.h"
 #include "stream_stage.h"

@@ -5,7 +5,7 @@
 #include <random>
 #include <string>
 
-#include "core/clock.h"
+#include "core/common.h"
 #include "harness.h"
 #include "loopback_ranks.h"
 

@@ -15,8 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/clock.h"
-#include "core/errors.h"
+#include "core/common.h"
 #include "core/shared_memory_exchange.h"
 #include "processes.h"
 

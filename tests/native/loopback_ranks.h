@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "core/loopback_hub.h"
+#include "core/loopback.h"
 #include "harness.h"
 
 namespace fastpipe::testing {

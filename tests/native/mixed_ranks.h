@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "core/loopback_hub.h"
+#include "core/loopback.h"
 #include "core/mixed_transport.h"
 #include "harness.h"
 #include "shared_memory_ranks.h"

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/loopback_hub.h"
+#include "core/loopback.h"
 #include "core/mixed_transport.h"
 #include "mixed_ranks.h"
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/clock.h"
+#include "core/common.h"
 #include "harness.h"
 #include "processes.h"
 #include "shared_memory_ranks.h"

@@ -11,8 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/shared_memory_process.h"
-#include "core/shared_memory_segment.h"
+#include "core/host_memory.h"
 
 namespace fastpipe::testing {
 

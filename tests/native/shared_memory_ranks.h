@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/codec.h"
-#include "core/errors.h"
-#include "core/shared_memory_link.h"
-#include "core/shared_memory_source.h"
+#include "core/common.h"
+#include "core/host_memory.h"
+#include "core/shared_memory_transport.h"
+#include "core/shared_ring.h"
 #include "harness.h"
 
 namespace fastpipe::testing {

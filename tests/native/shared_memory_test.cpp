@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <random>
 
-#include "core/errors.h"
+#include "core/common.h"
 #include "harness.h"
 #include "process_ranks.h"
 #include "shared_memory_ranks.h"

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/codec.h"
-#include "core/errors.h"
+#include "core/common.h"
+#include "core/shared_ring.h"
 #include "core/stage.h"
 #include "host_copy_engine.h"
 #include "stub.h"

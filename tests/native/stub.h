@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/errors.h"
-#include "core/payload.h"
+#include "core/common.h"
 #include "core/stage.h"
+#include "core/transport.h"
 
 namespace fastpipe::testing {
 

@@ -39,7 +39,7 @@ from torch.utils import cpp_extension
 source, folder, root = sys.argv[1:]
 cpp_extension.load(
     "fake_device",
-    [source, root + "/csrc/core/shared_memory_segment.cpp"],
+    [source, root + "/csrc/core/host_memory.cpp"],
     ["-O1", "-DAT_PER_OPERATOR_HEADERS"],  # a few seconds more than -O0, and half of the steps' time
     extra_include_paths=[root + "/csrc", root + "/tests/native"],
     build_directory=folder,

@@ -1,8 +1,8 @@
-#include "spec_book.h"
+#include "transport.h"
 
 #include <utility>
 
-#include "errors.h"
+#include "common.h"
 
 namespace fastpipe {
 

@@ -1,4 +1,4 @@
-#include "helper.h"
+#include "common.h"
 
 #include <condition_variable>
 #include <mutex>

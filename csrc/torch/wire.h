@@ -3,6 +3,7 @@
 
 #include <c10/util/ArrayRef.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -36,5 +37,17 @@ class WordReader {
 };
 
 [[noreturn]] void refuse_unreadable();
+
+// What announces a message: the look of its tensors, or that there will be none, as numbers. The format is that of
+// fastpipe/runtime/process_group.py, so that ranks with either executor understand each other.
+constexpr std::size_t kHeaderWords = 512;
+using Header = std::array<std::int64_t, kHeaderWords>;
+
+// Good or stand-in, the number of tensors, then for each: dtype, requires_grad, number of dimensions, sizes, strides.
+// Throws ArgumentError for tensors that do not fit into it.
+Header encode_header(const std::vector<TensorSpec>& specs);
+Header stand_in_header();
+bool is_stand_in(const Header& header);
+std::vector<TensorSpec> decode_header(const Header& header);
 
 }  // namespace fastpipe

@@ -1,13 +1,42 @@
-#include "recompute_group.h"
+#include "graph.h"
 
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>
 
+#include "python_errors.h"
+
 namespace fastpipe {
+
+NodePtr Entry::make() {
+  return make_node<Entry>();
+}
+
+torch::autograd::variable_list Entry::apply(torch::autograd::variable_list&& gradients) {
+  caught_ = std::move(gradients);
+  return {};
+}
+
+at::Tensor enter(const at::Tensor& tensor, const NodePtr& entry) {
+  at::Tensor entered = tensor.detach();
+  torch::autograd::create_gradient_edge(entered, entry);
+  return entered;
+}
+
+void run_engine(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& gradients) {
+  constexpr bool kKeepGraph = false;
+  constexpr bool kCreateGraph = false;
+  constexpr bool kAccumulate = true;
+  try {
+    torch::autograd::Engine::get_default_engine().execute(roots, gradients, kKeepGraph, kCreateGraph, kAccumulate);
+  } catch (python_error& error) {
+    rethrow_for_pybind(error);
+  }
+}
 
 namespace {
 

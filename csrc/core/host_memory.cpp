@@ -1,0 +1,217 @@
+#include "host_memory.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <ctime>
+#include <random>
+#include <string>
+#include <utility>
+
+#include "common.h"
+
+namespace fastpipe {
+
+namespace {
+
+constexpr std::chrono::microseconds kSpin{4};  // about what a futex costs
+
+int num_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+}  // namespace
+
+Clock::duration usual_spin(std::int32_t num_ranks) {
+  return num_ranks < num_cores() ? Clock::duration(kSpin) : Clock::duration::zero();
+}
+
+std::uint64_t random_nonce() {
+  std::random_device random;
+  return std::uint64_t{random()} << 32 | random();
+}
+
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+[[noreturn]] void fail(const std::string& what) {
+  const int number = errno;
+  throw Error("shared memory: " + what + " failed (" + std::strerror(number) +
+              "); free memory or descriptors (ulimit -n), or use transport='process_group'");
+}
+
+void require(bool holds, const std::string& path, const char* what) {
+  if (!holds) throw Error("shared memory: " + path + " is not " + what + ", so it is not used");
+}
+
+void check(int descriptor, std::size_t bytes, const std::string& path) {
+  struct stat status{};
+  if (::fstat(descriptor, &status) != 0) fail("fstat of " + path);
+  const int seals = ::fcntl(descriptor, F_GET_SEALS);
+  require(seals >= 0 && (seals & kSeals) == kSeals, path, "sealed memory");
+  require(status.st_uid == ::geteuid(), path, "this user's");
+  require(static_cast<std::size_t>(status.st_size) == bytes, path, "of the size announced");
+}
+
+}  // namespace
+
+std::shared_ptr<SharedMemorySegment> SharedMemorySegment::make(std::size_t bytes) {
+  SharedMemoryDescriptor descriptor(::memfd_create("fastpipe", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const int number = descriptor.number();
+  if (number < 0) fail("memfd_create");
+  if (::ftruncate(number, static_cast<off_t>(bytes)) != 0) fail("making " + std::to_string(bytes) + " bytes");
+  if (::fcntl(number, F_ADD_SEALS, kSeals | F_SEAL_SEAL) != 0) fail("sealing");
+  return std::make_shared<SharedMemorySegment>(std::move(descriptor), bytes);
+}
+
+std::shared_ptr<SharedMemorySegment> SharedMemorySegment::open(pid_t owner, int descriptor, std::size_t bytes) {
+  const std::string path = "/proc/" + std::to_string(owner) + "/fd/" + std::to_string(descriptor);
+  SharedMemoryDescriptor opened(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (opened.number() < 0) fail("opening " + path);
+  check(opened.number(), bytes, path);
+  auto segment = std::make_shared<SharedMemorySegment>(std::move(opened), bytes);
+  segment->forget_descriptor();  // the mapping is enough
+  return segment;
+}
+
+SharedMemorySegment::SharedMemorySegment(SharedMemoryDescriptor descriptor, std::size_t bytes)
+    : descriptor_(std::move(descriptor)), data_(nullptr), size_(bytes) {
+  void* const mapped = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_.number(), 0);
+  if (mapped == MAP_FAILED) fail("mapping " + std::to_string(bytes) + " bytes");
+  data_ = static_cast<std::byte*>(mapped);
+}
+
+SharedMemorySegment::~SharedMemorySegment() {
+  ::munmap(data_, size_);
+}
+
+namespace {
+
+// Not the PRIVATE kind, which knows one process alone.
+long futex(SharedWord& word, int operation, std::uint32_t value, const timespec* timeout) {
+  return ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+void SharedMemoryDoorbell::ring(std::uint32_t reason) const {
+  if (words_.sleeper.load() == reason) wake();
+}
+
+void SharedMemoryDoorbell::ring_always() const {
+  if (words_.sleeper.load() != kNoSleeper) wake();
+}
+
+void SharedMemoryDoorbell::wake() const {
+  if (words_.sleeper.exchange(kNoSleeper) == kNoSleeper) return;
+  words_.rings.fetch_add(1);
+  futex(words_.rings, FUTEX_WAKE, 1, nullptr);
+}
+
+std::uint32_t SharedMemoryDoorbell::lie_down(std::uint32_t reason) const {
+  const std::uint32_t rings = words_.rings.load();
+  words_.sleeper.store(reason);
+  return rings;
+}
+
+bool SharedMemoryDoorbell::sleep(std::uint32_t rings, int milliseconds) const {
+  const timespec slice{milliseconds / 1000, milliseconds % 1000 * 1000000L};
+  const bool woken = futex(words_.rings, FUTEX_WAIT, rings, &slice) == 0 || errno != ETIMEDOUT;
+  get_up();
+  return woken;
+}
+
+namespace {
+
+SharedMemoryDescriptor watch(pid_t process) {
+  const auto number = static_cast<int>(::syscall(SYS_pidfd_open, process, 0));
+  if (number >= 0) return SharedMemoryDescriptor(number);
+  throw Error("shared memory: process " + std::to_string(process) + " cannot be watched (" + std::strerror(errno) +
+              "); use transport='process_group'");
+}
+
+}  // namespace
+
+SharedMemoryProcess::SharedMemoryProcess(std::int32_t rank, pid_t process)
+    : rank_(rank), process_(process), watch_(watch(process)) {}
+
+bool SharedMemoryProcess::alive() const {
+  pollfd descriptor{watch_.number(), POLLIN, 0};
+  return ::poll(&descriptor, 1, 0) <= 0;
+}
+
+std::shared_ptr<SharedMemorySegment> SharedMemoryProcess::open(int descriptor, std::size_t bytes) const {
+  auto segment = SharedMemorySegment::open(process_, descriptor, bytes);
+  // The number may have been another process's by then, but not if the one that is watched lives still.
+  if (alive()) return segment;
+  throw Error("shared memory: the process of rank " + std::to_string(rank_) + " died");
+}
+
+SharedMemoryPeer::SharedMemoryPeer(std::int32_t rank, const BoardAddress& address)
+    : process_(rank, address.process), board_(process_, address) {}
+
+std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::rings(std::size_t program, std::uint64_t fingerprint) const {
+  const ProgramNotice& notice = board_.words().programs[program % kSharedNotices];
+  const std::uint64_t ready = notice.ready.load();
+  const auto descriptor = static_cast<int>(ready & 0xffffffff);
+  if (ready != ready_notice(program, descriptor)) return nullptr;
+  if (notice.fingerprint != fingerprint) {
+    throw Error("shared memory: rank " + std::to_string(rank()) +
+                " runs another program; call step and eval_step in the same order on every rank");
+  }
+  return open(descriptor, notice.bytes);
+}
+
+std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::copies() const {
+  const ProgramNotice& notice = board_.words().copies;
+  const std::uint64_t ready = notice.ready.load();
+  return ready == 0 ? nullptr : open(static_cast<int>(ready & 0xffffffff), notice.bytes);
+}
+
+void SharedMemoryLink::connect(std::int32_t rank, const BoardAddress& address) {
+  peers_.at(rank) = std::make_shared<SharedMemoryPeer>(rank, address);
+}
+
+const std::shared_ptr<SharedMemoryPeer>& SharedMemoryLink::peer(std::int32_t rank) const {
+  if (rank >= 0 && rank < static_cast<std::int32_t>(peers_.size()) && peers_[rank]) return peers_[rank];
+  throw ArgumentError("rank " + std::to_string(rank_) + " is not connected to rank " + std::to_string(rank) +
+                      " by shared memory; connect every rank of the program first");
+}
+
+std::optional<std::pair<std::int32_t, std::int32_t>> SharedMemoryLink::find_let_go() const {
+  for (const auto& peer : peers_) {
+    const std::uint32_t word = peer ? peer->let_go() : 0;
+    if (word != 0) return std::make_pair(peer->rank(), static_cast<std::int32_t>(word) - 1);
+  }
+  return std::nullopt;
+}
+
+void SharedMemoryLink::publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint) {
+  ProgramNotice& notice = board_.words().programs[program % kSharedNotices];
+  notice.bytes = rings.size();
+  notice.fingerprint = fingerprint;
+  notice.ready.store(ready_notice(program, rings.descriptor()));
+  for (const auto& peer : peers_) {
+    if (peer) peer->doorbell().ring_always();
+  }
+}
+
+void SharedMemoryLink::publish_copies(const SharedMemorySegment& words) {
+  ProgramNotice& notice = board_.words().copies;
+  notice.bytes = words.size();
+  notice.ready.store(ready_notice(0, words.descriptor()));
+}
+
+}  // namespace fastpipe
