@@ -36,22 +36,25 @@ class Place(NamedTuple):
 
 @dataclass
 class _Transfers:
-    """Where every message is made, sent, received and used, and the order of each channel."""
+    """Where every message is made, sent, received and used, and the order between each two ranks, either way apart."""
 
     made: dict[Message, Place] = field(default_factory=dict)
     used: dict[Message, Place] = field(default_factory=dict)
     sent: dict[Message, Place] = field(default_factory=dict)
     received: dict[Message, Place] = field(default_factory=dict)
-    sends: dict[tuple[int, int, bool], list[Message]] = field(default_factory=lambda: defaultdict(list))
-    receives: dict[tuple[int, int, bool], list[Message]] = field(default_factory=lambda: defaultdict(list))
+    sends: dict[tuple[int, int], list[Message]] = field(default_factory=lambda: defaultdict(list))
+    receives: dict[tuple[int, int], list[Message]] = field(default_factory=lambda: defaultdict(list))
 
 
 def check_transfers(schedule: Schedule) -> None:
     """Prove the sends and receives of a schedule whose compute is complete; does nothing when it has none.
 
+    Torch sends a message without a name, so the receives of a rank from another one must come in the order of that
+    one's sends, activations and gradients together.
+
     Raises:
         ScheduleError: naming rank, position and action of a transfer that is missing, doubled, misplaced or out of
-            its channel's order.
+            order.
     """
     if schedule.without_transfers() is schedule:
         return
@@ -96,8 +99,7 @@ def _note_transfer(transfers: _Transfers, action: Action, place: Place) -> None:
     if not sends and place.position > mine.position:
         raise ScheduleError(f"{where}: what it receives is used at position {mine.position}, before it")
     noted[message] = place
-    channel = (made.rank, used.rank, forward)
-    (transfers.sends if sends else transfers.receives)[channel].append(message)
+    (transfers.sends if sends else transfers.receives)[made.rank, used.rank].append(message)
 
 
 def _check_missing(transfers: _Transfers) -> None:
@@ -112,8 +114,8 @@ def _check_missing(transfers: _Transfers) -> None:
 
 
 def _check_order(transfers: _Transfers) -> None:
-    for (source, destination, forward), sent in transfers.sends.items():
-        received = transfers.receives[source, destination, forward]
+    for (source, destination), sent in transfers.sends.items():
+        received = transfers.receives[source, destination]
         for out, into in zip(sent, received, strict=True):
             if out != into:
                 raise ScheduleError(

@@ -228,7 +228,7 @@ def generate(
 
 ZB_AUTO = Family(
     "zb_auto",
-    "zero bubble searched for given costs within a memory limit (ZB-1P: ranks, ZB-2P: 2 x ranks)",
+    "zero bubble searched for given costs within a limit of the activations held until W (ZB-1P: as many as ranks)",
     "any ranks and microbatches",
     generate,
     COSTS | {"memory_limit": memory_limit("the number of ranks")},

@@ -27,7 +27,8 @@ def generate(
     comm: float,
     memory_limit: float | None,
 ) -> Schedule:
-    """The order for F = I = W and free transfers; for other costs, or more memory, the one that a search finds.
+    """The order for F = I = W and free transfers, which is torch's; for fewer microbatches than 2p-1, other costs, or more
+    memory, the one that the published search finds.
 
     Raises:
         ValueError: for a memory limit that is too small for a V.
@@ -38,7 +39,8 @@ def generate(
             f"memory_limit = {limit}: zbv on {num_ranks} ranks holds {2 * num_ranks} stage activations a rank; "
             "v_half and v_min need less"
         )
-    if forward == backward_input == backward_weight and comm == 0 and limit == 2 * num_ranks:
+    fills_the_ramp = num_microbatches >= 2 * num_ranks - 1
+    if fills_the_ramp and forward == backward_input == backward_weight and comm == 0 and limit == 2 * num_ranks:
         columns = [_by_hand(num_ranks, num_microbatches, rank) for rank in range(num_ranks)]
     else:
         costs = Costs(forward, backward_input, backward_weight, comm, limit)
@@ -57,11 +59,9 @@ def v_columns(orders: list[list[tuple[int, int]]]) -> list[Columns]:
 
 
 def _by_hand(num_ranks: int, num_microbatches: int, rank: int) -> Columns:
-    """Stream 0 goes down the V, stream 1 up. With fewer than 2p-1 microbatches the surplus of 2p-1 is left out."""
-    padded = range(max(2 * num_ranks - 1, num_microbatches))
-    streams = [stream(stage, padded) for stage in (rank, 2 * num_ranks - 1 - rank)]
-    order = spell(_word(num_ranks, rank, len(padded)), streams, streams)
-    return order[:, order[2] < num_microbatches]
+    """Stream 0 goes down the V, stream 1 up; for at least 2p-1 microbatches."""
+    streams = [stream(stage, range(num_microbatches)) for stage in (rank, 2 * num_ranks - 1 - rank)]
+    return spell(_word(num_ranks, rank, num_microbatches), streams, streams)
 
 
 def _word(num_ranks: int, rank: int, num_microbatches: int) -> Blocks:

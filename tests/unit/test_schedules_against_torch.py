@@ -35,7 +35,8 @@ def our_order(name, p, m, **options):
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 24])
 def test_orders_are_those_of_torch(p, m):
     assert our_order("gpipe", p, m) == torch_order("ScheduleGPipe", p, m, 1)
-    assert our_order("zbv", p, m) == torch_order("ScheduleZBVZeroBubble", p, m, 2)
+    if m >= 2 * p - 1:  # torch leaves out the surplus of an order for 2p-1, which the search behind ZB-V does not
+        assert our_order("zbv", p, m) == torch_order("ScheduleZBVZeroBubble", p, m, 2)
     if m >= 2 * p:
         assert our_order("dualpipev", p, m) == torch_order("ScheduleDualPipeV", p, m, 2)
     for v in (1, 2, 3):
