@@ -27,8 +27,9 @@ def generate(
     comm: float,
     memory_limit: float | None,
 ) -> Schedule:
-    """The order for F = I = W and free transfers, which is torch's; for fewer microbatches than 2p-1, other costs, or more
-    memory, the one that the published search finds.
+    """The order for F = I = W and free transfers, which is torch's.
+
+    For fewer microbatches than 2p-1, other costs, or more memory, the one that the published search finds.
 
     Raises:
         ValueError: for a memory limit that is too small for a V.
