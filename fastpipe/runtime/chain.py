@@ -226,6 +226,26 @@ def _named_in(module: nn.Module) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters if p.kind in keywords)
 
 
+def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str]) -> str | None:
+    """The first argument that a module's forward needs and is not given, or is given as None.
+
+    Args:
+        module: a stage's; of a chain the first layer counts.
+        args: what it is given.
+        names: of what it is given by name.
+    """
+    layer = next(iter(module.children()), module) if isinstance(module, Chain) else module
+    try:
+        parameters = list(inspect.signature(layer.forward).parameters.values())
+    except ValueError:  # compiled: a traced module of torch.jit says nothing
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
+    if args and all(value is None for value in args):
+        return needed[0] if needed else None
+    return next((name for name in needed[len(args) :] if name not in names), None)
+
+
 def chosen(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
     """Those of ``kwargs`` that are among ``names``; all when ``names`` is None."""
     return {name: value for name, value in kwargs.items() if names is None or name in names}

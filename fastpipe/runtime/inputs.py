@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fastpipe.runtime.chain import chosen
+from fastpipe.runtime.chain import chosen, missing_argument
 from fastpipe.runtime.microbatch import (
     Counted,
     Rule,
@@ -29,6 +29,7 @@ from fastpipe.runtime.reports import Weights
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
 from fastpipe.runtime.tensors import bytes_of, tensors_in
+from fastpipe.runtime.wrappers import unwrapped
 
 ROWS, NAMED, RULE = "rows", "named", "rule"
 """How what was given as a whole batch is cut: positional inputs, and those by keyword, row by row if they have as many
@@ -211,7 +212,9 @@ def take_inputs(
     inputs = Inputs(unknown=_unknown_names(rules, request, stages))
     count = request.num_microbatches
     columns: list[list[Any]] = []
-    if any(stage.is_first for stage in stages):
+    first = next((stage for stage in stages if stage.is_first), None)
+    if first is not None:
+        _check_input(first, request)
         columns = _split_args(request, rules)
         inputs.args = _by_microbatch(columns, count)
         for i, value in enumerate(request.args):
@@ -240,16 +243,27 @@ def _unknown_names(rules: Rules, request: Request, stages: Sequence[Stage]) -> l
     return [key for key in rules if isinstance(key, str) and key not in known]
 
 
+def _check_input(first: Stage, request: Request) -> None:
+    """Refuse a step without an input that the first stage needs; a list may have several in each of its tuples."""
+    args = request.args
+    if any(isinstance(value, list | Iterator) for value in args):
+        return
+    missing = missing_argument(unwrapped(first.module), args, request.kwargs)
+    if missing is None and (request.kwargs or len(args) != 1 or args[0] is not None):
+        return
+    needed = "" if missing is None else f"the model's first layer needs {missing!r}; "
+    raise ValueError(
+        f"the input is {'None' if args and args[0] is None else 'missing'}: {needed}give the batch on the rank of the "
+        "first stage, or nothing where the model takes none"
+    )
+
+
 def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
     """Every positional argument by microbatch."""
     count = request.num_microbatches
     positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
     if request.args and positions and max(positions) >= len(request.args):
         raise ValueError(f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0")
-    if len(request.args) == 1 and request.args[0] is None and not request.kwargs:
-        raise ValueError(
-            "the input is None: give the batch on the rank of the first stage, or nothing where the model takes none"
-        )
     names = ["the input" if len(request.args) == 1 else f"input {i}" for i in range(len(request.args))]
     return [split_argument(value, count, rules, i, names[i]) for i, value in enumerate(request.args)]
 
@@ -296,7 +310,8 @@ def _check_history(value: Any, name: str) -> None:
     if history is not None:
         raise ValueError(
             f"{name} is the output of {history.name()}, which all microbatches would go back through, and the first "
-            "one frees it: detach it, or make what computes it a layer of the pipeline"
+            "one frees it: make what computes it a layer of the pipeline, or give cut = x.detach().requires_grad_(), "
+            "and after the step call x.backward(cut.grad) where cut.grad is not None"
         )
 
 

@@ -113,10 +113,12 @@ class StoreMeeting(Meeting):
         self.store = store
         self.gone = gone
         self.lost = lost
+        self.said: list[tuple[int, str]] = []
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """One key a process, step and phase."""
         keys = [_key(step, phase, rank) for rank in range(self.size)]
+        self.said.append((step, keys[self.rank]))
         try:
             self.store.set(keys[self.rank], json.dumps(message))
             missing = patiently(lambda: self._wait(keys) if step else self._wait_watching(keys))
@@ -162,9 +164,13 @@ class StoreMeeting(Meeting):
             store.compare_set(_key(step, phase, failure.rank), "", json.dumps({DEAD: failure.cause}))
 
     def forget(self, step: int) -> None:
-        """Drop what this process has said in a step that all have passed; what it said of new programs is little."""
-        for phase in ("start", "end"):
-            self.store.delete_key(_key(step, phase, self.rank))
+        """Drop what this process has said up to a step that all have passed; step 0 is the building of the pipeline."""
+        self.forget_first(sum(said <= step for said, _ in self.said))
+
+    def forget_first(self, count: int) -> None:
+        """Drop the first messages of this process, which all have read."""
+        for _ in range(count):
+            self.store.delete_key(self.said.pop(0)[1])
 
 
 def _key(step: int, phase: str, rank: int | None) -> str:

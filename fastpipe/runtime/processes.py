@@ -134,12 +134,16 @@ class Processes(Control):
         """The step is over; what was said in the one before it has been read by all."""
         self._watcher.end()
         if self._meeting is self._store_meeting:
-            with contextlib.suppress(RuntimeError):
-                self._store_meeting.forget(self.step - 1)
+            with contextlib.suppress(RuntimeError):  # without the store there is nothing to delete
+                self._store_meeting.forget(self.step - 2)
 
     def exchange(self, phase: str, message: Reply) -> list[Reply]:
         """Give a message and get those of all processes."""
+        said = len(self._store_meeting.said)
         replies = self._meeting.exchange(self.step, phase, message)
+        if self.step == 0:
+            # whoever has come here has read what was said before; in steps nobody waits for the store, which may hang
+            self._store_meeting.forget_first(said)
         dead = dead_among(replies)
         if dead is not None and self.step == 0:
             # the pipeline is being built, and waits for answers

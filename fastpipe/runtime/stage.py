@@ -297,10 +297,16 @@ class Stage:
         caught: dict[int, torch.Tensor] = {}
         entered = tuple(enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
         weights = make_weight_gradients(self._survey, self.fused_weight_grad) if splits else None
-        with weights.armed(backward=False, fused=run is not None) if weights is not None else contextlib.nullcontext():
+        if weights is None:
             outputs = (run or self.run)(microbatch, entered)
-        if weights is not None:
-            weights.split([t for t in outputs if t.requires_grad], [t for t in entered if t.requires_grad])
+        else:
+            try:
+                with weights.armed(backward=False, fused=run is not None):
+                    outputs = (run or self.run)(microbatch, entered)
+                weights.split([t for t in outputs if t.requires_grad], [t for t in entered if t.requires_grad])
+            except BaseException:  # raised again: until it is split, the graph and what is noted of it hold each other
+                weights.clear()
+                raise
         self._records[microbatch] = Record(inputs, outputs, caught, weights)
         return outputs
 
@@ -399,5 +405,8 @@ class Stage:
     def end(self) -> None:
         """Let go of all that a step left behind, the batch too."""
         self.losses.work, self.losses.carried = StageWork(), {}
+        for weights in [r.weights for r in self._records.values()] + [found for found, _ in self._waiting.values()]:
+            if weights is not None:
+                weights.clear()
         self._records.clear()
         self._waiting.clear()

@@ -52,7 +52,7 @@ class Watcher:
         self.on_loss: Callable[[Failure], None] = lambda failure: None
         self.step = 0
         self._on_failure: OnFailure | None = None
-        self._published: int | None = None
+        self._published: list[int] = []
         self._dead: dict[int, str] = {}
         self._lock = threading.Lock()
         self._stopping = False
@@ -79,11 +79,10 @@ class Watcher:
         """The step is over."""
         with self._lock:
             self._on_failure = None
-        if self._published is not None and self._published < self.step:
-            # all have passed the step before this one
-            with contextlib.suppress(RuntimeError):
-                self.store.delete_key(_key(self._published))
-            self._published = None
+        # all have passed the step before this one, and a watcher may still look into that
+        while self._published and self._published[0] < self.step - 1:
+            with contextlib.suppress(RuntimeError):  # without the store there is nothing to delete
+                self.store.delete_key(_key(self._published.pop(0)))
 
     def publish(self, failure: Failure) -> Failure:
         """Tell all others of a failure; the step's first one, which may be another's.
@@ -93,7 +92,7 @@ class Watcher:
         """
         first = note_failure(self.store, failure, self.step)
         if first == failure:
-            self._published = self.step
+            self._published.append(self.step)
         self.neighbours.ring()
         return first
 
@@ -168,8 +167,9 @@ class Watcher:
             for death in self.dead():
                 self._report(death, step)
                 self.on_death(store, death, step)
-            if store.check([_key(step)]):
-                self._report(Failure(**json.loads(store.get(_key(step)))), step)
+            # nothing is there where it is deleted meanwhile: then the step is over
+            if store.check([_key(step)]) and (text := store.get(_key(step))):
+                self._report(Failure(**json.loads(text)), step)
         except RuntimeError as error:
             self._report(self.store_gone(error), step)
             return False

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastpipe import StepError
 from fastpipe.runtime import steps
 from tests.conftest import WAYS, skip_without_native
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
 from tests.promptly import PATIENCE
 from tests.runtime.faults import Boom, FaultyTraining, Scenario
@@ -169,3 +170,40 @@ def test_outside_of_the_program_it_is_told_all_the_same(
     assert other == "StepError" and rank == 1 and f"{kind}: {text.splitlines()[0]}" in said
     for answer in (zero, one):
         assert answer["next"][0] == ("StepError" if place == "after_step" else "nothing")
+
+
+def count_keys() -> list[int]:
+    """The keys in the store after good steps, after some more of which several failed in a row, and after another."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def keys() -> int:
+        dist.barrier()
+        found = sum(key.startswith("fastpipe/") for key in store.list_keys())
+        dist.barrier()
+        return found
+
+    x, y = batch()
+    before, counts = keys(), []
+    pipe = pipeline(transport="auto", loss_fn=lambda output, target: failing(output, target, fails))
+    fails: list[bool] = []
+    for times in (3, 5, 2):
+        for _ in range(times):
+            caught(lambda: pipe.step(x, target=y))
+        counts.append(keys() - before)
+        fails[:] = [not fails]
+    return counts
+
+
+def failing(output: torch.Tensor, target: torch.Tensor, fails: list[bool]) -> torch.Tensor:
+    if any(fails):
+        raise Boom("on purpose")
+    return (output - target).square().mean()
+
+
+def test_a_pipeline_and_its_failed_steps_leave_no_keys_in_the_store() -> None:
+    """But for the last two failures, and who its processes are."""
+    with ranks(2) as started:
+        first, failed, last = started.run(count_keys)[0]
+        again = started.run(count_keys)[0]
+    assert failed <= first + 2 and last <= first
+    assert again[0] <= 0 and again[2] <= 0

@@ -24,6 +24,11 @@ X, Y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
 W = torch.ones(WIDTH, requires_grad=True)
 
 
+class TwoInputs(nn.Module):
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x + z
+
+
 def build(**wrong: Any) -> Pipeline:
     good: dict[str, Any] = {"stages": LAYERS, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": squared}
     return Pipeline(**{**good, "num_ranks": 2, **wrong})
@@ -131,10 +136,37 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a target for nobody": ({"loss_fn": None}, lambda p: p.step(X, target=Y), "target.*no loss_fn"),
     "a list too short": ({}, lambda p: p.step([X] * 3, target=Y), "the input has 3 microbatches.*num_microbatches = 4"),
     "a list of nothing": ({}, lambda p: p.step([], target=[]), "the input has 0 microbatches.*: give as many$"),
-    "no input": ({}, lambda p: p.step(None, target=Y), "the input is None: give the batch"),
+    "no input": (
+        {},
+        lambda p: p.step(None, target=Y),
+        "the input is None: the model's first layer needs 'x'; give the",
+    ),
+    "no argument": (
+        {},
+        lambda p: p.step(target=Y),
+        "the input is missing: the model's first layer needs 'x'; give the",
+    ),
+    "no input but a name": (
+        {"stages": [TwoInputs(), *LAYERS[1:]]},
+        lambda p: p.step(None, target=Y, z=X),
+        "the input is None: the model's first layer needs 'x'",
+    ),
+    "one input of two": (
+        {"stages": [TwoInputs(), *LAYERS[1:]]},
+        lambda p: p.step(X, target=Y),
+        "the input is missing: the model's first layer needs 'z'",
+    ),
     "a sparse input": ({}, lambda p: p.step(X.to_sparse(), target=Y), "layout torch.sparse_coo.*give a list.*to_dense"),
-    "an input with a history": ({}, lambda p: p.step(X * W, target=Y), "the input is the output of Mul.*detach it"),
-    "a target with a history": ({}, lambda p: p.step(X, target=Y * W), "target is the output of Mul.*detach it"),
+    "an input with a history": (
+        {},
+        lambda p: p.step(X * W, target=Y),
+        "the input is the output of Mul.*x.detach.*requires_grad_.*x.backward",
+    ),
+    "a target with a history": (
+        {},
+        lambda p: p.step(X, target=Y * W),
+        "target is the output of Mul.*after the step call",
+    ),
     "an iterator too short": ({}, lambda p: p.step(iter([X] * 3), target=Y), "the input .an iterator. has 3"),
     "a target list too long": ({}, lambda p: p.step(X, target=[Y] * 5), "target has 5 microbatches"),
     "too few rows": ({}, lambda p: p.step(X[:3], target=Y), "the input has 3 rows"),

@@ -103,6 +103,37 @@ def test_a_dropped_pipeline_ends_its_threads(executor: str) -> None:
         assert not thread.is_alive()
 
 
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "zb_h1"])
+@pytest.mark.parametrize("where", ["loss", "backward"])
+def test_a_loss_that_fails_leaves_no_graph(schedule: str, where: str, executor: str) -> None:
+    """Of a microbatch whose backward was to be split, the graph and the note of its linears hold each other."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if where == "loss":
+            raise RuntimeError("on purpose")
+        return squared(FailingBackward.apply(output), target)
+
+    watched = [Watched() for _ in range(4)]
+    pipe = Pipeline(watched, schedule, 4, loss_fn, num_ranks=2, executor=executor, merge=False)
+    try:
+        pipe.step(X, target=Y)
+    except RuntimeError as error:
+        error.with_traceback(None).__context__ = None
+        del error
+    assert all(module.seen for module in watched)
+    assert not [ref() for module in watched for ref in module.seen if ref() is not None]
+
+
 class Raising(nn.Module):
     """Raises an exception that it does not hold."""
 

@@ -426,3 +426,17 @@ def test_gradients_are_added_to_in_place(schedule: str, executor: str) -> None:
     pipe.step(batch.args[0], target=batch.target)
     for name, grad in grads(pipe).items():
         assert grad is first[name] and not torch.equal(grad, before[name])
+
+
+def test_an_input_that_is_cut_from_its_history(executor: str) -> None:
+    """The recipe of the error: what comes before the pipeline gets the unsplit model's gradient."""
+    embed, layers = Block(), CASES["plain"].layers(4)
+    x, y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
+    nn.functional.mse_loss(nn.Sequential(embed, *copy.deepcopy(layers))(x), y).backward()
+    expected, embed.linear.weight.grad = embed.linear.weight.grad, None
+    pipe = Pipeline(layers, "zbv", 4, nn.functional.mse_loss, num_ranks=2, executor=executor)
+    whole = embed(x)
+    cut = whole.detach().requires_grad_()
+    pipe.step(cut, target=y)
+    whole.backward(cut.grad)
+    torch.testing.assert_close(embed.linear.weight.grad, expected)
