@@ -190,6 +190,17 @@ const std::shared_ptr<SharedMemoryPeer>& SharedMemoryLink::peer(std::int32_t ran
                       " by shared memory; connect every rank of the program first");
 }
 
+void SharedMemoryLink::lose(std::int32_t rank) {
+  std::int32_t nobody = kNobody;
+  lost_.compare_exchange_strong(nobody, rank);
+  doorbell().ring_always();
+}
+
+std::optional<std::int32_t> SharedMemoryLink::lost() const {
+  const std::int32_t rank = lost_;
+  return rank == kNobody ? std::nullopt : std::optional<std::int32_t>(rank);
+}
+
 std::optional<std::pair<std::int32_t, std::int32_t>> SharedMemoryLink::find_let_go() const {
   for (const auto& peer : peers_) {
     const std::uint32_t word = peer ? peer->let_go() : 0;

@@ -254,9 +254,10 @@ class SharedMemoryPeer final {
 // A rank's side of the shared memory of its host, for all the programs of a pipeline.
 class SharedMemoryLink final {
  public:
-  // spin: how long to look before sleeping.
-  SharedMemoryLink(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
-      : rank_(rank), spin_(spin), peers_(num_ranks) {}
+  // spin: how long to look before sleeping. check: called now and then by who waits; what it throws ends the wait.
+  SharedMemoryLink(
+      std::int32_t rank, std::int32_t num_ranks, Clock::duration spin, void (*check)() = [] {})
+      : rank_(rank), spin_(spin), check_(check), peers_(num_ranks) {}
 
   std::int32_t rank() const { return rank_; }
   std::size_t num_ranks() const { return peers_.size(); }
@@ -267,6 +268,10 @@ class SharedMemoryLink final {
   const std::shared_ptr<SharedMemoryPeer>& peer(std::int32_t rank) const;
   SharedMemoryDoorbell doorbell() const { return board_.doorbell(); }
   Clock::duration spin() const { return spin_; }
+  void check() const { check_(); }
+  // From any thread: a rank is gone, or one that is not known (-1). Nothing is waited for any more.
+  void lose(std::int32_t rank);
+  std::optional<std::int32_t> lost() const;
   // This rank's own word; see LinkBoard.
   SharedWord& let_go() const { return board_.words().let_go; }
   // One that has let go of its queues, and because of whom; nothing when all wait for each other.
@@ -280,8 +285,12 @@ class SharedMemoryLink final {
   void publish_copies(const SharedMemorySegment& words);
 
  private:
+  static constexpr std::int32_t kNobody = -2;
+
   std::int32_t rank_;
   Clock::duration spin_;
+  void (*check_)();
+  std::atomic<std::int32_t> lost_{kNobody};
   SharedMemoryBoard<LinkBoard> board_;
   std::vector<std::shared_ptr<SharedMemoryPeer>> peers_;  // by rank; null for this one
   std::size_t num_programs_ = 0;

@@ -271,11 +271,30 @@ void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t rea
     // Asked before the last look, for what it sent before it died counts.
     const bool alive = woken || peer.alive();
     if (look(ready)) return;
+    if (!woken) check_signals();
+    if (const auto lost = link_->lost()) {
+      const std::string why = *lost < 0 ? "a rank is gone" : "rank " + std::to_string(*lost) + " is gone";
+      lose_all(why);
+      throw_no_transfer(*lost, position, why);
+    }
     if (!alive) give_up(peer.rank(), position, "its process died");
     if (Clock::now() >= deadline) {
       give_up(peer.rank(), position, "nothing came of it in " + std::to_string(timeout_seconds_) + " s");
     }
   }
+}
+
+void SharedMemoryTransport::check_signals() {
+  try {
+    link_->check();
+  } catch (...) {
+    lose_all("a wait was interrupted");
+    throw;
+  }
+}
+
+void SharedMemoryTransport::lose_all(const std::string& why) {
+  for (std::size_t peer = 0; peer < broken_.size(); ++peer) lose(static_cast<std::int32_t>(peer), why);
 }
 
 void SharedMemoryTransport::serve(const std::atomic<bool>& over) {

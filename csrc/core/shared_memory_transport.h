@@ -119,6 +119,8 @@ class SharedMemoryTransport final : public Transport {
   bool spin(FunctionRef<bool()> ready);
   [[noreturn]] void give_up(std::int32_t peer, std::size_t position, const std::string& why);
   void lose(std::int32_t peer, const std::string& why);
+  void lose_all(const std::string& why);
+  void check_signals();
   [[noreturn]] void throw_no_transfer(std::int32_t peer, std::size_t position, const std::string& why) const;
   std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
 

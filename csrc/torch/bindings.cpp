@@ -140,11 +140,12 @@ void bind_exchange(py::module_& m) {
 void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemoryLink, std::shared_ptr<SharedMemoryLink>>(m, "SharedMemoryLink")
       .def(py::init([](std::int32_t rank, std::int32_t num_ranks, std::int32_t num_here) {
-             return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_here));
+             return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_here), check_signals);
            }),
            py::arg("rank"), py::arg("num_ranks"), py::arg("num_here"))
       .def_property_readonly("spins",
                              [](const SharedMemoryLink& link) { return link.spin() > Clock::duration::zero(); })
+      .def("lose", &SharedMemoryLink::lose, py::arg("rank"))
       .def("address", [](const SharedMemoryLink& link) { return to_tuple(link.address()); })
       .def(
           "connect",
@@ -313,18 +314,26 @@ void bind_transports(py::module_& m) {
            }),
            py::arg("num_ranks"), py::arg("channels"), py::arg("lanes"), py::arg("delay") = 0.0)
       .def("endpoint", [](const std::shared_ptr<LoopbackHub>& hub, std::int32_t) { return hub; }, py::arg("rank"));
+  py::class_<WorkWaits, Waits>(m, "WorkWaits")
+      .def(py::init<>())
+      .def("lose", &WorkWaits::lose, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait",
+          [](WorkWaits& waits, const WorkPtr& work, double seconds) {
+            waits.wait(work, std::chrono::duration_cast<std::chrono::milliseconds>(as_duration(seconds)));
+          },
+          py::arg("work"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
   py::class_<ProcessGroups, TransportSource, std::shared_ptr<ProcessGroups>>(m, "ProcessGroupTransport")
-      .def(py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t,
+      .def(py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t, Waits waits,
                        const at::Device& device, std::vector<c10::Stream> streams,
                        std::map<std::int32_t, ProcessGroupPtr> pairs, std::map<std::size_t, Coalescing::Turn> turns) {
              return std::make_shared<ProcessGroups>(std::move(groups), device, std::move(streams),
-                                                    Coalescing{std::move(pairs), std::move(turns)});
+                                                    Coalescing{std::move(pairs), std::move(turns)}, std::move(waits));
            }),
-           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("device") = at::Device(at::kCPU),
-           py::arg("streams") = std::vector<c10::Stream>(),
+           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("waits"),
+           py::arg("device") = at::Device(at::kCPU), py::arg("streams") = std::vector<c10::Stream>(),
            py::arg("pairs") = std::map<std::int32_t, ProcessGroupPtr>(),
-           py::arg("turns") = std::map<std::size_t, Coalescing::Turn>())
-      .def("lose", &ProcessGroups::lose, py::arg("rank"));
+           py::arg("turns") = std::map<std::size_t, Coalescing::Turn>());
 }
 
 void bind_executor(py::module_& m) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/common.h"
+#include "python_errors.h"
 #include "wire.h"
 
 namespace fastpipe {
@@ -43,8 +44,12 @@ std::string first_line(const char* text) {
 }  // namespace
 
 ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                             Coalescing coalescing)
-    : groups_(std::move(groups)), device_(device), streams_(std::move(streams)), coalescing_(std::move(coalescing)) {
+                             Coalescing coalescing, Waits waits)
+    : groups_(std::move(groups)),
+      device_(device),
+      streams_(std::move(streams)),
+      coalescing_(std::move(coalescing)),
+      waits_(std::move(waits)) {
   if (groups_.size() != kNumGroups) {
     throw ArgumentError("groups has " + std::to_string(groups_.size()) +
                         " entries; give four, by kind * 2 + (destination < source)");
@@ -55,16 +60,16 @@ ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device dev
 }
 
 std::unique_ptr<Transport> ProcessGroups::connect(const RankProgram& program, double timeout_seconds) {
-  return std::make_unique<ProcessGroupTransport>(groups_, device_, streams_, coalescing_, lost_, program,
+  return std::make_unique<ProcessGroupTransport>(groups_, device_, streams_, coalescing_, waits_, program,
                                                  timeout_seconds);
 }
 
 ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device,
                                              std::vector<c10::Stream> streams, const Coalescing& coalescing,
-                                             LostRank lost, const RankProgram& program, double timeout_seconds)
+                                             Waits waits, const RankProgram& program, double timeout_seconds)
     : groups_(std::move(groups)),
       device_(device),
-      lost_(std::move(lost)),
+      waits_(std::move(waits)),
       program_(program),
       timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(as_duration(timeout_seconds))),
       specs_(program.size()),
@@ -274,7 +279,14 @@ void ProcessGroupTransport::wait(Pending& pending) {
     try {
       const WorkPtr once = std::move(work);
       // Given a time limit, NCCL would block the host; without, the current stream waits.
-      device_.is_cpu() ? once->wait(timeout_) : once->wait();
+      if (device_.is_cpu()) {
+        waits_->wait(once, timeout_);
+      } else {
+        once->wait();
+      }
+    } catch (const pybind11::error_already_set&) {
+      abandon_all();
+      throw;
     } catch (const std::exception& error) {
       give_up(pending, error.what());
     }
@@ -292,7 +304,7 @@ double ProcessGroupTransport::wait_send(std::int32_t send) {
 }
 
 std::optional<std::string> ProcessGroupTransport::why_let_go() const {
-  if (const std::int32_t rank = *lost_; rank != kNoRank) {
+  if (const std::int32_t rank = waits_->lost(); rank != kNoRank) {
     return (rank == kUnknownRank ? "a rank" : "rank " + std::to_string(rank)) + " is gone";
   }
   if (has_failed()) return kFailed;
@@ -311,7 +323,7 @@ bool ProcessGroupTransport::has_failed() const {
 void ProcessGroupTransport::check() const {
   const auto why = why_let_go();
   if (!why) return;
-  const std::int32_t lost = *lost_;
+  const std::int32_t lost = waits_->lost();
   throw TransportError(lost == kNoRank ? kUnknownRank : lost,
                        "messages for rank " + std::to_string(program_.rank()) + " did not come (" + *why + ")");
 }
@@ -329,10 +341,22 @@ void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
       other = Pending{};
     }
   }
-  const std::int32_t lost = *lost_;
+  const std::int32_t lost = waits_->lost();
   throw TransportError(lost == kNoRank ? peer : lost, place + ": no transfer with rank " + std::to_string(peer) +
                                                           " any more (" + first_line(why) +
                                                           "); see what that rank was doing, or set a longer timeout");
+}
+
+void ProcessGroupTransport::abandon_all() {
+  std::fill(broken_.begin(), broken_.end(), true);
+  why_broken_ = "a wait was interrupted";
+  for (std::vector<Pending>* all : {&receives_, &sends_}) {
+    for (Pending& other : *all) {
+      if (other.state != Pending::State::kPosted) continue;
+      abandoned_.push_back(std::move(other));
+      other = Pending{};
+    }
+  }
 }
 
 void ProcessGroupTransport::end_step(bool complete) {

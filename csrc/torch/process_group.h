@@ -1,9 +1,8 @@
-// Transport over torch.distributed: the only file that knows c10d.
+// Transport over torch.distributed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -20,15 +19,15 @@
 #include "payload.h"
 #include "streams.h"
 #include "wire.h"
+#include "work_waits.h"
 
 namespace fastpipe {
 
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// The rank because of which the groups are aborted: one that is not known, as in a TransportError; none.
-using LostRank = std::shared_ptr<std::atomic<std::int32_t>>;
-constexpr std::int32_t kUnknownRank = -1;
-constexpr std::int32_t kNoRank = -2;
+// Shared with Python. Where devices wait, the groups are aborted because of its first lost rank: what streams find then
+// is no message.
+using Waits = std::shared_ptr<WorkWaits>;
 
 // Where the transfers that two ranks both begin side by side are one operation: fastpipe/runtime/coalesced.py.
 struct Coalescing {
@@ -46,25 +45,21 @@ class ProcessGroups final : public TransportSource {
  public:
   // streams: for the receives that each group posts early, on a device that has any.
   ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                Coalescing coalescing);
+                Coalescing coalescing, Waits waits);
   std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
-  // From any thread: the groups are about to be aborted, since this rank, or one that is not known, is gone. What
-  // streams find then is no message.
-  void lose(std::int32_t rank) { *lost_ = rank; }
 
  private:
   std::vector<ProcessGroupPtr> groups_;
   at::Device device_;
   std::vector<c10::Stream> streams_;
   Coalescing coalescing_;
-  LostRank lost_ = std::make_shared<LostRank::element_type>(kNoRank);
+  Waits waits_;
 };
 
 class ProcessGroupTransport final : public Transport {
  public:
   ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                        const Coalescing& coalescing, LostRank lost, const RankProgram& program,
-                        double timeout_seconds);
+                        const Coalescing& coalescing, Waits waits, const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -76,8 +71,6 @@ class ProcessGroupTransport final : public Transport {
   void check() const override;
 
  private:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
   // One message that is on its way.
   struct Pending {
     enum class State { kIdle, kQueued, kPosted, kArrived };
@@ -126,6 +119,8 @@ class ProcessGroupTransport final : public Transport {
   const Channel& channel_of(const Pending& pending) const { return program_.channels()[pending.transfer.channel]; }
   std::int32_t peer_of(const Pending& pending) const { return channel_of(pending).peer_of(program_.rank()); }
   [[noreturn]] void give_up(Pending& pending, const char* why);
+  // After a second Ctrl-C no message is waited for.
+  void abandon_all();
   // Where streams wait, and not the host: whether they were let go, on whatever there was.
   std::optional<std::string> why_let_go() const;
   // Whether the backend has given up a message by itself.
@@ -133,7 +128,7 @@ class ProcessGroupTransport final : public Transport {
 
   std::vector<ProcessGroupPtr> groups_;
   at::Device device_;
-  const LostRank lost_;
+  const Waits waits_;
   RankProgram program_;
   std::chrono::milliseconds timeout_;
   SpecBook specs_;

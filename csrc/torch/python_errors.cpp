@@ -45,4 +45,9 @@ void raise(const py::object& exception) {
   throw py::error_already_set();
 }
 
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 }  // namespace fastpipe

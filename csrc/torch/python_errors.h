@@ -18,4 +18,7 @@ py::object to_python(const std::exception_ptr& error);
 // Raises an exception object. The GIL must be held.
 [[noreturn]] void raise(const py::object& exception);
 
+// Runs the handlers of signals that have come, if this is the main thread; throws what they raise. Takes the GIL.
+void check_signals();
+
 }  // namespace fastpipe

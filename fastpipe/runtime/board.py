@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastpipe.runtime import native
-from fastpipe.runtime.control import DEAD, Reply
+from fastpipe.runtime.control import Reply
 from fastpipe.runtime.failure import DIED, Failure, LostError, first_line
 from fastpipe.runtime.host import Crowd
-from fastpipe.runtime.meeting import Lost, Meeting, patiently
+from fastpipe.runtime.meeting import Deadline, Lost, Meeting
 
-_SLICE_SECONDS = 0.5
-"""After which Python is asked whether it has been interrupted."""
+_SLICE_SECONDS = 0.1
+"""After which Python is asked whether it has been interrupted, and who is lost."""
 
 
 class Board(Meeting):
@@ -74,28 +74,23 @@ class Board(Meeting):
         place = f"{phase} of step {step}"
         self._native.post(f"{place}\n{json.dumps(message)}".encode())
         try:
-            missing = patiently(self._wait)
-            if missing:
-                raise self.late(missing, step, phase)
+            self._wait(step, phase)
             return [self._read(rank, place, text) for rank, text in enumerate(self._native.messages())]
         except RuntimeError as error:
             raise LostError(Failure(None, first_line(error), dead=True)) from error
 
-    def _wait(self) -> list[int]:
-        left = self.timeout
-        while not self._native.wait(min(left, _SLICE_SECONDS)):
-            left -= _SLICE_SECONDS
+    def _wait(self, step: int, phase: str) -> None:
+        deadline = Deadline(self)
+        while not self._native.wait(min(self.timeout, _SLICE_SECONDS)):
             failure = self._lost(self._native.missing())
             if failure is not None and self._native.missing():
                 raise LostError(failure)
-            if left <= 0:
-                found: list[int] = self._native.missing()
-                return found
-        return []
+            if missing := deadline.passed(self._native.missing):
+                raise self.late(missing, step, phase)
 
     def _read(self, rank: int, place: str, text: bytes | None) -> Reply:
         if text is None:
-            return {DEAD: DIED}
+            raise LostError(Failure(rank, DIED, dead=True))
         found, _, content = text.decode().partition("\n")
         if found != place:
             raise LostError(

@@ -22,7 +22,8 @@ from fastpipe.machine import COALESCED, Turn, batches, turns
 from fastpipe.program import Program
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.own_groups import OwnGroups, attended, backend_of
+from fastpipe.runtime.meeting import attended
+from fastpipe.runtime.own_groups import OwnGroups, backend_of
 from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups, wait_for
 from fastpipe.runtime.tensors import Tensors
 from fastpipe.runtime.transport import Endpoint, Message
@@ -37,10 +38,6 @@ class _Part:
         self.verb = verb
         self.tensor = tensor
         self.work: Any = None
-
-    def wait(self, *timeout: Any) -> None:
-        """Wait for the operation."""
-        self.work.wait(*timeout)
 
 
 class _CoalescedEndpoint(ProcessGroupEndpoint):
@@ -72,6 +69,9 @@ class _CoalescedEndpoint(ProcessGroupEndpoint):
         part = _Part(verb, tensor)
         self.fresh.append(part)
         return part
+
+    def _wait(self, works: Sequence[Any], channel: int) -> None:
+        super()._wait([work.work if isinstance(work, _Part) else work for work in works], channel)
 
     def _posted(self, channel: int) -> None:
         """Note a transfer for its operation; with the last one of a batch its operations are begun."""
@@ -141,7 +141,7 @@ class CoalescedGroups(ProcessGroups):
         parts = [_Part(verb, torch.zeros(1, dtype=torch.uint8, device=self.device)) for verb in ("send", "recv")]
         begin_together(group, peer, parts, self.device)
         for part in parts:
-            wait_for(part, self.timeout, self.device)
+            wait_for(part.work, self.waits, self.timeout, self.device)
 
     def _all(self) -> list[OwnGroups]:
         return [*self.pairs.values(), *super()._all()]

@@ -11,11 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastpipe.runtime.failure import Failure, LostError, cause_text
+from fastpipe.runtime.failure import Failure, cause_text
 from fastpipe.runtime.mail import Mail
 
-DEAD = "dead"
-"""The key of a reply made on behalf of a dead process."""
 REFUSED = "refused"
 """The key of why a process cannot do what all are about to do."""
 
@@ -29,18 +27,20 @@ class Control(ABC):
         rank: this process.
         step: how often `begin` was called.
         mail: for what a device has later than the host ends a step; None where there is nobody to tell.
+        remark: what `Pipeline.describe` says of it; empty where there is nothing unusual.
     """
 
     rank = 0
     step = 0
     mail: Mail | None = None
+    remark = ""
 
     @abstractmethod
     def setup(self, message: Reply) -> list[Reply]:
         """The first exchange.
 
         Raises:
-            LostError: when a process does not come, or the store is gone.
+            LostError: when a process is dead or does not come, or the store is gone.
         """
 
     @abstractmethod
@@ -49,10 +49,10 @@ class Control(ABC):
 
     @abstractmethod
     def exchange(self, phase: str, message: Reply) -> list[Reply]:
-        """Give a message and get those of all processes, in order; a dead one's says so (see `dead_among`).
+        """Give a message and get those of all processes, in order.
 
         Raises:
-            LostError: when a process does not come, or the store is gone.
+            LostError: when a process is dead or does not come, or the store is gone.
         """
 
     @abstractmethod
@@ -126,16 +126,5 @@ def tell(
         LostError: when a process is dead or does not come, or the store is gone.
     """
     replies = exchange(message if error is None else message | {REFUSED: cause_text(error)})
-    dead = dead_among(replies)
-    if dead is not None:
-        raise LostError(dead)
     refused = next(((rank, reply[REFUSED]) for rank, reply in enumerate(replies) if REFUSED in reply), None)
     return replies, refused
-
-
-def dead_among(replies: Sequence[Reply]) -> Failure | None:
-    """The first process that is dead."""
-    for rank, reply in enumerate(replies):
-        if DEAD in reply:
-            return Failure(rank, reply[DEAD], dead=True)
-    return None

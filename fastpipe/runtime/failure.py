@@ -26,6 +26,7 @@ class Failure:
         action: the text of the action or instruction.
         microbatch: the microbatch, if any.
         dead: whether the rank is dead or silent, so that the pipeline cannot go on.
+        suspected: whether that is only known from messages that did not come: it may be another rank that is silent.
     """
 
     rank: int | None
@@ -34,6 +35,7 @@ class Failure:
     action: str | None = None
     microbatch: int | None = None
     dead: bool = False
+    suspected: bool = False
 
     def place(self) -> str:
         """Where, as a user reads it."""
@@ -84,7 +86,7 @@ class TransportError(RuntimeError):
 
     def failure(self) -> Failure:
         """The same for the other processes: without the peer this pipeline cannot go on."""
-        return Failure(self.peer, str(self), dead=True)
+        return Failure(self.peer, str(self), dead=True, suspected=True)
 
 
 @contextlib.contextmanager

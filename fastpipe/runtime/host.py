@@ -1,16 +1,19 @@
 """Processes of one host: who they are, how many, and how one rouses another.
 
-Every process has a pipe that the others open through /proc, and a byte in it wakes whoever sleeps for it. A process
-descriptor (pidfd) becomes readable when its process ends, whatever ended it. So one poll sleeps for both.
+Every process has a datagram socket (AF_UNIX, without a file) that wakes it when another one sends to it. A process
+descriptor (pidfd) becomes readable when its process ends, whatever ended it. So one poll sleeps for both. Where the
+kernel grants no such descriptor, `fastpipe.runtime.lifeline` watches in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
-import re
+import secrets
 import select
-import stat
+import socket
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,32 +80,43 @@ class Crowd:
         return max(self._own, joined, int(started) if started.isdecimal() else 0)
 
 
+def can_watch() -> bool:
+    """Whether the kernel grants process descriptors: an old one has none, and a sandbox may deny them."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
 class Neighbours:
     """The other processes of this host.
 
     Attributes:
         processes: a process descriptor of each, by rank.
         gone: the ranks whose processes had ended before they could be watched.
-        bell: the end of this process's pipe that is read.
-        parted: the ranks that have closed the pipeline, and may end.
+        bell: a socket that becomes readable when another process rings.
+        parted: the ranks that have closed the pipeline, with their last step.
     """
 
     def __init__(self) -> None:
         self.processes: dict[int, int] = {}
         self.gone: set[int] = set()
-        self.bell, self._own = os.pipe()
-        os.set_blocking(self.bell, False)
-        os.set_blocking(self._own, False)
-        self._bells: dict[int, int] = {}
-        self.parted: set[int] = set()
+        self.parted: dict[int, int] = {}
+        self.bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.bell.bind("")  # an address of the kernel's choice, which is no file
+        self.bell.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+        self._secret = secrets.token_hex(16)
+        self._others: dict[int, tuple[bytes, str]] = {}
 
     def identity(self) -> dict[str, Any]:
         """What the others need to know of this process."""
-        return identify() | {"bell": self._own}
+        own = {"bell": self.bell.getsockname().hex(), "secret": self._secret, "can_watch": can_watch()}
+        return identify() | own
 
     def watch(self, rank: int, identity: Identity) -> None:
-        """Watch a process from now on, if it is one of this host; once or more often."""
-        if rank in self.processes or rank in self.gone or not same_host(identity, identify()):
+        """Watch a process from now on, if it is one of this host and can be watched; once or more often."""
+        if rank in self.processes or rank in self.gone or not same_host(identity, identify()) or not can_watch():
             return
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(identity["pid"])
@@ -126,54 +140,47 @@ class Neighbours:
             if rank == own or not same_host(identity, identities[own]):
                 continue
             self.watch(rank, identity)
-            with contextlib.suppress(OSError):
-                self._bells[rank] = _open_pipe(identity["pid"], identity["bell"])
-        return list(self._bells)
+            other = bytes.fromhex(identity["bell"]), identity["secret"]
+            if self._send(other, "", socket.MSG_DONTWAIT):
+                self._others[rank] = other
+        return list(self._others)
 
     def ring(self) -> None:
         """Wake the others."""
-        for bell in self._bells.values():
-            _ring(bell)
+        for other in self._others.values():
+            self._send(other, "", socket.MSG_DONTWAIT)
 
     def ring_own(self) -> None:
         """Wake this process's own sleeper."""
-        _ring(self._own)
+        self._send((self.bell.getsockname(), self._secret), "", socket.MSG_DONTWAIT)
 
-    def part(self, own: int) -> None:
-        """Tell the others that this process closes the pipeline, and owes them nothing."""
-        for bell in self._bells.values():
-            _ring(bell, f"<{own}>".encode())
+    def part(self, own: int, last_step: int) -> None:
+        """Tell the others that this process closes the pipeline, and which step was its last."""
+        for other in self._others.values():
+            self._send(other, f"{own} {last_step}")
 
     def quiet(self) -> None:
         """Take what has been rung for so far."""
-        said = b""
-        with contextlib.suppress(BlockingIOError):  # all of it, as a part may end within a word
-            while part := os.read(self.bell, 4096):
-                said += part
-        self.parted |= {int(rank) for rank in re.findall(rb"<(\d+)>", said)}
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                secret, _, word = self.bell.recv(256, socket.MSG_DONTWAIT).decode(errors="replace").partition(":")
+                if word and hmac.compare_digest(secret, self._secret):
+                    rank, last_step = map(int, word.split())
+                    self.parted[rank] = last_step
 
     def close(self) -> None:
         """Let go of all descriptors; called once."""
-        for descriptor in (self.bell, self._own, *self.processes.values(), *self._bells.values()):
+        self.bell.close()
+        for descriptor in self.processes.values():
             os.close(descriptor)
 
-
-def _open_pipe(process: int, number: int) -> int:
-    """The writing end of another process's pipe, if it is this user's.
-
-    Raises:
-        OSError: when it is not there, is no pipe or somebody else's.
-    """
-    path = f"/proc/{process}/fd/{number}"
-    opened = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    status = os.fstat(opened)
-    if stat.S_ISFIFO(status.st_mode) and status.st_uid == os.geteuid():
-        return opened
-    os.close(opened)
-    raise OSError(f"{path} is not a pipe of this user")
-
-
-def _ring(bell: int, word: bytes = b"!") -> None:
-    # a full pipe has woken it already; one without a reader has nobody to wake
-    with contextlib.suppress(BlockingIOError, BrokenPipeError):
-        os.write(bell, word)
+    def _send(self, other: tuple[bytes, str], word: str, flags: int = 0) -> bool:
+        """Whether there is somebody to read it. Who has not read what came before is awake."""
+        address, secret = other
+        try:
+            self.bell.sendto(f"{secret}:{word}".encode(), flags, address)
+        except BlockingIOError:
+            return True
+        except OSError:  # it has ended, which its process descriptor says, or is in another network namespace
+            return False
+        return True

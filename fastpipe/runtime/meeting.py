@@ -9,12 +9,19 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from fastpipe.runtime.control import DEAD, Reply
-from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.aside import asked
+from fastpipe.runtime.control import Reply
+from fastpipe.runtime.failure import Failure, LostError, TransportError
+from fastpipe.runtime.patience import SECONDS, Patience
 from fastpipe.runtime.pauses import LOOK_SECONDS, pauses
+
+_T = TypeVar("_T")
+_MORE_SECONDS = 5.0
+"""For those who are on their way."""
 
 Lost = Callable[[Sequence[int]], Failure | None]
 """What keeps awaited ranks from coming while the pipeline is built, as `Control.lost` has it."""
@@ -27,19 +34,23 @@ class Meeting(ABC):
         rank: this process.
         size: how many there are.
         timeout: seconds to wait for the others.
+
+    Attributes:
+        suspected: the failure by which a rank is suspected to be silent in this step, set by any thread.
     """
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self.suspected: Failure | None = None
 
     @abstractmethod
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
-        """Give a message and get those of all, in order; a process that died first is there as `DEAD`.
+        """Give a message and get those of all, in order.
 
         Raises:
-            LostError: when a process does not come, or nothing can be exchanged any more.
+            LostError: when a process is dead or does not come, or nothing can be exchanged any more.
         """
 
     def late(self, missing: Sequence[int], step: int, phase: str) -> LostError:
@@ -49,7 +60,42 @@ class Meeting(ABC):
         if step == 0:
             place, advice = "the building of the pipeline", "build it on every rank, all with the same group"
         cause = f"rank {ranks} did not come to {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
-        return LostError(Failure(missing[0], cause, dead=True))
+        suspected = None if self.suspected is None else self.suspected.rank
+        return LostError(Failure(suspected if suspected in missing else missing[0], cause, dead=True))
+
+
+class Deadline:
+    """When those who have not come are given up.
+
+    That is after the timeout, or soon after somebody is suspected to be silent: all others have been told then, and
+    come at once, but for the silent one.
+
+    Args:
+        meeting: where they are waited for.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._at = time.monotonic() + meeting.timeout
+        self._is_last = False
+
+    def passed(self, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """Who is given up now.
+
+        Args:
+            missing: who has not come.
+        """
+        now, more = time.monotonic(), min(self._meeting.timeout / 4, _MORE_SECONDS)
+        if self._meeting.suspected is not None and not self._is_last:
+            self._at, self._is_last = min(self._at, now + more), True
+        if now < self._at:
+            return []
+        found = missing()
+        if len(found) < 2 or self._is_last:
+            return found
+        # who has waited for a silent one in the step says so now
+        self._at, self._is_last = now + more, True
+        return []
 
 
 def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[float]:
@@ -71,21 +117,31 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
         yield pause
 
 
-def patiently(wait: Callable[[], Sequence[int]]) -> Sequence[int]:
-    """Wait again while several are missing, since who has waited for a silent one comes late.
+def attended(
+    connect: Callable[[], _T], lost: Callable[[], Failure | None], timeout: timedelta, peer: int | None = None
+) -> _T:
+    """Make connections with others, for which c10d waits deaf and blind: in a thread, while this one looks after them.
+
+    If one of them will not come the thread is left alone.
 
     Args:
-        wait: waits for the timeout, and returns who is missing.
+        connect: what makes them. It has nothing of the calling thread, its current device say.
+        lost: what keeps somebody from coming, as a `Membership` has it.
+        timeout: for those who are slow: nobody may know of one that it will not come.
+        peer: the rank that is connected, if it is one.
 
-    Returns:
-        Who is missing in the end.
+    Raises:
+        LostError: when somebody is dead, or does not build the pipeline.
+        TransportError: when it is not made in time.
     """
-    missing = wait()
-    while len(missing) > 1:
-        before, missing = missing, wait()
-        if len(missing) >= len(before):
-            break
-    return missing
+    made = asked(connect, "fastpipe-connect")
+    for pause in waiting(timeout.total_seconds(), lost):
+        if wait([made], pause).done:
+            return made.result()
+    who = "the other ranks did not" if peer is None else f"rank {peer} did not"
+    raise TransportError(
+        f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer
+    )
 
 
 class StoreMeeting(Meeting):
@@ -98,6 +154,9 @@ class StoreMeeting(Meeting):
         timeout: seconds to wait for the others.
         gone: the failure behind a store that does not answer.
         lost: see `Control.lost`.
+
+    Attributes:
+        waits: the connection on which it waits.
     """
 
     def __init__(
@@ -110,58 +169,54 @@ class StoreMeeting(Meeting):
         lost: Lost,
     ) -> None:
         super().__init__(rank, size, timeout)
-        self.store = store
+        self.store = self.waits = store
         self.gone = gone
         self.lost = lost
         self.said: list[tuple[int, str]] = []
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
-        """One key a process, step and phase."""
+        """One key a process, step and phase. Another thread asks the store, which may not answer any more."""
         keys = [_key(step, phase, rank) for rank in range(self.size)]
         self.said.append((step, keys[self.rank]))
+        answer = asked(lambda: self._gather(keys, message, step), "fastpipe-gather")
+        deadline, patience = Deadline(self), Patience(min(SECONDS, self.timeout))
         try:
-            self.store.set(keys[self.rank], json.dumps(message))
-            missing = patiently(lambda: self._wait(keys) if step else self._wait_watching(keys))
-            if not missing:
-                return [json.loads(reply) for reply in self.store.multi_get(keys)]
+            while not wait([answer], LOOK_SECONDS).done:
+                if step and (failure := self.lost(())) is not None:
+                    raise LostError(failure)
+                if missing := deadline.passed(lambda: patience.ask(lambda: self._missing(keys), [-1])):
+                    raise self._silent() if missing == [-1] else self.late(missing, step, phase)
+            return answer.result()
         except RuntimeError as error:
             raise LostError(self.gone(error)) from error
-        raise self.late(missing, step, phase)
 
-    def _wait(self, keys: list[str]) -> list[int]:
-        try:
-            self.store.wait(keys, timedelta(seconds=self.timeout))
-        except RuntimeError:
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        return []
+    def _gather(self, keys: list[str], message: Reply, step: int) -> list[Reply]:
+        self.waits.set(keys[self.rank], json.dumps(message))
+        if step:
+            self.waits.wait(keys, timedelta(seconds=2 * self.timeout))
+        else:
+            self._wait_watching(keys)
+        return [json.loads(reply) for reply in self.waits.multi_get(keys)]
 
-    def _wait_watching(self, keys: list[str]) -> list[int]:
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    def _silent(self) -> LostError:
+        cause = f"the store of the process group did not answer within {self.timeout:g} s"
+        return LostError(Failure(None, cause, dead=True))
+
+    def _wait_watching(self, keys: list[str]) -> None:
         """The same while nobody else watches: the pipeline is being built. (The store warns of each wait in vain.)"""
-
-        def missing() -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
         def lost() -> Failure | None:
             # whoever has come may have given up since, for what all are about to read
-            failure = self.lost(missing())
-            return failure if missing() else None
+            failure = self.lost(self._missing(keys))
+            return failure if self._missing(keys) else None
 
-        for pause in waiting(self.timeout, lost):
-            if self.store.check(keys):
-                return []
+        for pause in waiting(2 * self.timeout, lost):
+            if self.waits.check(keys):
+                return
             time.sleep(pause)
-        return missing()
-
-    def speak_for(self, store: Any, failure: Failure, step: int) -> None:
-        """Say on behalf of a dead process what became of it, where it has said nothing.
-
-        Args:
-            store: a connection that is free: this one's own is blocked while it waits for what is said here.
-            failure: its death.
-            step: the step in which it is missing.
-        """
-        for phase in ("start", "program", "end"):
-            store.compare_set(_key(step, phase, failure.rank), "", json.dumps({DEAD: failure.cause}))
 
     def forget(self, step: int) -> None:
         """Drop what this process has said up to a step that all have passed; step 0 is the building of the pipeline."""

@@ -85,6 +85,8 @@ class Mixed(Transport):
     def let_go(self, failure: Failure) -> None:
         """See `Transport.let_go`."""
         self.groups.let_go(failure)
+        if self.shared is not None:
+            self.shared.let_go(failure)
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

@@ -6,25 +6,21 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import wait
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fastpipe.runtime.aborts import Aborts
-from fastpipe.runtime.aside import aside, asked
-from fastpipe.runtime.connections import made_by
+from fastpipe.runtime.aside import aside
 from fastpipe.runtime.devices import CPU, wait_until_done
-from fastpipe.runtime.failure import Failure, TransportError, first_line
+from fastpipe.runtime.failure import TransportError, first_line
 from fastpipe.runtime.forked import keep_in_children
 from fastpipe.runtime.group import Membership, registered_group
-from fastpipe.runtime.meeting import waiting
-
-_T = TypeVar("_T")
+from fastpipe.runtime.meeting import attended
 
 _WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -60,8 +56,7 @@ class OwnGroups:
         self._store = member.store()
         self._seconds = min(timeout.total_seconds(), _CLOSING)
         make = functools.partial(make_group, member, self._store)
-        self.groups, connections = made_by(lambda: [make(name, timeout) for name in names])
-        self._connections = connections.ask()
+        self.groups = [make(name, timeout) for name in names]
         self._lock = threading.Lock()
         self._aborts: Aborts | None = None
 
@@ -85,12 +80,6 @@ class OwnGroups:
             return False
         meet(self._store, self._member.rank, self._member.size, self._seconds)
         return True
-
-    def let_go(self) -> None:
-        """A rank is gone: end Gloo's connections with hosts that have vanished, and abort NCCL's messages, so that
-        nobody waits for them. From any thread, and more than once."""
-        self._connections.end_silent()
-        self.abort()
 
     def abort(self) -> None:
         """Begin to abort NCCL's messages, of all groups at once. From any thread, and more than once."""
@@ -171,33 +160,6 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
         return attended(make, member.lost, 2 * timeout)  # Gloo ends first, and says more
     except RuntimeError as error:
         raise TransportError(f"the ranks cannot connect: {first_line(error)}", None) from error
-
-
-def attended(
-    connect: Callable[[], _T], lost: Callable[[], Failure | None], timeout: timedelta, peer: int | None = None
-) -> _T:
-    """Make connections with others, for which c10d waits deaf and blind: in a thread, while this one looks after them.
-
-    If one of them will not come the thread is left alone.
-
-    Args:
-        connect: what makes them. It has nothing of the calling thread, its current device say.
-        lost: what keeps somebody from coming, as a `Membership` has it.
-        timeout: for those who are slow: nobody may know of one that it will not come.
-        peer: the rank that is connected, if it is one.
-
-    Raises:
-        LostError: when somebody is dead, or does not build the pipeline.
-        TransportError: when it is not made in time.
-    """
-    made = asked(connect, "fastpipe-connect")
-    for pause in waiting(timeout.total_seconds(), lost):
-        if wait([made], pause).done:
-            return made.result()
-    who = "the other ranks did not" if peer is None else f"rank {peer} did not"
-    raise TransportError(
-        f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer
-    )
 
 
 @contextlib.contextmanager

@@ -382,6 +382,8 @@ class Pipeline(Trains, Replannable):
             text = describe(
                 self.schedule, program, ranks, name, self.transport, self._stages, self._seed, self._ties, self._cut
             )
+        if self._control.remark:
+            text += f"\ncontrol     {self._control.remark}"
         if self._cuda_graph:
             text += f"\ncuda graph  {self._steps.ranks.recording_text() or 'no: ' + self._graph_refusal}"
         counts = self._steps.ranks.pair_counts()

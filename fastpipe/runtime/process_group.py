@@ -11,18 +11,20 @@ and TORCH_NCCL_*, then say when a silent peer is given up.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from fastpipe.program import Channel, Program
+from fastpipe.runtime import native
 from fastpipe.runtime.failure import Failure, TransportError, logged
+from fastpipe.runtime.forked import keep_in_children
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.own_groups import OwnGroups, attended, backend_of
+from fastpipe.runtime.meeting import attended
+from fastpipe.runtime.own_groups import OwnGroups, backend_of
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
 from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport
 
@@ -184,9 +186,12 @@ class ProcessGroupEndpoint(Endpoint):
     def _wait(self, works: Sequence[Any], channel: int) -> None:
         try:
             for work in works:
-                work.wait(self.timeout)
+                self.transport.waits.wait(work, self.timeout.total_seconds())
         except RuntimeError as error:
             raise self._lost(channel, error) from error
+        except KeyboardInterrupt:  # raised again: the second one, after which no message is waited for
+            self.broken |= {channel.peer_of(self.rank) for channel in self.channels if self.rank in channel[:2]}
+            raise
 
     def _lost(self, channel: int, error: RuntimeError) -> TransportError:
         peer = self._peer(channel)
@@ -195,16 +200,37 @@ class ProcessGroupEndpoint(Endpoint):
         return dead_or_silent(peer if lost is None or lost.rank is None else lost.rank, error)
 
 
-def wait_for(work: Any, timeout: timedelta, device: torch.device) -> None:
+class PlainWaits:
+    """Waits without the native extension: nothing but the timeout ends them. (Python's `Work` has no `abort`.)"""
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone; see csrc/torch/work_waits.h."""
+
+    def wait(self, work: Any, seconds: float) -> None:
+        """Wait for a message."""
+        work.wait(timedelta(seconds=seconds))
+
+
+def make_waits() -> Any:
+    """The waits of one rank for messages: they end when a rank is lost, and signals are handled meanwhile."""
+    runtime: Any = native.load()
+    if runtime is None:
+        return PlainWaits()
+    waits = runtime.WorkWaits()
+    keep_in_children(waits)
+    return waits
+
+
+def wait_for(work: Any, waits: Any, timeout: timedelta, device: torch.device) -> None:
     """Wait for a message; on a GPU only its current stream does. (With a time limit NCCL would block the host.)"""
     if device.type == "cpu":
-        work.wait(timeout)
+        waits.wait(work, timeout.total_seconds())
     else:
         work.wait()
 
 
 def swap(
-    out: Any, back: Any, ranks: tuple[int, int], tensors: Sequence[torch.Tensor], timeout: timedelta
+    out: Any, back: Any, ranks: tuple[int, int], tensors: Sequence[torch.Tensor], waits: Any, timeout: timedelta
 ) -> list[torch.Tensor]:
     """Send tensors to a peer, and receive as many that look like them.
 
@@ -217,6 +243,7 @@ def swap(
         back: the one that receives; it may be the same.
         ranks: the own one, and the peer.
         tensors: on any devices that the groups know.
+        waits: of this rank.
         timeout: for the peer.
 
     Raises:
@@ -233,7 +260,7 @@ def swap(
             for tensor in moved
         ]
         for work, device in works:
-            wait_for(work, timeout, device)
+            wait_for(work, waits, timeout, device)
     except RuntimeError as error:
         raise dead_or_silent(peer, error) from error
     return theirs
@@ -272,8 +299,7 @@ class ProcessGroups(Transport):
         self.device = member.device
         self.backend = backend_of(member)
         self.lost: Failure | None = None
-        # a tuple: other threads read it while this one makes more
-        self._sources: tuple[Callable[[], Any], ...] = ()
+        self.waits = make_waits()
         self._member = member
         self._warm: set[_Way] = set()
         names = ("activation up", "activation down", "gradient up", "gradient down")
@@ -296,11 +322,9 @@ class ProcessGroups(Transport):
         self._warm_up(program)
         channels = [tuple(map(int, channel)) for channel in program.channels]
         together = self._together(program, rank)
-        source = runtime.ProcessGroupTransport(self.groups, channels, rank, self.device, self._streams, **together)
-        self._sources = (*(ref for ref in self._sources if ref() is not None), weakref.ref(source))
-        if self.lost is not None:
-            source.lose(_number(self.lost))
-        return source
+        return runtime.ProcessGroupTransport(
+            self.groups, channels, rank, self.waits, self.device, self._streams, **together
+        )
 
     def _together(self, program: Program, rank: int) -> dict[str, Any]:
         """What C++ needs to know of transfers that are one operation: here there are none."""
@@ -328,7 +352,7 @@ class ProcessGroups(Transport):
         group, source, _ = way
         message = torch.zeros(1, dtype=torch.uint8, device=self.device)
         verb = "send" if self.rank == source else "recv"
-        wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.timeout, self.device)
+        wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self.timeout, self.device)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Swap tensors with another rank, between steps: its tensors, which look like these.
@@ -339,7 +363,7 @@ class ProcessGroups(Transport):
         low, high = sorted((self.rank, peer))
         self._connect([(0, low, high), (1, high, low)])
         out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]
-        return swap(out, back, (self.rank, peer), tensors, self.timeout)
+        return swap(out, back, (self.rank, peer), tensors, self.waits, self.timeout)
 
     def close(self) -> None:
         """End the groups, on a GPU when all ranks' devices are done with their messages."""
@@ -360,12 +384,10 @@ class ProcessGroups(Transport):
         if self.device.type != "cpu" and self.lost is None:
             # before that: whoever then finds that a stream has come on knows that there is no message
             self.lost = failure
-            for ref in self._sources:
-                if (source := ref()) is not None:
-                    source.lose(_number(failure))
+        self.waits.lose(-1 if failure.rank is None else failure.rank)
         for own in self._all():
             with logged("to end what waits for a lost rank's messages"):
-                own.let_go()
+                own.abort()
 
     def _all(self) -> list[OwnGroups]:
         """All that it has made, in the order in which they are ended."""
@@ -374,8 +396,3 @@ class ProcessGroups(Transport):
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
         return f"{super().describe()}, four {self.backend} groups"
-
-
-def _number(lost: Failure) -> int:
-    """As C++ has it."""
-    return -1 if lost.rank is None else lost.rank

@@ -12,21 +12,23 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 from fastpipe.runtime.board import Board
-from fastpipe.runtime.control import Control, Reply, dead_among
-from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.control import Control, Reply
+from fastpipe.runtime.failure import Failure
 from fastpipe.runtime.host import Crowd, Identity, Neighbours, same_host
 from fastpipe.runtime.lifeline import Lifeline
 from fastpipe.runtime.mail import Mail
-from fastpipe.runtime.meeting import Meeting, StoreMeeting
+from fastpipe.runtime.meeting import Meeting, StoreMeeting, attended
 from fastpipe.runtime.patience import SECONDS, Patience
-from fastpipe.runtime.watcher import Watcher, note_failure
+from fastpipe.runtime.watcher import Watcher
 
 logger = logging.getLogger("fastpipe")
 _GIVEN_UP = "not built"
 """The key of the first failure while the pipeline is built."""
+_UNWATCHED = "their deaths are noticed by their connections with rank 0, or after the timeout"
 
 
 class Processes(Control):
@@ -54,40 +56,48 @@ class Processes(Control):
         self.size = size
         self.step = 0
         self._told: Failure | None = None
-        self._store, self._identity = store, identity
+        self._store, self._identity, self._timeout = store, identity, timeout
         self._lifeline = Lifeline(rank)
         self._neighbours = Neighbours()
-        self._watcher = Watcher(store, self._neighbours, self._lifeline, self._died)
+        self._watcher = Watcher(store, self._neighbours, self._lifeline)
         self._store_meeting = StoreMeeting(store, rank, size, timeout, self._watcher.store_gone, self.lost)
-        # in steps the board knows of deaths by itself, and answers for the dead
-        self._board = Board(rank, size, timeout, crowd, lambda awaited: None if self.step else self.lost(awaited))
+        self._board = Board(rank, size, timeout, crowd, self.lost)
         self._meeting: Meeting = self._store_meeting
         self.mail: Mail = Mail(store, rank, timeout, self._watcher.dead)
-        self._patience = Patience(min(SECONDS, timeout))
+        self._patience = Patience(min(SECONDS, timeout / 4))
 
     def setup(self, message: Reply) -> list[Reply]:
         """Meet the others, watch those that can be watched, and move to a board if all can."""
         identity = self._neighbours.identity() | self._board.offer()
         replies = self.exchange("setup", identity | message)
-        far = [rank for rank, reply in enumerate(replies) if rank and not same_host(replies[0], reply)]
+        far = [rank for rank, reply in enumerate(replies) if rank and not _can_watch(replies[0], reply)]
         own: Reply = {"tied": self._tie(far), "rings": self._neighbours.meet(self.rank, replies)}
         answers = self.exchange("connection", own | {"why": self._board.connect(replies)})
         self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["tied"]])
         if untied := [rank for rank in far if rank not in answers[0]["tied"] or 0 not in answers[rank]["tied"]]:
             logger.warning("ranks %s cannot connect to rank 0: if they die, that is noticed after the timeout", untied)
-        self._watcher.start(polls=not all(self.rank in answer["rings"] for answer in self._others(answers)))
+        unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
+        self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
+        polls = not all(self.rank in answer["rings"] for answer in self._others(answers))
+        self._watcher.start(polls, self._connect())
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
             self._meeting = self._board
         else:
             logger.info("the ranks agree over the store, which costs each step about a millisecond: %s", why)
+            # of its own: who has given up waiting leaves a thread that waits there
+            self._store_meeting.waits = self._connect()
         return replies
+
+    def _connect(self) -> Any:
+        """Another connection to the store."""
+        return attended(self._store.clone, self.lost, timedelta(seconds=self._timeout))
 
     def _tie(self, far: Sequence[int]) -> list[int]:
         """Connect those that are on other hosts than rank 0 with it."""
         if not far:
             return []
-        offers = self.exchange("lifeline", self._lifeline.offer(self._store_meeting.store) if self.rank == 0 else {})
+        offers = self.exchange("lifeline", self._lifeline.offer(self._store) if self.rank == 0 else {})
         return self._lifeline.tie(offers[0], far)
 
     def _others(self, answers: Sequence[Reply]) -> list[Reply]:
@@ -115,11 +125,10 @@ class Processes(Control):
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
         """Start a step."""
         self.step += 1
-        self._told = None
+        self._told = self._meeting.suspected = None
 
         def told(failure: Failure) -> None:
-            if failure.dead:
-                self._told = failure
+            self._know(failure)
             on_failure(failure)
 
         self._watcher.begin(self.step, told)
@@ -130,52 +139,48 @@ class Processes(Control):
         """See `Control.on_loss`."""
         self._watcher.on_loss = tell
 
+    def _know(self, failure: Failure) -> None:
+        if failure.suspected:
+            self._meeting.suspected = self._meeting.suspected or failure
+        elif failure.dead:
+            self._told = self._told or failure
+
     def end(self) -> None:
         """The step is over; what was said in the one before it has been read by all."""
         self._watcher.end()
+        says = bool(self._watcher.published) or self._meeting is self._store_meeting
+        if says and self.lost() is None:
+            self._patience.ask(self._forget, None)
+
+    def _forget(self) -> None:
+        self._watcher.forget()
         if self._meeting is self._store_meeting:
-            with contextlib.suppress(RuntimeError):  # without the store there is nothing to delete
-                self._store_meeting.forget(self.step - 2)
+            self._store_meeting.forget(self.step - 2)
 
     def exchange(self, phase: str, message: Reply) -> list[Reply]:
         """Give a message and get those of all processes."""
         said = len(self._store_meeting.said)
         replies = self._meeting.exchange(self.step, phase, message)
         if self.step == 0:
-            # whoever has come here has read what was said before; in steps nobody waits for the store, which may hang
-            self._store_meeting.forget_first(said)
-        dead = dead_among(replies)
-        if dead is not None and self.step == 0:
-            # the pipeline is being built, and waits for answers
-            raise LostError(dead)
+            # whoever has come here has read what was said before
+            self._patience.ask(lambda: self._store_meeting.forget_first(said), None)
         return replies
 
     def publish(self, failure: Failure) -> Failure:
         """Tell the others of a failure, unless somebody was faster."""
+        self._know(failure)
         # without the store nobody can be told; the others find out for themselves, and this rank goes on draining
-        return self._patience.ask(lambda: self._publish(failure), failure)
-
-    def _publish(self, failure: Failure) -> Failure:
-        first = self._watcher.publish(failure)
-        if failure.dead:
-            self._speak_for(self._store_meeting.store, failure, self.step)
-        return first
+        return self._patience.ask(lambda: self._watcher.publish(failure), failure)
 
     def close(self) -> None:
         """Stop watching, and let go of what the processes share."""
         self.mail.close()
-        self._neighbours.part(self.rank)
+        self._neighbours.part(self.rank, self.step)
         self._watcher.close()
         self._lifeline.close(self.step)
         self._neighbours.close()
 
-    def _died(self, store: Any, death: Failure, step: int) -> None:
-        """A process is dead that this one watches; those of other hosts are told by the store alone."""
-        if self._watcher.polls:
-            note_failure(store, death, step)
-        self._speak_for(store, death, step)
 
-    def _speak_for(self, store: Any, failure: Failure, step: int) -> None:
-        """Nobody waits for a word of one that is dead, or silent and given up."""
-        if self._meeting is self._store_meeting and failure.rank not in (None, self.rank):
-            self._store_meeting.speak_for(store, failure, step)
+def _can_watch(one: Reply, other: Reply) -> bool:
+    """Whether two processes see each other's end by a process descriptor."""
+    return same_host(one, other) and bool(one["can_watch"] and other["can_watch"])

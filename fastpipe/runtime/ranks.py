@@ -342,4 +342,6 @@ def failure_at(
     stage, microbatch = instruction.stage, instruction.microbatch
     if instruction.op is Op.OVERLAP_F_B and stages[stage].running != microbatch:
         stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
-    return Failure(rank, cause_text(error), stage, text, microbatch)
+    # what is no longer waited for may still come, and would be taken for a message of the next step
+    gave_up = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
+    return Failure(rank, cause_text(error), stage, text, microbatch, dead=gave_up)

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from fastpipe.program import Program
+from fastpipe.runtime.failure import Failure
 from fastpipe.runtime.group import Membership
 from fastpipe.runtime.own_groups import OwnGroups
-from fastpipe.runtime.process_group import dead_or_silent, swap
+from fastpipe.runtime.process_group import dead_or_silent, make_waits, swap
 from fastpipe.runtime.transport import Transport
 
 
@@ -38,6 +39,7 @@ class SharedMemory(Transport):
         self.member = member
         self.timeout = timedelta(seconds=timeout)
         self._own: OwnGroups | None = None
+        self.waits = make_waits()
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""
@@ -61,7 +63,7 @@ class SharedMemory(Transport):
             group = self._exchange_group()
         except RuntimeError as error:
             raise dead_or_silent(peer, error) from error
-        return swap(group, group, (self.member.rank, peer), tensors, self.timeout)
+        return swap(group, group, (self.member.rank, peer), tensors, self.waits, self.timeout)
 
     def prepare_exchange(self) -> None:
         """Make the group that exchanges take, which needs every rank."""
@@ -83,6 +85,12 @@ class SharedMemory(Transport):
         if self._own is not None:
             self._own.end()
         self._own = None
+
+    def let_go(self, failure: Failure) -> None:
+        """See `Transport.let_go`."""
+        rank = -1 if failure.rank is None else failure.rank
+        self.waits.lose(rank)
+        self.link.lose(rank)
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

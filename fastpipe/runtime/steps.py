@@ -13,7 +13,7 @@ import torch
 from fastpipe.errors import StepError
 from fastpipe.program import Program
 from fastpipe.runtime.agreement import prepare_together
-from fastpipe.runtime.control import DEAD, Alone, Control, Reply, dead_among, tell
+from fastpipe.runtime.control import Alone, Control, Reply, tell
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure, LostError, TransportError
 from fastpipe.runtime.found import Found, Telling
@@ -201,7 +201,7 @@ class Steps:
             report = self._report(outcome, trace)
         replies = self.control.exchange("end", report)
         if request.training and self._set_aside:
-            self.replicas.after_step(not any("failure" in reply or DEAD in reply for reply in replies))
+            self.replicas.after_step(not any("failure" in reply for reply in replies))
         return replies
 
     def give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
@@ -430,10 +430,11 @@ class Steps:
         return reply
 
     def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
-        failures = [Failure(**reply["failure"]) for reply in replies if "failure" in reply]
+        # a rank that was told of the first failure has not got its messages either, which says less
+        failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in replies if key in reply]
         # one that is known says more than that messages did not come
         lost = sorted((failure for failure in failures if failure.dead), key=lambda failure: failure.rank is None)
-        dead = dead_among(replies) or next(iter(lost), None)
+        dead = next(iter(lost), None)
         if dead is not None:
             self.give_up(dead, outcome.error)
         first = next((Failure(**reply["first"]) for reply in replies if "first" in reply), self.elsewhere)

@@ -160,8 +160,8 @@ class Transport(ABC):
         """The same when a rank is lost, so that nobody is waited for; `close` is still called."""
         self.close()
 
-    def let_go(self, failure: Failure) -> None:  # noqa: B027 - most are told by the kernel
-        """A rank is gone: who waits for its messages is let go, where its kernel does not see to that.
+    def let_go(self, failure: Failure) -> None:  # noqa: B027 - ranks in threads are not lost
+        """A rank is gone: waits for messages are ended, as no step can be completed any more.
 
         From any thread, and more than once.
 

@@ -1,70 +1,71 @@
 """Watcher: learns in the midst of a step that another process failed or died.
 
 A thread that sleeps until a neighbour rings or dies, and costs nothing until then. Only where a process cannot be
-reached by a bell, as on another host, does it look into the store from time to time, and keep up the lifeline.
+reached by a bell, as on another host, does it look into the store from time to time, and keep up the lifeline. A store
+whose host is gone or stopped does not answer, so it is asked in yet another thread, which may be left alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
 
-from fastpipe.runtime.connections import connections_with, made_by
+from fastpipe.runtime.aside import asked
 from fastpipe.runtime.failure import DIED, Failure, first_line, logged
 from fastpipe.runtime.host import Neighbours
-from fastpipe.runtime.lifeline import BEAT_SECONDS, GONE, Lifeline
+from fastpipe.runtime.lifeline import BEAT_SECONDS, GONE, LEFT, Lifeline
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
 
 OnFailure = Callable[[Failure], None]
-OnDeath = Callable[[Any, Failure, int], None]
-"""Called with the thread's store, a death and the step, from the watcher's thread; may raise what the store raises."""
 
 
 class Watcher:
     """The thread, and the failures that it reads in the store.
 
     Args:
-        store: that of the processes; the thread makes a connection of its own, as this one may be blocked.
+        store: that of the processes.
         neighbours: the processes of this host.
         lifeline: the connections to those of other hosts.
-        on_death: called for every dead process in every step.
 
     Attributes:
         polls: whether some process cannot ring, so that its failures have to be looked for.
+        published: the steps in which this process has published a failure that is still in the store.
         on_loss: called when a process has ended that had not closed the pipeline, in a step or between two, from the
             watcher's thread.
     """
 
-    def __init__(self, store: Any, neighbours: Neighbours, lifeline: Lifeline, on_death: OnDeath) -> None:
+    def __init__(self, store: Any, neighbours: Neighbours, lifeline: Lifeline) -> None:
         self.store = store
         self.neighbours = neighbours
         self.lifeline = lifeline
-        self.on_death = on_death
         self.polls = True
         self.on_loss: Callable[[Failure], None] = lambda failure: None
         self.step = 0
         self._on_failure: OnFailure | None = None
-        self._published: list[int] = []
+        self.published: list[int] = []
         self._dead: dict[int, str] = {}
         self._lock = threading.Lock()
         self._stopping = False
-        # the store's host may vanish, too
-        self._connections = connections_with(store).ask()
-        own, connections = made_by(store.clone)
-        connections.end_after(lifeline.silence)
-        self._thread = threading.Thread(target=self._watch, args=(own,), name="fastpipe-watch", daemon=True)
+        self._answer: tuple[int, Future[Failure | None]] | None = None
+        self._thread: threading.Thread | None = None
 
-    def start(self, polls: bool) -> None:
-        """From now on deaths are seen, and failures in steps reported."""
+    def start(self, polls: bool, own: Any) -> None:
+        """From now on deaths are seen, and failures in steps reported.
+
+        Args:
+            polls: see above.
+            own: a connection to the store for this thread, as others may be blocked.
+        """
         self.polls = polls
+        self._thread = threading.Thread(target=self._watch, args=(own,), name="fastpipe-watch", daemon=True)
         self._thread.start()
 
     def begin(self, step: int, on_failure: OnFailure) -> None:
@@ -79,10 +80,15 @@ class Watcher:
         """The step is over."""
         with self._lock:
             self._on_failure = None
-        # all have passed the step before this one, and a watcher may still look into that
-        while self._published and self._published[0] < self.step - 1:
-            with contextlib.suppress(RuntimeError):  # without the store there is nothing to delete
-                self.store.delete_key(_key(self._published.pop(0)))
+
+    def forget(self) -> None:
+        """Drop what this process has published in steps that all have passed, and no watcher looks into any more.
+
+        Raises:
+            RuntimeError: when the store is gone.
+        """
+        while self.published and self.published[0] < self.step - 1:
+            self.store.delete_key(_key(self.published.pop(0)))
 
     def publish(self, failure: Failure) -> Failure:
         """Tell all others of a failure; the step's first one, which may be another's.
@@ -92,7 +98,7 @@ class Watcher:
         """
         first = note_failure(self.store, failure, self.step)
         if first == failure:
-            self._published.append(self.step)
+            self.published.append(self.step)
         self.neighbours.ring()
         return first
 
@@ -101,7 +107,6 @@ class Watcher:
         deadline = time.monotonic() + _GRACE_SECONDS
         while not (died := self.find_dead(self.step)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        self._connections.end_silent()
         if died:
             return Failure(min(died), died[min(died)], dead=True)
         return Failure(None, f"the store of the process group is gone: {first_line(error)}", dead=True)
@@ -111,7 +116,7 @@ class Watcher:
         self._stopping = True
         self.neighbours.ring_own()
         # a pipeline may be collected in any thread, this one too
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
 
     def _watch(self, store: Any) -> None:
@@ -121,11 +126,9 @@ class Watcher:
             ready = poll.poll(self._milliseconds(looking))
             self.lifeline.beat()
             for descriptor, _ in ready:
-                if descriptor != self.neighbours.bell:
+                if descriptor != self.neighbours.bell.fileno():
                     poll.unregister(descriptor)
             self._dead = self.find_dead(self.step)
-            # in this order: whoever parts says so before it ends, and what is rung for is there before the ring
-            self.neighbours.quiet()
             if self._stopping:
                 return
             with self._lock:
@@ -140,9 +143,8 @@ class Watcher:
 
     def _tell_losses(self) -> None:
         for failure in self.dead():
-            if failure.rank not in self.neighbours.parted:
-                with logged("to let go of a lost rank"):
-                    self.on_loss(failure)
+            with logged("to let go of a lost rank"):
+                self.on_loss(failure)
 
     def _poll(self) -> select.poll:
         poll = select.poll()
@@ -161,15 +163,26 @@ class Watcher:
 
     def _look(self, store: Any, step: int) -> bool:
         """Report what is wrong in a step; False when there is no store to look into."""
-        if self._dead:
-            self._connections.end_silent()
-        try:
-            for death in self.dead():
-                self._report(death, step)
-                self.on_death(store, death, step)
+        deaths = self.dead()
+        for death in deaths:
+            self._report(death, step)
+
+        def ask() -> Failure | None:
+            for death in deaths if self.polls else ():
+                note_failure(store, death, step)  # those of other hosts are told by the store alone
             # nothing is there where it is deleted meanwhile: then the step is over
-            if store.check([_key(step)]) and (text := store.get(_key(step))):
-                self._report(Failure(**json.loads(text)), step)
+            text = store.get(_key(step)) if store.check([_key(step)]) else ""
+            return Failure(**json.loads(text)) if text else None
+
+        if self._answer is None or self._answer[0] != step:
+            self._answer = step, asked(ask, "fastpipe-look")
+        answer = self._answer[1]
+        if not wait([answer], _LOOK_SECONDS).done:
+            return True
+        self._answer = None
+        try:
+            if (failure := answer.result()) is not None:
+                self._report(failure, step)
         except RuntimeError as error:
             self._report(self.store_gone(error), step)
             return False
@@ -183,7 +196,15 @@ class Watcher:
         """Who cannot take part in a step, and what became of it."""
         ended = self.lifeline.ended()
         found = {rank: cause for rank, (cause, last_step) in ended.items() if last_step < step}
-        return found | dict.fromkeys(self.neighbours.ended(), DIED)
+        found |= dict.fromkeys(self.neighbours.ended(), DIED)
+        # in this order: who closes its pipeline says so before it ends
+        self.neighbours.quiet()
+        for rank, last_step in list(self.neighbours.parted.items()):
+            if last_step >= step:
+                found.pop(rank, None)
+            elif last_step:  # one that has given up building leaves word of why
+                found[rank] = LEFT
+        return found
 
     def _report(self, failure: Failure, step: int) -> None:
         # under the lock, or it might be told to the next step, which has nothing to do with it

@@ -224,15 +224,20 @@ def test_another_process_with_a_number_that_was_free_again() -> None:
         neighbours.close()
 
 
-def test_who_parts_is_heard_whatever_is_rung_before() -> None:
-    """A pipe is read a part at a time, and a part may end within a word."""
-    neighbours = Neighbours()
+def test_who_parts_is_heard_whatever_is_rung_before_and_by_whom() -> None:
+    one, other = Neighbours(), Neighbours()
     try:
-        os.write(neighbours._own, b"!" * 4094 + b"<12>")
-        neighbours.quiet()
-        assert neighbours.parted == {12}
+        assert other.meet(1, [one.identity(), other.identity()]) == [0]
+        for _ in range(100):
+            other.ring()
+        one.quiet()
+        other._send((one.bell.getsockname(), "guessed"), "3 4")
+        other.part(1, 12)
+        one.quiet()
+        assert one.parted == {1: 12}
     finally:
-        neighbours.close()
+        one.close()
+        other.close()
 
 
 def test_no_process_is_taken_for_ended_because_its_age_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

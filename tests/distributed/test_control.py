@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastpipe.runtime.control import DEAD, dead_among
 from fastpipe.runtime.failure import Failure, LostError
 from fastpipe.runtime.group import crowd, membership
 from fastpipe.runtime.processes import Processes
@@ -41,7 +40,7 @@ def control(way: str, timeout: float = 20.0, *, bells: bool = True) -> Iterator[
     if way == "store":
         made._board.offer = lambda: {"no_board": "a test"}  # type: ignore[method-assign]
     if not bells and "FASTPIPE_HOST" not in os.environ:
-        made._neighbours.identity = lambda: {"host": "", "pid": 0, "bell": 0}  # type: ignore[method-assign]
+        made._neighbours.identity = lambda: {"host": "", "pid": 0, "can_watch": True}  # type: ignore[method-assign]
     try:
         replies = made.setup({"own": member.rank})
         assert [reply["own"] for reply in replies] == list(range(member.size))
@@ -168,7 +167,7 @@ def test_nothing_is_done_in_a_step_where_nothing_happens(group_of: Callable[[int
     assert group_of(2).run(rest, "board", 3) == [(0, 0), (0, 0)]
 
 
-def die(way: str, note: str, hosts: str = "") -> tuple[dict[str, Any], list[Failure], float]:
+def die(way: str, note: str, hosts: str = "") -> tuple[Failure, list[Failure], float]:
     """Rank 1 dies in a step; what the others heard while they computed, and what they find at its end."""
     heard: list[Failure] = []
     told = threading.Event()
@@ -179,15 +178,16 @@ def die(way: str, note: str, hosts: str = "") -> tuple[dict[str, Any], list[Fail
             Path(note).write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
         told.wait(5)
-        dead = dead_among(own.exchange("end", {}))
-        assert dead is not None
+        with pytest.raises(LostError) as lost:
+            own.exchange("end", {})
         own.end()
         own.begin(heard.append)
-        again = own.exchange("start", {})[1]
-        return again, [dead, *heard], time.monotonic() - float(Path(note).read_text())
+        with pytest.raises(LostError) as again:
+            own.exchange("start", {})
+        return again.value.failure, [lost.value.failure, *heard], time.monotonic() - float(Path(note).read_text())
 
 
-def die_while_waited_for(way: str, note: str, hosts: str) -> tuple[dict[str, Any], float]:
+def die_while_waited_for(way: str, note: str, hosts: str) -> tuple[Failure, float]:
     """Rank 1 dies when all others wait for it already."""
     with on_hosts(hosts), control(way, bells=not hosts) as own:
         own.begin(lambda failure: None)
@@ -195,8 +195,9 @@ def die_while_waited_for(way: str, note: str, hosts: str) -> tuple[dict[str, Any
             time.sleep(0.5)
             Path(note).write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        found = own.exchange("start", {})[1]
-        return found, time.monotonic() - float(Path(note).read_text())
+        with pytest.raises(LostError) as lost:
+            own.exchange("start", {})
+        return lost.value.failure, time.monotonic() - float(Path(note).read_text())
 
 
 # The last two: a neighbour of the dead one tells the others; it has none, and only rank 0 has a connection to it.
@@ -206,14 +207,14 @@ def test_a_death_wakes_who_waits(way: str, hosts: str, tmp_path: Path) -> None:
     with ranks(3) as group:
         group.start(die_while_waited_for, way, str(tmp_path / "note"), hosts)
         for found, seconds in group.results([0, 2]):
-            assert found == {DEAD: "its process died"} and promptly(seconds)
+            assert found == Failure(1, "its process died", dead=True) and promptly(seconds)
 
 
 def test_a_death_is_noticed(way: str, tmp_path: Path) -> None:
     with ranks(3) as group:
         group.start(die, way, str(tmp_path / "note"))
         for again, failures, seconds in group.results([0, 2]):
-            assert again == {DEAD: "its process died"} and promptly(seconds)
+            assert again == Failure(1, "its process died", dead=True) and promptly(seconds)
             assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", dead=True)}
 
 
@@ -222,11 +223,11 @@ def test_a_death_is_told_to_other_hosts(tmp_path: Path) -> None:
     with ranks(3) as group:
         group.start(die, "store", str(tmp_path / "note"), "abb")
         for again, failures, seconds in group.results([0, 2]):
-            assert again == {DEAD: "its process died"} and promptly(seconds)
+            assert again == Failure(1, "its process died", dead=True) and promptly(seconds)
             assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", dead=True)}
 
 
-def leave_early(hosts: str) -> tuple[list[Failure], dict[str, Any], float]:
+def leave_early(hosts: str) -> tuple[list[Failure], Failure | None, float]:
     """Rank 1 closes its end when it has taken part in a step, and the others go on: what they hear, and when."""
     heard: list[Failure] = []
     with on_hosts(hosts), control("store", bells=False) as own:
@@ -235,15 +236,19 @@ def leave_early(hosts: str) -> tuple[list[Failure], dict[str, Any], float]:
         own.exchange("end", {})
         if dist.get_rank() == 1:
             own.end()
-            return heard, {}, 0.0
+            return heard, None, 0.0
         time.sleep(0.3)  # it is still being read here what the one that is gone said
         own.end()
         early, start = list(heard), time.monotonic()
         own.begin(heard.append)
-        return early, own.exchange("start", {})[1], time.monotonic() - start
+        with pytest.raises(LostError) as lost:
+            own.exchange("start", {})
+        return early, lost.value.failure, time.monotonic() - start
 
 
 def test_who_leaves_is_missed_in_the_next_step(group_of: Callable[[int], Ranks]) -> None:
     for rank, (early, reply, seconds) in enumerate(group_of(3).run(leave_early, "aba")):
         assert early == []
-        assert rank == 1 or (reply == {DEAD: "its process ended or closed the pipeline"} and promptly(seconds))
+        assert rank == 1 or (
+            reply == Failure(1, "its process ended or closed the pipeline", dead=True) and promptly(seconds)
+        )

@@ -146,7 +146,8 @@ def hear_of_losses(closes: bool) -> list[int | None]:
         os.kill(os.getpid(), signal.SIGKILL)
     until = time.monotonic() + PATIENCE
     watcher: Any = pipe._control._watcher  # type: ignore[attr-defined]
-    while not (heard or (closes and watcher.dead())) and time.monotonic() < until:
+    ended = watcher.neighbours.ended
+    while not (heard or (closes and ended())) and time.monotonic() < until:
         time.sleep(0.01)
     if closes:
         time.sleep(0.2)  # in which it would be told
@@ -211,3 +212,43 @@ def test_silent_with_the_store(tmp_path: Path) -> None:
         note = str(tmp_path / "note")
         group.start(train_until, 0, COUNT + 3, int(signal.SIGSTOP), note, "python", "1f1b", timeout, 3)
         check(group.results(others(0)), 0)
+
+
+def train_unwatched(victim: int, note: str) -> dict[str, Any]:
+    """Runs on every rank, where the kernel grants no process descriptors."""
+
+    def denied(*_: Any) -> int:
+        raise PermissionError("pidfd_open")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pidfd_open", denied)
+        found = train_until(victim, COUNT + 3, int(signal.SIGKILL), note, "python", "1f1b", PATIENCE, 3)
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_where_no_process_can_be_watched(victim: int, tmp_path: Path) -> None:
+    """A sandbox may deny pidfds: then connections tell, as between hosts."""
+    with ranks(SIZE) as group:
+        group.start(train_unwatched, victim, str(tmp_path / "note"))
+        check(group.results(others(victim)), victim)
+
+
+def train_with_a_late_one(note: str) -> dict[str, Any]:
+    """Runs on every rank: rank 1 is stopped for good, and rank 2 killed."""
+    at_call, number = {1: (COUNT + 2, signal.SIGSTOP), 2: (COUNT + 1, signal.SIGKILL)}.get(dist.get_rank(), (-1, 0))
+    case = CASES["plain"]
+    stages = [Stopping(at_call, number, f"{note}{number}") for _ in range(SIZE)]
+    pipe = Pipeline(stages, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE)
+    try:
+        for batch in case.batches(2, rows_for(COUNT)):
+            pipe.step(*batch.args, target=batch.target)
+    except Exception as error:
+        return report(pipe, error, 0.0)
+    raise AssertionError("nothing was raised")
+
+
+def test_a_death_is_told_while_another_rank_is_late(tmp_path: Path) -> None:
+    with ranks(SIZE) as group:
+        group.start(train_with_a_late_one, str(tmp_path / "note"))
+        check(group.results([0, 3]), 2)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -144,3 +145,54 @@ def test_on_all_ranks_at_any_time(way: dict[str, str], delay: float, tmp_path: P
             group.signal(rank, signal.SIGINT)
         assert group.results() == ["interrupted"] * SIZE
     assert names() <= before
+
+
+class Asleep(nn.Module):
+    """In one of its forwards its process is stopped, and another one is interrupted while it waits."""
+
+    def __init__(self, at_call: int, note: Path) -> None:
+        super().__init__()
+        self.block = Block()
+        self.at_call, self.note = at_call, note
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 == self.at_call:
+            self.note.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return self.block(x)
+
+
+def interrupted_while_it_waits(note: str, way: dict[str, str]) -> str:
+    """Runs on both ranks: rank 1 is stopped, and rank 0 gets two SIGINTs while it waits for it in C++."""
+    case = CASES["plain"]
+    layers = [Asleep(COUNT if dist.get_rank() == 1 else -1, Path(note)) for _ in range(2)]
+    pipe = Pipeline(layers, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
+    first, second = case.batches(2, rows_for(COUNT))
+    pipe.step(*first.args, target=first.target)
+
+    def interrupt() -> None:
+        while not Path(note).exists():
+            time.sleep(0.01)
+        for _ in range(2):
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(*second.args, target=second.target)
+    with pytest.raises(StepError) as caught:
+        pipe.step(*second.args, target=second.target)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", [*WAYS, ("python", "process_group")], ids="-".join)
+def test_the_second_one_ends_a_wait(way: tuple[str, str], tmp_path: Path) -> None:
+    """A stopped peer does not come back: whoever waits for it does not wait until the timeout."""
+    skip_without_native()
+    with ranks(2) as group:
+        group.start(
+            interrupted_while_it_waits, str(tmp_path / "note"), dict(zip(("executor", "transport"), way, strict=True))
+        )
+        assert "KeyboardInterrupt; the pipeline cannot go on: build it again" in group.results([0])[0]

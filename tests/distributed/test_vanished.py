@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline
-from fastpipe.runtime import connections
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.distributed.test_death import COUNT, SIZE, check, others, report
@@ -40,12 +39,17 @@ def cut_off(places: set[Place] | None = None) -> set[Place]:
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: accept 0 bytes
     program = struct.pack("HP", 1, ctypes.addressof(nothing))
     found = set()
-    for descriptor, inode in connections.descriptors().items():
-        with contextlib.suppress(OSError), connections._borrowed(descriptor, inode) as connection:
-            if places is None or connections._place(connection.getpeername()) in places:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if inet and (places is None or _place(connection.getpeername()) in places):
                 connection.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
-                found.add(connections._place(connection.getsockname()))
+                found.add(_place(connection.getsockname()))
     return found
+
+
+def _place(address: tuple[Any, ...]) -> Place:
+    return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
 class Vanishing(torch.nn.Module):

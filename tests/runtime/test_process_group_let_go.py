@@ -17,13 +17,14 @@ import torch
 
 from fastpipe.runtime import aside
 from fastpipe.runtime.failure import DIED, Failure, LostError, TransportError
-from fastpipe.runtime.own_groups import _WATCHDOG, OwnGroups, _unless_set, attended, meet
+from fastpipe.runtime.meeting import attended
+from fastpipe.runtime.own_groups import _WATCHDOG, OwnGroups, _unless_set, meet
 from fastpipe.runtime.process_group import ProcessGroups
 from tests.promptly import PATIENCE
 
 
-class Source:
-    """One rank's end in C++."""
+class Waits:
+    """Those of one rank."""
 
     def __init__(self, order: list[object]) -> None:
         self.lose = order.append
@@ -35,12 +36,12 @@ class Source:
 )
 def test_who_is_let_go_knows_why(failure: Failure, rank: int) -> None:
     order: list[object] = []
-    transport, source = ProcessGroups.__new__(ProcessGroups), Source(order)
-    transport.device, transport.lost, transport._sources = torch.device("cuda"), None, (lambda: source,)  # type: ignore[assignment]
-    transport._own = SimpleNamespace(let_go=lambda: order.append("aborted"), groups=[])  # type: ignore[assignment]
+    transport = ProcessGroups.__new__(ProcessGroups)
+    transport.device, transport.lost, transport.waits = torch.device("cuda"), None, Waits(order)
+    transport._own = SimpleNamespace(abort=lambda: order.append("aborted"), groups=[])  # type: ignore[assignment]
     transport.let_go(failure)
     transport.let_go(Failure(0, "another", dead=True))
-    assert order == [rank, "aborted", "aborted"]
+    assert order == [rank, "aborted", 0, "aborted"]
     assert transport.lost is failure
 
 
@@ -66,7 +67,6 @@ def own_groups(*backends: Backend) -> OwnGroups:
     own = OwnGroups.__new__(OwnGroups)
     own.groups = [SimpleNamespace(_get_backend=lambda device, backend=backend: backend) for backend in backends]
     own._member = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
-    own._connections = SimpleNamespace(end_silent=lambda: None)  # type: ignore[assignment]
     own._lock, own._aborts, own._seconds = threading.Lock(), None, PATIENCE
     return own
 
@@ -75,18 +75,18 @@ def test_no_group_waits_for_another_to_be_aborted(caplog: pytest.LogCaptureFixtu
     first, second = Backend("no such communicator"), Backend()
     first.other, second.other = second, first
     own = own_groups(first, second)
-    own.let_go()
+    own.abort()
     with caplog.at_level(logging.WARNING, "fastpipe"):
         own.end()
     assert first.ended.is_set() and second.ended.is_set() and not own.groups
     assert "a process group could not be aborted (no such communicator)" in caplog.text
-    own.let_go()
+    own.abort()
 
 
 def test_nobody_waits_for_aborts_but_who_ends_the_groups_and_no_longer_than_a_while() -> None:
     stuck, never = Backend(), Backend()
     stuck.other, own = never, own_groups(stuck)
-    own.let_go()
+    own.abort()
     assert not stuck.ended.is_set()
     own._seconds = 0.05
     own.end()
@@ -155,12 +155,12 @@ def test_who_does_not_connect_is_not_waited_for_for_ever() -> None:
 def lost_groups(aborts: list[str]) -> ProcessGroups:
     """Of a device, two, of which the first cannot be aborted."""
     transport = ProcessGroups.__new__(ProcessGroups)
-    transport.device, transport.lost, transport._sources = torch.device("cuda"), None, ()
+    transport.device, transport.lost, transport.waits = torch.device("cuda"), None, Waits([])
 
     def fail() -> None:
         raise RuntimeError("no abort")
 
-    parts = [SimpleNamespace(let_go=fail), SimpleNamespace(let_go=lambda: aborts.append("aborted"))]
+    parts = [SimpleNamespace(abort=fail), SimpleNamespace(abort=lambda: aborts.append("aborted"))]
     transport._all = lambda: parts  # type: ignore[method-assign, assignment, return-value]
     return transport
 
