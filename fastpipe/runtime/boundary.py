@@ -1,7 +1,7 @@
 """What one stage hands to the next, as tensors: the only thing that a transport moves.
 
 A tensor, or a tuple or list of them, crosses as it is. Any other tree is taken apart: its tensors go after a *plan*,
-which says how they belong together and holds what is no tensor, pickled, in a tensor of bytes. As values may change
+which says how they belong together and holds what is no tensor, as JSON, in a tensor of bytes. As values may change
 from one microbatch to the next, the plan goes with every message. A message whose first tensor is a line of bytes
 begins with a plan, so a stage that returns such a tensor first has it taken apart, too.
 
@@ -13,8 +13,8 @@ what is changed in place is changed in both places, and the gradients of all its
 from __future__ import annotations
 
 import functools
-import io
-import pickle
+import json
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,12 +22,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fastpipe.runtime.carried import as_arguments
+from fastpipe.runtime.data import from_data, to_data
 from fastpipe.runtime.tensors import Tensors
 
 _PLAN_BYTES = 256
 """Plans are as long as a multiple of this, so that one whose text gets a little longer looks as it was announced."""
 
-_TENSOR, _NONE, _INTEGER, _OTHER = b"tnio"
+_TENSOR, _NONE, _VALUE = "tnv"
+_END = b"\n"
+"""Between a structure and its values."""
 
 
 def plan_tensor(text: bytes, lasting: bool = False) -> torch.Tensor:
@@ -52,7 +55,7 @@ def to_tensors(
         make: the tensor of a plan, from its text, and whether that holds for every microbatch: it has no values in it.
 
     Raises:
-        ValueError: for what cannot be taken apart or pickled; it names the stage.
+        ValueError: for what cannot be taken apart and is no data; it names the stage.
     """
     if not carried:
         if isinstance(value, torch.Tensor) and not _is_plan(value):
@@ -60,14 +63,21 @@ def to_tensors(
         if type(value) in (tuple, list) and _plain(value):
             return tuple(value)
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)))
-    kinds = bytes(map(_kind, leaves))
+    kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tensors = {id(tensor): tensor for tensor in found}
     order = {key: place for place, key in enumerate(tensors)}
     places = tuple(order[id(tensor)] for tensor in found)
-    # by value, and not by what Python takes for equal: 0.0 and -0.0, 1 and True
-    values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind not in (_TENSOR, _NONE)]
-    text = _known_plan(structure, kinds, places) if not values else _plan(structure, kinds, places, values, stage)
+    values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == _VALUE]
+    try:
+        text = _padded(_structure_text(structure, kinds, places) + _END + _json([to_data(value) for value in values]))
+    except (TypeError, ValueError) as error:
+        names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
+        raise ValueError(
+            f"stage {stage} handed on a {names or 'tree'} that cannot be sent to the next stage ({error}): hand on "
+            "tensors, None, numbers, text, and tuples, lists or dicts of them; or register its class by "
+            "torch.utils._pytree.register_dataclass or register_pytree_node"
+        ) from error
     return make(text, not values), *tensors.values()
 
 
@@ -77,9 +87,12 @@ def from_tensors(
     """The positional arguments of a stage, and the values that travel with them; ``read`` gives the text of a plan."""
     if not tensors or not _is_plan(tensors[0]):
         return tensors, {}
-    text = read(tensors[0])
-    structure, kinds, places, values = _read_lasting(text)
-    given, rest = (tensors[1 + place] for place in places), iter(_read(text)[3] if values else ())
+    described, _, found = read(tensors[0]).partition(_END)
+    structure, kinds, places = _structure(described)
+    given, rest = (
+        (tensors[1 + place] for place in places),
+        map(from_data, () if _is_empty(found) else json.loads(found)),
+    )
     leaves = [_leaf(kind, given, rest) for kind in kinds]
     args, carried = pytree.tree_unflatten(leaves, structure)
     return args, carried
@@ -87,7 +100,11 @@ def from_tensors(
 
 def is_lasting(text: bytes) -> bool:
     """Whether a plan has no values in it, so that it may be that of other microbatches, too."""
-    return not _read_lasting(text)[3]
+    return _is_empty(text.partition(_END)[2])
+
+
+def _is_empty(values: bytes) -> bool:
+    return values.startswith(b"[]")
 
 
 def _is_plan(tensor: torch.Tensor) -> bool:
@@ -101,74 +118,50 @@ def _plain(values: Any) -> bool:
     return len(set(map(id, values))) == len(values)
 
 
-def _kind(leaf: Any) -> int:
+def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return _TENSOR
-    if leaf is None:
-        return _NONE
-    return _INTEGER if type(leaf) is int and -(2**63) <= leaf < 2**63 else _OTHER
+    return _NONE if leaf is None else _VALUE
 
 
-def _leaf(kind: int, tensors: Any, values: Any) -> Any:
-    if kind == _TENSOR:
-        return next(tensors)
+def _leaf(kind: str, tensors: Any, values: Any) -> Any:
     if kind == _NONE:
         return None
-    value = next(values)
-    return int.from_bytes(value, "little", signed=True) if kind == _INTEGER else value
+    return next(tensors if kind == _TENSOR else values)
 
 
-class _Pickler(pickle.Pickler):
-    """Refuses tensors: inside of an object that cannot be taken apart they would lose their gradients."""
-
-    def persistent_id(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            raise TypeError("it has a tensor in it")
+def _json(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()
 
 
-def _plan(structure: pytree.TreeSpec, kinds: bytes, places: tuple[int, ...], values: list[Any], stage: int) -> bytes:
-    # the length of an integer's text would depend on its value, and a message has to look as announced
-    numbers = zip(values, kinds.translate(None, bytes((_TENSOR, _NONE))), strict=True)
-    fixed = [v.to_bytes(8, "little", signed=True) if kind == _INTEGER else v for v, kind in numbers]
-    try:
-        return _pickled((_shape(structure), kinds, places, fixed))
-    except Exception as error:
-        names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
-        raise ValueError(
-            f"stage {stage} handed on a {names or 'tree'} that cannot be sent to the next stage ({error}): hand on "
-            "tensors, None, numbers, text, and tuples, lists or dicts of them; or register its class by "
-            "torch.utils._pytree.register_dataclass or register_pytree_node"
-        ) from error
+def _padded(text: bytes) -> bytes:
+    return text.ljust(-(-len(text) // _PLAN_BYTES) * _PLAN_BYTES)
 
 
 @functools.lru_cache(maxsize=256)
-def _known_plan(structure: pytree.TreeSpec, kinds: bytes, places: tuple[int, ...]) -> bytes:
-    return _pickled((_shape(structure), kinds, places, []))
+def _structure_text(structure: pytree.TreeSpec, kinds: str, places: tuple[int, ...]) -> bytes:
+    return _json([_shape(structure), kinds, places])
 
 
 def _shape(structure: pytree.TreeSpec) -> Any:
-    """A structure for pickle: torch's own class warns when it is unpickled."""
-    return None if structure.is_leaf() else (structure.type, structure.context, list(map(_shape, structure.children())))
+    """Not torch's own text of it, which knows only classes that were registered under a name."""
+    if structure.is_leaf():
+        return None
+    children = list(map(_shape, structure.children()))
+    # of every named tuple the type is this function, and the context the class
+    kind = None if structure.type is namedtuple else to_data(structure.type)
+    return [kind, to_data(structure.context), children]
 
 
-def _structure(shape: Any) -> pytree.TreeSpec:
+@functools.lru_cache(maxsize=256)
+def _structure(text: bytes) -> tuple[pytree.TreeSpec, str, tuple[int, ...]]:
+    shape, kinds, places = json.loads(text)
+    return _spec(shape), kinds, tuple(places)
+
+
+def _spec(shape: Any) -> pytree.TreeSpec:
     if shape is None:
         return pytree.tree_structure(None)
     kind, context, children = shape
-    return pytree.TreeSpec(kind, context, list(map(_structure, children)))
-
-
-def _pickled(plan: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(plan)
-    text = file.getvalue()
-    return text.ljust(-(-len(text) // _PLAN_BYTES) * _PLAN_BYTES, b"\0")
-
-
-def _read(text: bytes) -> tuple[pytree.TreeSpec, bytes, tuple[int, ...], list[Any]]:
-    shape, kinds, places, values = pickle.loads(text)
-    return _structure(shape), kinds, places, values
-
-
-# the values may be objects that a stage changes, and are read anew for every microbatch
-_read_lasting = functools.lru_cache(maxsize=256)(_read)
+    made = namedtuple if kind is None else from_data(kind)
+    return pytree.TreeSpec(made, from_data(context), list(map(_spec, children)))

@@ -103,6 +103,9 @@ def load_checkpoint(
     set where as many processes load as had saved; otherwise they stay as they are. With ``rng="per_microbatch"`` random
     numbers go on in any case, if `torch.manual_seed` was called as when it was saved.
 
+    A checkpoint is trusted like code: `torch.distributed.checkpoint` reads its metadata with pickle. Load only what you
+    or somebody you trust has written.
+
     Args:
         path: the folder.
         pipe: a pipeline of the same model.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
+import json
 import math
+import pickle
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
 import pytest
@@ -14,13 +17,18 @@ from torch.utils import _pytree as pytree
 
 import fastpipe
 from fastpipe import Pipeline
-from fastpipe.runtime.boundary import from_tensors, to_tensors
+from fastpipe.runtime.boundary import from_tensors, plan_tensor, to_tensors
 from fastpipe.runtime.carried import names_later
 from fastpipe.runtime.losses import names_of
 from fastpipe.runtime.stage import Chain
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, Case, squared
 from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
 
 EXECUTORS = ["python", "native"]
 
@@ -61,6 +69,17 @@ def test_tensors_cross_as_they_are(value: Any) -> None:
         OrderedDict(z=TENSORS[0], a=[]),
         torch.arange(5, dtype=torch.uint8),
         (torch.arange(5, dtype=torch.uint8), TENSORS[0]),
+        (
+            Colour.RED,
+            1j,
+            slice(1, None),
+            range(3),
+            torch.device("cuda", 1),
+            torch.channels_last,
+            int,
+        ),
+        defaultdict(list, a=deque([TENSORS[0], {1, "two"}], 5)),
+        torch.return_types.topk((TENSORS[0], TENSORS[1])),
         [[TENSORS[0]]],
         ((TENSORS[0], TENSORS[1]),),
     ],
@@ -106,7 +125,7 @@ class Opaque:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Opaque(TENSORS[0]), "stage 3 handed on a Opaque that cannot be sent .*it has a tensor in it.*register"),
+        (Opaque(TENSORS[0]), "stage 3 handed on a Opaque that cannot be sent .*a Opaque is no data.*register"),
         (nn.Linear(1, 1), "stage 3 handed on a Linear"),
         (threading.Lock(), "stage 3 handed on a lock"),
         (lambda: 1, "stage 3 handed on a function"),
@@ -115,6 +134,40 @@ class Opaque:
 def test_what_cannot_cross_is_named(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_tensors((TENSORS[0], value), {}, 3)
+
+
+def test_a_named_tuple_that_the_other_end_cannot_find_is_refused() -> None:
+    made = namedtuple("made", "x")  # the module has no such attribute
+    with pytest.raises(ValueError, match="no class tests.runtime.test_boundary.made is registered"):
+        to_tensors(made(TENSORS[0]), {}, 3)
+
+
+RAN: list[int] = []
+
+
+class Runs:
+    """What pickle would call."""
+
+    def __reduce__(self) -> Any:
+        return RAN.append, (1,)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pickle.dumps(Runs()),
+        json.dumps([[["class", ["subprocess", "Popen"]], None, []], "", []]).encode() + b"\n[]",
+        json.dumps([[["class", ["builtins", "eval"]], None, []], "", []]).encode() + b"\n[]",
+        b'[null,"v",[]]\n[["class",["os","system"]]]',
+        b'[null,"v",[]]\n[["torch.dtype","load"]]',
+        b'[null,"v",[]]\n[["enum",[["builtins","list"],"append"]]]',
+    ],
+)
+def test_what_arrives_runs_nothing(text: bytes) -> None:
+    """Connections are not authenticated."""
+    with pytest.raises(ValueError):
+        from_tensors((plan_tensor(text),))
+    assert not RAN
 
 
 def test_names_that_later_stages_take() -> None:
