@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -57,7 +58,15 @@ class Evaluates:
     def _run(self, request: Request, trace: bool) -> StepResult:
         if request.gathers_outputs and not self._settings.keep_outputs:
             raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
-        result = self._steps.run(request, bool(trace))
+        result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
             result.found = gather(self._steps, self._member, self.device, result.found)
         return result
+
+    def _with_target(self, request: Request) -> Request:
+        """A loss of a model that takes its target by a name finds it among the keyword arguments."""
+        name = getattr(self._settings.loss_fn, "target_name", "")
+        if request.target is not None or name not in request.kwargs:
+            return request
+        kwargs = {other: value for other, value in request.kwargs.items() if other != name}
+        return replace(request, target=request.kwargs[name], kwargs=kwargs)

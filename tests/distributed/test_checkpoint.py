@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from fastpipe import load_checkpoint, save_checkpoint
+from fastpipe import Pipeline, load_checkpoint, save_checkpoint
 from tests.distributed.test_step import GroupOf, caught
 from tests.runtime.checks import same_bits
 from tests.runtime.test_checkpoint import adamw, all_same, fresh, momentum, pipeline, train, uninterrupted
@@ -107,3 +108,29 @@ def test_what_is_in_a_checkpoint(keys: list[str], group_of: GroupOf, tmp_path: P
     assert model == {key for key in found if key.startswith("model.")}
     assert {f"random.{key}" for key in keys} == {key for key in found if key.startswith("random.")}
     assert "optimizer.state.7.linear.bias.exp_avg" in found and "optimizer.param_groups.0.linear.weight.lr" in found
+
+
+def train_what_is_not_frozen(folder: str) -> list[bool]:
+    """Rank 0 has a stage of frozen layers alone; every rank runs the same lines."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    pipe = Pipeline(layers, "1f1b", 4, nn.functional.mse_loss)
+    moved = []
+    for make in (lambda: pipe.parameters(), lambda: [{"params": [p for p in pipe.parameters() if p.requires_grad]}]):
+        optimizer = torch.optim.AdamW(make())
+        before = [p.detach().clone() for p in pipe.parameters()]
+        pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
+        assert pipe.clip_grad_norm_(1.0) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(not all(map(torch.equal, before, (p.detach() for p in pipe.parameters()))))
+        path = f"{folder}/{len(moved)}"
+        save_checkpoint(path, pipe, optimizer)
+        load_checkpoint(path, pipe, torch.optim.AdamW(make()))
+    return moved
+
+
+def test_a_rank_of_which_all_is_frozen_needs_no_condition(group_of: GroupOf, tmp_path: Path) -> None:
+    assert group_of(2).run(train_what_is_not_frozen, str(tmp_path)) == [[False, False], [True, True]]

@@ -271,3 +271,37 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
     model.compile()
     with pytest.raises(ValueError, match="LlamaForCausalLM is compiled as a whole.*compile its blocks"):
         fastpipe.split(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_batch_as_the_unsplit_model_takes_it(kind: str) -> None:
+    """By name, with one row of positions for all; the labels are the target."""
+    model = decoder(kind)
+    layers = fastpipe.split(model)
+    ids, mask, labels = padded_batch(4)
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(ids.shape[1])[None] + 1}
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    result = pipe.step(**batch, labels=labels)
+    expected = model(**batch, labels=labels).loss
+    torch.testing.assert_close(result.loss, expected.detach())
+    torch.testing.assert_close(pipe.eval_step(**batch, labels=labels).loss, expected.detach())
+    assert result.losses is not None and len(result.losses) == 4
+    with pytest.raises(ValueError, match="token_type_ids: no stage's forward takes this keyword argument"):
+        pipe.step(**batch, labels=labels, token_type_ids=torch.zeros_like(ids))
+
+
+def test_optimizers_where_some_stages_are_frozen() -> None:
+    """One line for every rank: what is frozen has no gradients, and an optimizer leaves it alone."""
+    model = decoder("llama", tied=False)
+    for parameter in model.model.layers[:3].parameters():
+        parameter.requires_grad_(False)
+    layers = fastpipe.split(model)
+    ids, mask, labels = padded_batch(4)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=8)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    pipe.step(ids, attention_mask=mask, target=labels)
+    optimizer.step()
+    moved = {name for name, p in pipe.named_parameters() if not torch.equal(p, before[name])}
+    assert not any(name.startswith(("model.layers.0.", "model.layers.1.", "model.layers.2.")) for name in moved)
+    assert {"model.layers.3.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"} <= moved

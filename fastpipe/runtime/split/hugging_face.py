@@ -99,6 +99,7 @@ class DecoderLayers(Layers):
             found: torch.Tensor = loss(logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=count)
             return found
 
+        loss_fn.target_name = "labels"  # type: ignore[attr-defined]
         return loss_fn
 
     @staticmethod
@@ -140,10 +141,16 @@ class DecoderStage(WholeNames):
         self._layers = layers
         self._modules = whole._modules
 
+    def accepts(self) -> frozenset[str] | None:
+        """The keyword arguments that it takes."""
+        names = super().accepts()
+        return names if self.is_first or names is None else names - {"input_ids"}
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None = None,
         *,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -151,10 +158,14 @@ class DecoderStage(WholeNames):
 
         Args:
             x: token ids or hidden states, ``[rows, tokens, ...]``.
+            input_ids: the token ids by name, in the first stage.
             attention_mask: as the unsplit model takes it; the same in every stage.
             position_ids: the same.
         """
         whole, base, blocks = self._parts
+        x = input_ids if x is None else x
+        if x is None:
+            raise ValueError("input_ids: give the token ids, by this name or by position")
         blocks.begin(None if self.is_first else x)
         # later stages get their shape, dtype and device from it, and nothing else
         given: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": x.detach()}
