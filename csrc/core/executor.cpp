@@ -168,7 +168,7 @@ Executor::Executor(RankProgram program, Stages stages, std::unique_ptr<Transport
 
 Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end,
                       bool drain) {
-  failed_.store(drain, std::memory_order_relaxed);
+  if (drain) fail();  // not the reverse: somebody may have said so just before
   error_ = nullptr;
   observer_ = &observer;
   transport_->begin_step(signature, announce);
@@ -300,7 +300,7 @@ void Executor::report(std::size_t position) {
 
 Outcome Executor::finish() {
   // fail() from now on is too late for this step.
-  const bool failed = failed_.load(std::memory_order_relaxed);
+  const bool failed = failed_.exchange(false);
   bool left_over = false;
   try {
     transport_->end_step(!failed);

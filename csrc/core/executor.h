@@ -55,8 +55,9 @@ class Executor {
   // every transfer still takes place, so that all channels are empty and in step afterwards.
   Outcome run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end,
               bool drain = false);
-  // From any thread: the step has failed elsewhere. Without effect when no step runs.
+  // From any thread: the step that runs, or is about to, has failed elsewhere.
   void fail() { failed_.store(true, std::memory_order_relaxed); }
+  void forget_failure() { failed_ = false; }
   // The first error of the last step. It is not kept: it may hold on to all that the failed call was working on.
   std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
   // After a step, when its device has come to its end: throws what the transport has found out since.

@@ -356,6 +356,7 @@ void bind_executor(py::module_& m) {
            py::arg("state") = py::none(), py::arg("num_threads") = 0, py::arg("trace") = false,
            py::arg("drain") = false)
       .def("fail", &Runner::fail)
+      .def("forget_failure", &Runner::forget_failure)
       .def("check", &Runner::check)
       .def("deferred", &deferred)
       .def_property_readonly("broken", &Runner::broken);

@@ -48,7 +48,10 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
 }
 
 Runner::~Runner() {
-  executor_.reset();  // the helper has ended
+  if (Py_IsInitialized() != 0) {
+    const py::gil_scoped_release no_gil;  // it may wait for a thread
+    executor_.reset();                    // the helper has ended
+  }
   // An interpreter that ends, or begins as a fork, has deleted the states of all other threads.
   if (python_state_ == nullptr || Py_IsInitialized() == 0 || !home_.here()) return;
   PyThreadState_Clear(python_state_);

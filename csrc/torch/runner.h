@@ -78,6 +78,7 @@ class Runner final : public Observer {
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                  const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain);
   void fail() { executor_->fail(); }
+  void forget_failure() { executor_->forget_failure(); }
   void check() const { executor_->check(); }
   // Why no further step can be run; empty while it can.
   const std::string& broken() const { return broken_; }

@@ -47,7 +47,7 @@ def at_once(call: Callable[[T], R], items: Sequence[T], clock: Clock) -> Iterato
         futures = [threads.submit(call, item) for item in items]
         try:
             yield (future.result() for future in futures)
-        except BaseException:
+        except BaseException:  # raised again
             clock.stop()
             raise
         finally:

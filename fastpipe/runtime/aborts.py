@@ -39,7 +39,7 @@ class Aborts:
 def _abort(backend: Any) -> None:
     try:
         backend.abort()
-    except Exception as error:
+    except Exception as error:  # logged
         logger.warning(
             "a process group could not be aborted (%s); if the device does not come to its end, end this process",
             first_line(error),

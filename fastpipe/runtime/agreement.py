@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fastpipe.errors import StepError
 from fastpipe.runtime.control import Control, Reply, tell
 from fastpipe.runtime.failure import Failure, LostError, TransportError, cause_text, first_line
-from fastpipe.runtime.meeting import waiting
+from fastpipe.runtime.patience import waiting
 from fastpipe.runtime.random_numbers import check_seeds
 
 Value = TypeVar("Value")
@@ -32,7 +32,7 @@ class Postponed:
         """What ``make`` returns, or ``instead``, with which one gets as far as `refuse`."""
         try:
             return make()
-        except Exception as error:
+        except Exception as error:  # raised by `refuse`, when the others can be told
             self._error = self._error or error
             return instead
 
@@ -59,7 +59,7 @@ def agreeing(
     try:
         yield
         own = message()
-    except Exception as found:
+    except Exception as found:  # raised below, when the others have been told
         error = found
     exchange = control.setup if part is None else functools.partial(control.exchange, part)
     try:
@@ -87,7 +87,7 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
     error: Exception | None = None
     try:
         prepare()
-    except Exception as found:
+    except Exception as found:  # raised below, when the others have been told
         error = found
     replies, refused = tell(functools.partial(control.exchange, "program"), {}, error)
     if error is not None and len(replies) == 1:
@@ -113,7 +113,7 @@ def building(control: Control) -> Iterator[list[Callable[[], None]]]:
     undo: list[Callable[[], None]] = []
     try:
         yield undo
-    except BaseException as error:
+    except BaseException as error:  # raised again, when word is left for the others
         failure = _failure(control, error)
         control.give_up(failure)
         for let_go in undo:

@@ -39,7 +39,7 @@ def asked(question: Callable[[], _T], name: str) -> Future[_T]:
     def put() -> None:
         try:
             answer.set_result(question())
-        except BaseException as error:
+        except BaseException as error:  # raised by whoever asks for the answer
             answer.set_exception(error)
 
     aside([put], name)

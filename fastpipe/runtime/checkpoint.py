@@ -8,6 +8,7 @@ would wait for a rank that gave up.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fastpipe.runtime.control import Reply
+from fastpipe.runtime.failure import cause_text
 from fastpipe.runtime.group import registered_group
 from fastpipe.runtime.optimizer_state import Optimizers, flat_state, put_back, template
 from fastpipe.runtime.pipeline import Pipeline
@@ -31,9 +33,35 @@ from fastpipe.runtime.pipeline import Pipeline
 # one process without a group is no mistake, which DCP warns of, also from threads of its own
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
+logger = logging.getLogger("fastpipe")
 _side_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-_pending: list[Future[Any]] = []
+_pending: list[_Writing] = []
 """Saves in the background; the next one waits for them, as both would talk in the same group."""
+
+
+class _Writing(Future[Any]):
+    """A save in the background, and whether the script has asked how it went."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.is_read = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.is_read = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.is_read = True
+        return super().exception(timeout)
+
+    def settle(self, writing: Future[Any]) -> None:
+        """It has come to its end."""
+        error = writing.exception()
+        if error is None:
+            return self.set_result(writing.result())
+        logger.error("the checkpoint %s was not saved: %s", self.folder, cause_text(error))
+        self.set_exception(error)
 
 
 def save_checkpoint(
@@ -66,28 +94,34 @@ def save_checkpoint(
     Raises:
         ValueError: for an optimizer of other parameters, or whose state cannot be saved, and on every rank when some
             give one and others none.
-        StepError: when another rank cannot save.
+        StepError: when another rank cannot save, or dies meanwhile.
+        RuntimeError: when the last one in the background failed, and nobody has asked its future.
     """
-    _await_pending()
     optimizers = _listed(optimizer)
     state: dict[str, Any] = {}
+    folder, alone = os.fspath(path), not dist.is_initialized()
 
     def gather() -> Reply:
+        _await_pending()
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         # a tuple is one value to DCP, whatever is in it
         state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe), steps=(pipe.step_count,))
         state.update(optimizer=flat_state(optimizers, names))
         return {"optimizes": _optimizes(pipe, optimizers)}
 
-    _check_all_optimize(pipe._steps.meet(f"save_checkpoint of {os.fspath(path)}", gather))
-    folder, alone = os.fspath(path), not dist.is_initialized()
+    def write(replies: Sequence[Reply]) -> None:
+        _check_all_optimize(replies)
+        if not asynchronous:
+            pipe._steps.attend(lambda: save(state, checkpoint_id=folder, process_group=group, no_dist=alone))
+
+    pipe._steps.meet(f"save_checkpoint of {folder}", gather, write)
     if not asynchronous:
-        save(state, checkpoint_id=folder, process_group=group, no_dist=alone)
         return None
     writing = async_save(state, checkpoint_id=folder, process_group=_side_group(group), no_dist=alone)
     assert isinstance(writing, Future)
-    _pending.append(writing)
-    return writing
+    _pending.append(_Writing(folder))
+    writing.add_done_callback(_pending[-1].settle)
+    return _pending[-1]
 
 
 def load_checkpoint(
@@ -122,13 +156,13 @@ def load_checkpoint(
             parameters, and when some ranks give an optimizer and others none.
         StepError: when another rank cannot load.
     """
-    _await_pending()
     optimizers = _listed(optimizer)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
 
     def prepare() -> Reply:
+        _await_pending()
         saved.update(_metadata(path))
         state.update(model=pipe.state_dict())
         state.update({name: None for name in ("extra", "steps") if name in saved})  # not where the plain model saved
@@ -138,10 +172,13 @@ def load_checkpoint(
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
         return {"keys": list(state["model"]), "optimizes": _optimizes(pipe, optimizers)}
 
-    replies = pipe._steps.meet(f"load_checkpoint of {os.fspath(path)}", prepare)
-    _check_all_optimize(replies)
-    _check_all_taken(_section(saved, "model"), replies, path)
-    load(state, checkpoint_id=os.fspath(path), process_group=group, no_dist=not dist.is_initialized())
+    def read(replies: Sequence[Reply]) -> None:
+        _check_all_optimize(replies)
+        _check_all_taken(_section(saved, "model"), replies, path)
+        alone = not dist.is_initialized()
+        pipe._steps.attend(lambda: load(state, checkpoint_id=os.fspath(path), process_group=group, no_dist=alone))
+
+    pipe._steps.meet(f"load_checkpoint of {os.fspath(path)}", prepare, read)
     pipe.load_state_dict(state["model"])
     put_back(optimizers, names, state["optimizer"])
     _set_generators(pipe, state["random"])
@@ -241,6 +278,13 @@ def _side_group(group: Any) -> Any:
 
 
 def _await_pending() -> None:
-    """What was saved in the background is complete, or failed: its future has said so or will."""
+    """What was saved in the background is complete, or failed.
+
+    Raises:
+        RuntimeError: when it failed, and nobody has asked its future.
+    """
     while _pending:
-        _pending.pop().exception()
+        writing = _pending.pop()
+        was_read = writing.is_read
+        if (error := writing.exception()) is not None and not was_read:
+            raise RuntimeError(f"the checkpoint {writing.folder} was not saved: {cause_text(error)}") from error

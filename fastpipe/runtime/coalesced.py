@@ -22,8 +22,8 @@ from fastpipe.machine import COALESCED, Turn, batches, turns
 from fastpipe.program import Program
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.meeting import attended
 from fastpipe.runtime.own_groups import OwnGroups, backend_of
+from fastpipe.runtime.patience import attended
 from fastpipe.runtime.process_group import ProcessGroupEndpoint, ProcessGroups, wait_for
 from fastpipe.runtime.tensors import Tensors
 from fastpipe.runtime.transport import Endpoint, Message

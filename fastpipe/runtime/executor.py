@@ -97,7 +97,11 @@ class Executor(ABC):
 
     @abstractmethod
     def fail(self) -> None:
-        """The step has failed elsewhere: drain. May be called from any thread."""
+        """The step that runs, or is about to, has failed elsewhere: drain. May be called from any thread."""
+
+    @abstractmethod
+    def forget_failure(self) -> None:
+        """Another step begins: what was said of the last one, after it had ended, does not matter."""
 
     def check(self) -> None:  # noqa: B027 - on a CPU all is known when a step has ended
         """After a step, when its device has come to its end: what the transport has found out since.

@@ -94,7 +94,7 @@ def logged(what: str) -> Iterator[None]:
     """Within this context an exception is logged and not raised, as what comes after it must be done as well."""
     try:
         yield
-    except Exception:
+    except Exception:  # logged, as the name says
         logger.exception("%s failed", what)
 
 

@@ -126,7 +126,7 @@ def fuse(
             [] if grads is None else tuple(roots),
             [] if grads is None else tuple(grads),
         )
-    except BaseException:
+    except BaseException:  # raised again
         watch.end()
         raise
     if not watch.end():

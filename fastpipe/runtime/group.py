@@ -21,6 +21,7 @@ from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.failure import Failure
 from fastpipe.runtime.forked import Home
 from fastpipe.runtime.host import Crowd, Identity, identify
+from fastpipe.runtime.patience import PatientStore
 
 logger = logging.getLogger("fastpipe")
 _made: Counter[tuple[int, ...]] = Counter()
@@ -36,6 +37,7 @@ class Membership:
         group: the process group; None when the process is alone.
         ranks: the members' global ranks.
         device: what they compute on.
+        timeout: seconds to wait for the others.
         lost: asked by who waits for the others to connect: what keeps one of them from coming.
     """
 
@@ -45,6 +47,7 @@ class Membership:
     ranks: tuple[int, ...] = (0,)
     device: torch.device = CPU
     lost: Callable[[], Failure | None] = lambda: None
+    timeout: float = 600.0
 
     def store(self) -> Any:
         """A part of the group's store for one pipeline. The members make their pipelines in the same order."""
@@ -52,44 +55,50 @@ class Membership:
 
     def identity(self, rank: int) -> Identity | None:
         """Who a member is; None if it has never begun to build a pipeline."""
-        store, key = distributed_c10d._get_default_store(), _process_key(self.ranks[rank])
+        store, key = _default_store(self.timeout), _process_key(self.ranks[rank])
         found: Identity | None = json.loads(store.get(key)) if store.check([key]) else None
         return found
 
 
-def crowd() -> Crowd:
+def crowd(timeout: float = 600.0) -> Crowd:
     """The ranks that compute on this process's host."""
     if not dist.is_initialized():
         return Crowd(None, 0)
-    return Crowd(distributed_c10d._get_default_store(), dist.get_rank())
+    return Crowd(_default_store(timeout), dist.get_rank())
 
 
-def membership(group: Any, device: torch.device) -> Membership:
+def _default_store(timeout: float) -> Any:
+    return PatientStore(distributed_c10d._get_default_store(), timeout)
+
+
+def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Membership:
     """Find this process's place.
 
     Args:
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         device: what the pipeline computes on; decides the backend when a group has to be made.
+        timeout: seconds to wait for the others.
 
     Raises:
+        TransportError: when the process group's store does not answer.
         ValueError: for a mesh of several dimensions, or a group that this process is not in.
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
-        _make_group(device)
+        _make_group(device, timeout)
     if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(_from_mesh(group))):
         raise ValueError(
             "group: its backend is 'fake', which sends nothing, and a pipeline sends; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
         )
     if dist.is_initialized():  # before anything can fail: from now on the others can see when this process ends
-        distributed_c10d._get_default_store().set(_process_key(dist.get_rank()), json.dumps(identify()))
+        _default_store(timeout).set(_process_key(dist.get_rank()), json.dumps(identify()))
     group = _from_mesh(group)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
-    return Membership(dist.get_rank(group), len(ranks), group, ranks, device)
+    return Membership(dist.get_rank(group), len(ranks), group, ranks, device, timeout=timeout)
 
 
 def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
@@ -140,10 +149,10 @@ def _from_mesh(group: Any) -> Any:
     return group.get_group()
 
 
-def _make_group(device: torch.device) -> None:
-    """The default process group, ended at exit."""
+def _make_group(device: torch.device, timeout: float) -> None:
+    """The default process group, ended at exit. Torch would wait for the others for 30 minutes."""
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
     atexit.register(_end_group, Home())
 

@@ -117,7 +117,7 @@ def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str,
         inputs, named = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
         with mode:
             return _by_layer(fakes, inputs, named, _flops)
-    except Exception as error:
+    except Exception as error:  # logged
         # what is wrong with the layers themselves shows again when they are run
         logger.info("FLOPs are counted in a real run, as the layers do not run without values: %s", error)
         return None

@@ -14,14 +14,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 from fastpipe.errors import StepError
+from fastpipe.runtime.aside import asked
 from fastpipe.runtime.failure import Failure, cause_text, first_line
-from fastpipe.runtime.pauses import pauses
+from fastpipe.runtime.patience import attended
+from fastpipe.runtime.pauses import LOOK_SECONDS, pauses
 
 _CLOSING_SECONDS = 10
+_GRACE_SECONDS = 2.0
 _LOST = "lost"
 """In place of what was found: the failure because of which it cannot be trusted."""
 
@@ -84,17 +89,21 @@ class Mail:
         """Tell the others what this process found in a step, when it is there."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._work, args=(self.store.clone(),), name="fastpipe-mail", daemon=True
+                target=self._work, args=(self._connect(),), name="fastpipe-mail", daemon=True
             )
             self._thread.start()
         self._posted.append(step)
         self._jobs.put((step, ready))
 
+    def _connect(self) -> Any:
+        """A connection of its own to the store."""
+        return attended(self.store.clone, lambda: None, timedelta(seconds=self.timeout))
+
     def letter(self, step: int, rank: int) -> Letter:
         """What another process said it would post."""
         if self._reading is None:
             # not when it is read: to connect takes minutes where the store is gone by then
-            self._reading = self.store.clone()
+            self._reading = self._connect()
         letter = Letter(self, step, rank)
         self._letters.add(letter)
         return letter
@@ -122,8 +131,7 @@ class Mail:
             StepError: when it does not come.
         """
         try:
-            self._await(_key(step, rank), rank)
-            found: Contents = json.loads(self._reading.get(_key(step, rank)))
+            found: Contents = json.loads(self._read(_key(step, rank), rank))
         except StepError:
             raise
         except RuntimeError as error:
@@ -139,6 +147,27 @@ class Mail:
         if _LOST in found:
             raise Failure(**found[_LOST]).error()
         return found
+
+    def _read(self, key: str, rank: int) -> str:
+        """What is there in the end. The store may not answer any more: so it is asked in another thread.
+
+        Raises:
+            RuntimeError: when it does not come in time, or the store is gone.
+            StepError: when its sender has ended.
+        """
+
+        def read() -> str:
+            self._await(key, rank)
+            return bytes(self._reading.get(key)).decode()
+
+        answer = asked(read, "fastpipe-fetch")
+        until = time.monotonic() + self.timeout + _GRACE_SECONDS
+        while not wait([answer], LOOK_SECONDS).done:
+            if self._dead():
+                until = min(until, time.monotonic() + _GRACE_SECONDS)
+            if time.monotonic() > until:
+                raise RuntimeError("the store does not answer")
+        return answer.result()
 
     def _await(self, key: str, rank: int) -> None:
         """Wait until it is there, as long as its sender lives.
@@ -170,7 +199,7 @@ class Mail:
     def _work(self, store: Any) -> None:
         while (job := self._jobs.get()) is not None:
             step, ready = job
-            contents = None if ready is None else json.dumps(self._contents(ready))
+            contents = None if ready is None else self._contents(ready)
             # without the store nobody can be told; who asks finds that out
             with contextlib.suppress(RuntimeError):
                 if contents is None:
@@ -178,15 +207,15 @@ class Mail:
                 else:
                     store.set(_key(step, self.rank), contents)
 
-    def _contents(self, ready: Ready) -> Contents:
+    def _contents(self, ready: Ready) -> str:
         """What was found, or what keeps this process from finding it: the others do not wait for it."""
         try:
-            return ready()
+            return json.dumps(ready())
         except StepError as error:
             lost = Failure(error.rank, str(error.cause), dead=True)
-        except Exception as error:
+        except Exception as error:  # whoever asks for what was found is told
             lost = Failure(self.rank, cause_text(error), dead=True)
-        return {_LOST: asdict(lost)}
+        return json.dumps({_LOST: asdict(lost)})
 
 
 def _key(step: int, rank: int) -> str:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from fastpipe.runtime.aside import asked
 from fastpipe.runtime.control import Reply
-from fastpipe.runtime.failure import Failure, LostError, TransportError
-from fastpipe.runtime.patience import SECONDS, Patience
-from fastpipe.runtime.pauses import LOOK_SECONDS, pauses
+from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.patience import SECONDS, Patience, waiting
+from fastpipe.runtime.pauses import LOOK_SECONDS
 
-_T = TypeVar("_T")
 _MORE_SECONDS = 5.0
 """For those who are on their way."""
 
@@ -96,52 +95,6 @@ class Deadline:
         # who has waited for a silent one in the step says so now
         self._at, self._is_last = now + more, True
         return []
-
-
-def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[float]:
-    """Pauses in which to wait while a pipeline is built, until the time is over: short ones at first.
-
-    Args:
-        seconds: after which there are no more.
-        lost: what keeps another process from coming, if anything does.
-
-    Raises:
-        LostError: when somebody is waited for who will not come. Who is merely slow is waited for.
-    """
-    next_look = time.monotonic()
-    for pause in pauses(seconds):
-        if time.monotonic() >= next_look:
-            if (failure := lost()) is not None:
-                raise LostError(failure)
-            next_look = time.monotonic() + LOOK_SECONDS
-        yield pause
-
-
-def attended(
-    connect: Callable[[], _T], lost: Callable[[], Failure | None], timeout: timedelta, peer: int | None = None
-) -> _T:
-    """Make connections with others, for which c10d waits deaf and blind: in a thread, while this one looks after them.
-
-    If one of them will not come the thread is left alone.
-
-    Args:
-        connect: what makes them. It has nothing of the calling thread, its current device say.
-        lost: what keeps somebody from coming, as a `Membership` has it.
-        timeout: for those who are slow: nobody may know of one that it will not come.
-        peer: the rank that is connected, if it is one.
-
-    Raises:
-        LostError: when somebody is dead, or does not build the pipeline.
-        TransportError: when it is not made in time.
-    """
-    made = asked(connect, "fastpipe-connect")
-    for pause in waiting(timeout.total_seconds(), lost):
-        if wait([made], pause).done:
-            return made.result()
-    who = "the other ranks did not" if peer is None else f"rank {peer} did not"
-    raise TransportError(
-        f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer
-    )
 
 
 class StoreMeeting(Meeting):

@@ -67,7 +67,7 @@ def _outcome() -> _Outcome:
 def _import(record: dict[str, Any]) -> _Outcome:
     try:
         importlib.import_module("torch")  # its libraries must be in the process before ours asks for their symbols
-    except Exception as error:
+    except Exception as error:  # whoever wants it is told by `native_status`
         return _not_loaded(f"torch cannot be imported ({_one_line(error)})")
     try:
         module = importlib.import_module(f"fastpipe.{_LIBRARY}")

@@ -103,6 +103,10 @@ class NativeExecutor(Executor):
         """Drain from the next instruction on."""
         self._native.fail()
 
+    def forget_failure(self) -> None:
+        """See `Executor.forget_failure`."""
+        self._native.forget_failure()
+
 
 def _calls(stage: Stage) -> tuple[Any, ...]:
     """What C++ asks of a stage: run, output_grads, random, meet, fold; None for what there is no need to ask."""

@@ -20,7 +20,7 @@ from fastpipe.runtime.devices import CPU, wait_until_done
 from fastpipe.runtime.failure import TransportError, first_line
 from fastpipe.runtime.forked import keep_in_children
 from fastpipe.runtime.group import Membership, registered_group
-from fastpipe.runtime.meeting import attended
+from fastpipe.runtime.patience import attended
 
 _WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",

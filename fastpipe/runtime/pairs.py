@@ -179,7 +179,7 @@ class Pairs:
         error: BaseException | None = None
         try:
             forward()
-        except BaseException as found:
+        except BaseException as found:  # raised below, when the helper is done
             error = found
         error = _waited(running) or error
         other = running.exception()
@@ -200,6 +200,6 @@ def _waited(running: Future[None]) -> BaseException | None:
     while not running.done():
         try:
             wait([running])
-        except BaseException as found:
+        except BaseException as found:  # returned, for the caller to raise
             interrupted = found
     return interrupted

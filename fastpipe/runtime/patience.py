@@ -1,12 +1,17 @@
-"""Patience with a store: who holds it may have been stopped, and then c10d waits for its answer without an end."""
+"""Patience with c10d, which waits deaf and blind: with a store, whose holder may have been stopped, and with those who
+are to connect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 from fastpipe.runtime.aside import asked
+from fastpipe.runtime.failure import Failure, LostError, TransportError
+from fastpipe.runtime.pauses import LOOK_SECONDS, pauses
 
 _T = TypeVar("_T")
 
@@ -38,3 +43,73 @@ class Patience:
             return answer.result(0) if self._answers else otherwise
         except RuntimeError:
             return otherwise
+
+
+def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[float]:
+    """Pauses in which to wait while a pipeline is built, until the time is over: short ones at first.
+
+    Args:
+        seconds: after which there are no more.
+        lost: what keeps another process from coming, if anything does.
+
+    Raises:
+        LostError: when somebody is waited for who will not come. Who is merely slow is waited for.
+    """
+    next_look = time.monotonic()
+    for pause in pauses(seconds):
+        if time.monotonic() >= next_look:
+            if (failure := lost()) is not None:
+                raise LostError(failure)
+            next_look = time.monotonic() + LOOK_SECONDS
+        yield pause
+
+
+def attended(
+    connect: Callable[[], _T], lost: Callable[[], Failure | None], timeout: timedelta, peer: int | None = None
+) -> _T:
+    """Make connections with others, for which c10d waits deaf and blind: in a thread, while this one looks after them.
+
+    If one of them will not come the thread is left alone.
+
+    Args:
+        connect: what makes them. It has nothing of the calling thread, its current device say.
+        lost: what keeps somebody from coming, as a `Membership` has it.
+        timeout: for those who are slow: nobody may know of one that it will not come.
+        peer: the rank that is connected, if it is one.
+
+    Raises:
+        LostError: when somebody is dead, or does not build the pipeline.
+        TransportError: when it is not made in time.
+    """
+    made = asked(connect, "fastpipe-connect")
+    for pause in waiting(timeout.total_seconds(), lost):
+        if wait([made], pause).done:
+            return made.result()
+    who = "the other ranks did not" if peer is None else f"rank {peer} did not"
+    raise TransportError(
+        f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer
+    )
+
+
+class PatientStore:
+    """A store that is asked while a pipeline is built: an error where it does not answer within the timeout.
+
+    Args:
+        store: it.
+        timeout: seconds.
+    """
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        self._store, self._timeout = store, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+
+        def ask(*args: Any) -> Any:
+            answer = asked(lambda: method(*args), "fastpipe-ask")
+            if not wait([answer], self._timeout).done:
+                cause = f"the store of the process group did not answer within {self._timeout:g} s"
+                raise TransportError(f"{cause}; see whether the process that holds it is stopped", None)
+            return answer.result()
+
+        return ask

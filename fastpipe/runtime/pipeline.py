@@ -192,7 +192,7 @@ class Pipeline(Trains, Replannable):
         postponed = Postponed()
         timeout = postponed.value(lambda: checked_timeout(timeout), 600.0)
         self.device = postponed.value(lambda: find_device(stages, device), torch.device("cpu"))
-        self._member = membership(group_of(stages) if group is None else group, self.device)
+        self._member = membership(group_of(stages) if group is None else group, self.device, timeout)
         self.loss_fn = loss_fn
         self._partition = partition
         self._recompute, self.grad_dtype, self._fused_weight_grad = recompute, grad_dtype, fused_weight_grad
@@ -202,7 +202,7 @@ class Pipeline(Trains, Replannable):
         merge_rules: Rules = None if isinstance(merge, bool) else merge
         settings = Settings(loss_fn, loss_reduction, split, merge_rules, merge is not False, metrics, self.device)
         store = self._member.store() if self._member.size > 1 else None
-        self._crowd = crowd()
+        self._crowd = crowd(timeout)
         self._control = self._make_control(store, timeout)
         with building(self._control) as undo:
             with agreeing(self._control, self._plan_message, self._adopt_plan):

@@ -23,8 +23,8 @@ from fastpipe.runtime import native
 from fastpipe.runtime.failure import Failure, TransportError, logged
 from fastpipe.runtime.forked import keep_in_children
 from fastpipe.runtime.group import Membership
-from fastpipe.runtime.meeting import attended
 from fastpipe.runtime.own_groups import OwnGroups, backend_of
+from fastpipe.runtime.patience import attended
 from fastpipe.runtime.tensors import Specs, Tensors, TensorSpec, flat, specs_of
 from fastpipe.runtime.transport import Endpoint, Message, SpecBook, Transport
 

@@ -7,7 +7,6 @@ Those of one host watch each other, and those of other hosts and rank 0 do.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from fastpipe.runtime.failure import Failure
 from fastpipe.runtime.host import Crowd, Identity, Neighbours, same_host
 from fastpipe.runtime.lifeline import Lifeline
 from fastpipe.runtime.mail import Mail
-from fastpipe.runtime.meeting import Meeting, StoreMeeting, attended
-from fastpipe.runtime.patience import SECONDS, Patience
+from fastpipe.runtime.meeting import Meeting, StoreMeeting
+from fastpipe.runtime.patience import SECONDS, Patience, attended
 from fastpipe.runtime.watcher import Watcher
 
 logger = logging.getLogger("fastpipe")
@@ -107,16 +106,22 @@ class Processes(Control):
         """What one has left word of, or else who of those awaited has ended. In steps, what the watcher has told."""
         if self.step:
             return self._told or next(iter(self._watcher.dead()), None)
-        with contextlib.suppress(RuntimeError):  # without the store whoever needs it finds out
-            if self._store.check([_GIVEN_UP]):
-                return Failure(**json.loads(self._store.get(_GIVEN_UP)))
-            for rank in range(self.size):
-                unknown = rank != self.rank and rank not in self._neighbours.processes
-                if unknown and (identity := self._identity(rank)) is not None:
-                    self._neighbours.watch(rank, identity)
+        # without the store whoever needs it finds out
+        if (failure := self._patience.ask(self._find_given_up, None)) is not None:
+            return failure
         dead = self._watcher.find_dead(self.step + 1)
         first = min((rank for rank in dead if awaited is None or rank in awaited), default=None)
         return None if first is None else Failure(first, dead[first], dead=True)
+
+    def _find_given_up(self) -> Failure | None:
+        """What one has left word of; those that have come since are watched."""
+        if self._store.check([_GIVEN_UP]):
+            return Failure(**json.loads(self._store.get(_GIVEN_UP)))
+        for rank in range(self.size):
+            unknown = rank != self.rank and rank not in self._neighbours.processes
+            if unknown and (identity := self._identity(rank)) is not None:
+                self._neighbours.watch(rank, identity)
+        return None
 
     def give_up(self, failure: Failure) -> None:
         """Leave word; that of the first one stands."""

@@ -66,9 +66,13 @@ class PythonExecutor(Executor):
         """Drain from the next instruction on."""
         self.failed = True
 
+    def forget_failure(self) -> None:
+        """See `Executor.forget_failure`."""
+        self.failed = False
+
     def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
         """Run one step; see `Executor.run`."""
-        self.failed, self.error = drain, None
+        self.failed, self.error = self.failed or drain, None
         for index, stage in self.stages.items():
             stage.moments.last = self.last[index]
         self.endpoint.begin(signature, announce)
@@ -87,7 +91,8 @@ class PythonExecutor(Executor):
     def _finish(self) -> None:
         self.slots.clear()
         self.made.clear()
-        if not self.failed:
+        failed, self.failed = self.failed, False
+        if not failed:
             return
         for stage in self.stages.values():
             stage.end()
@@ -107,11 +112,11 @@ class PythonExecutor(Executor):
                     step.call()
             else:
                 step.call()
-        except BaseException as error:
+        except BaseException as error:  # published, and raised at the end of the step
             self._fail_at(position, error)
             if step.op is Op.SEND:
                 # it was refused before anything was sent, and the receiver waits: now a stand-in is sent
-                with contextlib.suppress(BaseException):
+                with contextlib.suppress(BaseException):  # the first error is published
                     step.call()
 
     def _fail_at(self, position: int, error: BaseException) -> None:

@@ -155,6 +155,8 @@ class LocalRanks:
         """
         with self._lock:
             self._outcome = Outcome()
+            for executor in self._executors[id(program)]:
+                executor.forget_failure()
             self._current = self._executors[id(program)]
         try:
             if error is not None:
@@ -183,7 +185,7 @@ class LocalRanks:
                 for instruction in program[rank]:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
                         held[instruction.stage].meet(instruction.op, True)
-            except Exception as error:
+            except Exception as error:  # published, and the step's outcome
                 failure = Failure(rank, cause_text(error), dead=True)
                 self._note(failure, error, self.publish(failure))
             deadline = time.monotonic() + self.timeout
@@ -221,10 +223,9 @@ class LocalRanks:
 
     def fail(self) -> None:
         """The step failed elsewhere; may be called from any thread."""
-        with self._lock:
-            executors = list(self._current)
-        for executor in executors:
-            executor.fail()
+        with self._lock:  # all the time: when it is free the next step may begin
+            for executor in self._current:
+                executor.fail()
 
     def interrupt(self) -> None:
         """The same, from a signal handler: without the lock, which the thread that it interrupted may hold."""
@@ -289,7 +290,7 @@ class LocalRanks:
             spans: tuple[Seconds, Seconds] = executor.run(*how)
         except Drained:
             return None
-        except BaseException as error:
+        except BaseException as error:  # the step's outcome
             failure = Failure(executor.rank, cause_text(error))
             self._note(failure, error, failure)
             return None
@@ -301,7 +302,7 @@ class LocalRanks:
         """What was started in the step for a stage's replicas ends; if it cannot, this pipeline cannot go on."""
         try:
             parallel.finish(failed, deadline)
-        except Exception as error:
+        except Exception as error:  # published, and the step's outcome
             action = f"{stage}{Op.REDUCE_GRAD.name}"
             failure = Failure(rank, cause_text(error), stage, action, dead=not isinstance(error, ReplicaError))
             seen = failure.error()
@@ -313,9 +314,9 @@ class LocalRanks:
         failure = failure_at(program, self.stages[rank], rank, position, error)
         self._note(failure, error, self.publish(failure))
         with self._lock:
-            others = [executor for executor in self._current if executor.rank != rank]
-        for executor in others:
-            executor.fail()
+            for executor in self._current:
+                if executor.rank != rank:
+                    executor.fail()
 
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:

@@ -45,7 +45,7 @@ class CudaGraph(Recording):
             # other threads, NCCL's and those that tell losses, ask events meanwhile
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 work()
-        except BaseException:
+        except BaseException:  # raised again
             _end_allocations(stream.device, pool)
             raise
 

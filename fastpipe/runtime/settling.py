@@ -55,7 +55,7 @@ def settle(control: Control, ranks: LocalRanks, stages: Sequence[Stage], program
         try:
             for stage in stages:
                 _adopt(stage)
-        except Exception as found:
+        except Exception as found:  # raised below, when the others have been told
             error = found
     message: Reply = {"lost": outcome.failure is not None}
     replies, refused = tell(partial(control.exchange, "replicas"), message, error)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +33,7 @@ from fastpipe.runtime.interrupt import Interrupts
 from fastpipe.runtime.microbatch import Rules
 from fastpipe.runtime.modules import flags_of
 from fastpipe.runtime.one_at_a_time import OneAtATime
+from fastpipe.runtime.patience import attended, waiting
 from fastpipe.runtime.plans import Plans
 from fastpipe.runtime.random_numbers import RandomNumbers
 from fastpipe.runtime.ranks import LocalRanks, Outcome, failure_of
@@ -45,6 +48,8 @@ from fastpipe.runtime.stage_work import StageWork
 _COMPARED_WHOLE, _COMPARED_EVERY = 4, 256
 """In which steps ranks compare all values of the batches that they were given: the first ones, and each of so many. In
 the others they compare a sample."""
+_GRACE_SECONDS = 1.0
+"""After which it is known that a process has ended, where a connection with it has."""
 _MAX_KNOWN = 64
 """How many combinations of input shapes are remembered; another one costs a step with headers."""
 
@@ -128,12 +133,10 @@ class Steps:
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
-        if self.broken is not None:
-            raise self.broken.error()
-        self.elsewhere, self._set_aside = None, False
         lossless = False
-        self.control.begin(self._failed_elsewhere)
-        try:
+        with self._exchanging(), contextlib.ExitStack() as after:
+            self._set_aside = False
+            after.callback(self.replicas.release)
             inputs, replies = self._agree_on_inputs(request)
             signature = (request.training, *(reply["signature"] for reply in replies))
             lossless = signature in self._lossless
@@ -152,11 +155,6 @@ class Steps:
                         outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
                     replies = self._finish(outcome, request, trace)
                 lossless = any(reply.get("no_loss") for reply in replies)
-        except LostError as lost:
-            self.give_up(lost.failure, lost.__cause__)
-        finally:
-            self.replicas.release()
-            self.control.end()
         if lossless:
             # there is nothing to differentiate: this step and those with the same signature are forward only
             if len(self._lossless) == _MAX_KNOWN:
@@ -167,6 +165,20 @@ class Steps:
         self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
+
+    @contextlib.contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Within this context the processes are in one step; where one is lost in it the pipeline is over."""
+        if self.broken is not None:
+            raise self.broken.error()
+        self.elsewhere = None
+        self.control.begin(self._failed_elsewhere)
+        try:
+            yield
+        except LostError as lost:
+            self.give_up(lost.failure, lost.__cause__)
+        finally:
+            self.control.end()
 
     @contextlib.contextmanager
     def _published(self) -> Iterator[None]:
@@ -245,8 +257,7 @@ class Steps:
                 number = self.control.step
                 compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
                 message["batch"] = batch_digests(request, inputs, compares_all)
-        except BaseException as found:
-            # an iterator may raise anything, and the others must not wait for this rank
+        except BaseException as found:  # raised again by `_agree`, when the others have been told
             error = found
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
@@ -266,36 +277,55 @@ class Steps:
         for stage in self.stages:
             stage.has_split, stage.deferred = False, frozenset()
 
-    def meet(self, call: str, make: Callable[[], Reply]) -> list[Reply]:
+    def meet(
+        self, call: str, make: Callable[[], Reply], then: Callable[[list[Reply]], None] | None = None
+    ) -> list[Reply]:
         """Between steps: every process gives a message, and gets those of all.
 
         Args:
             call: what is called, in words that must be the same on every rank.
             make: gives the message; when it raises, that is an error on every rank.
+            then: what all do with the messages, where they wait for each other: in `attend`.
 
         Raises:
             StepError: when another process could not give its message, or is dead or silent.
             ValueError: when the ranks do not make the same call.
         """
-        with self._calls.entered():
-            return self._meet(call, make)
-
-    def _meet(self, call: str, make: Callable[[], Reply]) -> list[Reply]:
-        if self.broken is not None:
-            raise self.broken.error()
-        message: Reply = {"call": call}
-        error: BaseException | None = None
-        self.control.begin(self._failed_elsewhere)
-        try:
+        with self._calls.entered(), self._exchanging():
+            message: Reply = {"call": call}
+            error: BaseException | None = None
             try:
                 message |= make()
-            except BaseException as found:
+            except BaseException as found:  # raised again by `_agree`, when the others have been told
                 error = found
-            return self._agree(message, error, f"failed in {call}")
-        except LostError as lost:
-            self.give_up(lost.failure, lost.__cause__)
-        finally:
-            self.control.end()
+            replies = self._agree(message, error, f"failed in {call}")
+            if then is not None:
+                then(replies)
+            return replies
+
+    def attend(self, work: Callable[[], None]) -> None:
+        """What the processes do together in their own way, however long it takes; unless one is lost.
+
+        Raises:
+            LostError: when one is lost. What it does is then left alone.
+        """
+        if isinstance(self.control, Alone):
+            return work()
+        device = self.settings.device
+
+        def there() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            work()
+
+        try:
+            attended(there, self.control.lost, timedelta.max)
+        except LostError:
+            raise
+        except BaseException:  # raised again, where it is not the end of another process
+            for pause in waiting(_GRACE_SECONDS, self.control.lost):
+                time.sleep(pause)
+            raise
 
     def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
         """Tell the others what this rank begins with, or why it cannot; whoever cannot is an error for all."""

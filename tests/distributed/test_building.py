@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -268,3 +270,37 @@ def tell_nobody() -> bool:
 
 def test_who_is_refused_has_said_who_it_is(group_of: Callable[[int], Ranks]) -> None:
     assert all(group_of(SIZE).run(tell_nobody))
+
+
+def build_while_the_store_is_stopped(note: str) -> str:
+    """Runs on every rank: rank 0, which holds the store, is stopped before it builds."""
+    if dist.get_rank() == 0:
+        Path(note).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not Path(note).exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    with pytest.raises((StepError, RuntimeError)) as caught:
+        build(timeout=2.0)
+    return str(caught.value)
+
+
+def test_a_store_that_does_not_answer_is_an_error_at_the_timeout(tmp_path: Path) -> None:
+    with ranks(2, host="first") as started:
+        started.start(build_while_the_store_is_stopped, str(tmp_path / "note"))
+        assert "did not answer within 2 s" in started.results([1])[0]
+
+
+def test_who_never_starts_is_waited_for_until_the_timeout() -> None:
+    """Torch would wait for half an hour."""
+    lines = (
+        "import torch",
+        "from fastpipe import Pipeline",
+        "try:",
+        "    Pipeline([torch.nn.Linear(2, 2)] * 2, '1f1b', 2, torch.nn.MSELoss(), timeout=2)",
+        "except Exception as error:",
+        "    print('raised', type(error).__name__)",
+    )
+    environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True)
+    assert "raised Dist" in done.stdout, done.stderr

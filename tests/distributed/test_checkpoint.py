@@ -1,5 +1,7 @@
 """Checkpoints of processes: four save, two load, one loads."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe import Pipeline, load_checkpoint, save_checkpoint
+from fastpipe import Pipeline, StepError, load_checkpoint, save_checkpoint
+from fastpipe.runtime import checkpoint
+from tests.distributed.ranks import ranks
 from tests.distributed.test_step import GroupOf, caught
 from tests.runtime.checks import same_bits
+from tests.runtime.models import WIDTH
 from tests.runtime.test_checkpoint import adamw, all_same, fresh, momentum, pipeline, train, uninterrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -134,3 +139,22 @@ def train_what_is_not_frozen(folder: str) -> list[bool]:
 
 def test_a_rank_of_which_all_is_frozen_needs_no_condition(group_of: GroupOf, tmp_path: Path) -> None:
     assert group_of(2).run(train_what_is_not_frozen, str(tmp_path)) == [[False, False], [True, True]]
+
+
+def die_in_a_save(folder: str) -> tuple[str, int | None]:
+    """Runs on every rank: rank 1 is killed when all have begun to save."""
+    pipe = pipeline("1f1b", None)
+    pipe.step(torch.zeros(16, WIDTH), target=torch.zeros(16, WIDTH))
+    if dist.get_rank() == 1:
+        checkpoint.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(StepError) as error:
+        save_checkpoint(folder, pipe)
+    return str(error.value), error.value.rank
+
+
+def test_killed_in_a_save(tmp_path: Path) -> None:
+    """Who it was is known, and nobody waits for it in the exchange of torch's checkpoints."""
+    with ranks(4) as group:
+        group.start(die_in_a_save, str(tmp_path / "a"))
+        for text, rank in group.results([0, 2, 3]):
+            assert rank == 1 and "its process died" in text, text

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,30 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, pipe, adamw(pipe))
     with pytest.raises(ValueError, match="are in one group, and had lr = 0.01 and 0.02 when they were saved"):
         load_checkpoint(tmp_path, pipe, torch.optim.AdamW(list(pipe.parameters())))
+
+
+def failing_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Pipeline, Any]:
+    """A save in the background that has failed."""
+    pipe = pipeline("1f1b", 2)
+    failed: Future[Any] = Future()
+    failed.set_exception(OSError("no space left"))
+    with monkeypatch.context() as patch:
+        patch.setattr("fastpipe.runtime.checkpoint.async_save", lambda *_, **__: failed)
+        return pipe, save_checkpoint(tmp_path / "a", pipe, asynchronous=True)
+
+
+def test_a_save_in_the_background_that_failed_is_told_at_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe, _ = failing_save(monkeypatch, tmp_path)
+    assert "was not saved: OSError: no space left" in caplog.text
+    with pytest.raises(RuntimeError, match="checkpoint .*a was not saved: OSError: no space left"):
+        save_checkpoint(tmp_path / "b", pipe)
+    save_checkpoint(tmp_path / "b", pipe)
+
+
+def test_but_not_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pipe, writing = failing_save(monkeypatch, tmp_path)
+    with pytest.raises(OSError, match="no space left"):
+        writing.result()
+    save_checkpoint(tmp_path / "b", pipe)

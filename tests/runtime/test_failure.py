@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
+from fastpipe.runtime.executor import Drained
 from fastpipe.runtime.failure import Failure, TransportError
 from fastpipe.runtime.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.testing import Loopback
 from tests.promptly import PATIENCE
 from tests.runtime.faults import NEVER, Boom, FaultyTraining, Scenario
+from tests.runtime.models import CASES
 
 # All combinations for one schedule; of the others, which differ by the order that is drained, each choice once.
 SCENARIOS = [("1f1b", stage, backward, step) for stage in (0, 1, -1) for backward in (False, True) for step in (0, 2)]
@@ -98,3 +100,16 @@ def test_an_exception_that_cannot_be_told_is_one_like_any_other(executor: str) -
 def test_a_peer_that_is_gone_is_a_failure_even_if_nobody_knows_which() -> None:
     failure = failure_at(None, {}, 2, 0, TransportError("messages for rank 2 did not come", None))  # type: ignore[arg-type]
     assert failure.rank is None and failure.dead
+
+
+def test_a_failure_told_just_before_a_run_is_not_forgotten(executor: str) -> None:
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(1), "gpipe", 2, case.loss_fn, num_ranks=1, executor=executor)
+    (batch,) = case.batches(1, 4)
+    pipe.step(*batch.args, target=batch.target)
+    ((made,),) = pipe._steps.ranks._executors.values()
+    made.fail()
+    with pytest.raises(Drained):
+        made.run(0, False)
+    made.fail()  # too late for any step
+    assert pipe.step(*batch.args, target=batch.target).loss is not None

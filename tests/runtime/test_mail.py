@@ -122,3 +122,11 @@ def test_whatever_keeps_a_process_from_telling_is_told(sender: Mail, reader: Mai
     with pytest.raises(StepError, match="failed on rank 1: RuntimeError: CUDA error: an illegal memory access .*again"):
         reader.letter(1, 1)()
     assert reader.letter(2, 1)() == {"losses": 2}
+
+
+def test_what_cannot_be_sent_is_told(sender: Mail, reader: Mail) -> None:
+    sender.post(5, lambda: {"losses": object()})  # type: ignore[dict-item]
+    sender.post(6, lambda: {"losses": 4})
+    with pytest.raises(StepError, match="rank 1: TypeError: Object of type object is not JSON serializable"):
+        reader.letter(5, 1)()
+    assert reader.letter(6, 1)() == {"losses": 4}

@@ -17,8 +17,8 @@ import torch
 
 from fastpipe.runtime import aside
 from fastpipe.runtime.failure import DIED, Failure, LostError, TransportError
-from fastpipe.runtime.meeting import attended
 from fastpipe.runtime.own_groups import _WATCHDOG, OwnGroups, _unless_set, meet
+from fastpipe.runtime.patience import attended
 from fastpipe.runtime.process_group import ProcessGroups
 from tests.promptly import PATIENCE
 

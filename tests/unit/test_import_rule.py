@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -224,3 +225,14 @@ def test_importing_the_package_imports_no_torch() -> None:
     ask = "import sys, fastpipe; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_whoever_catches_everything_says_who_is_told() -> None:
+    broad = re.compile(r"(except (Base)?Exception\b|suppress\((Base)?Exception\b)(?!.*#)")
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if broad.search(line)
+    ]
+    assert not found

@@ -106,7 +106,7 @@ def _in_a_row(layers: RowLayers, example: tuple[Any, ...], kwargs: dict[str, Any
         value = layers[0](*example, **kwargs)
         for layer in layers[1:]:
             value = layer(value)
-    except Exception as error:
+    except Exception as error:  # raised again, in words
         raise ValueError(
             f"model: its layers in a row fail where the whole does not ({error}); does its forward use blocks, or what "
             "comes after them, before the first block? Hand over the model's layers as a list"
