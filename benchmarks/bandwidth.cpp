@@ -120,8 +120,8 @@ class Player final {
     link_->connect(1 - rank, meeting.addresses[1 - rank]);
     std::vector<ChannelNeeds> needs(2);
     for (std::int32_t r = 0; r < 2; ++r) count_needs(ping_pong(r), needs);
-    SharedMemorySource source(link_, codec_, needs, {true, true});
-    transport_ = source.connect(ping_pong(rank), 60);
+    auto plan = std::make_shared<SharedMemoryPlan>(link_, codec_, needs, std::vector<bool>{true, true});
+    transport_ = over_shared_memory(std::move(plan))(ping_pong(rank), 60);
   }
 
   // Seconds of one way, with what the receiver does with the message; the first rounds warm up.

@@ -58,8 +58,11 @@ bool CopyWatch::Line::waits() const {
   return !has_come(flag_.load(), expected_.load(std::memory_order_relaxed));
 }
 
-CopyWatch::CopyWatch(double timeout_seconds, SharedWord& let_go)
-    : timeout_seconds_(timeout_seconds), let_go_(let_go), thread_(std::make_unique<std::thread>([this] { work(); })) {}
+CopyWatch::CopyWatch(std::int32_t rank, double timeout_seconds, SharedWord& let_go)
+    : timeout_seconds_(timeout_seconds),
+      let_go_(let_go),
+      broken_(rank),
+      thread_(std::make_unique<std::thread>([this] { work(); })) {}
 
 CopyWatch::~CopyWatch() {
   if (!home_.here()) {
@@ -90,12 +93,11 @@ void CopyWatch::give_up(std::int32_t peer, const std::string& why, std::int32_t 
 }
 
 void CopyWatch::give_up_locked(std::int32_t peer, const std::string& why, std::int32_t blamed) {
-  if (broken_locked(peer)) return;
+  if (broken_.has(peer)) return;
   // Before anything is released: who has what came of it then sees this, on whatever way it came.
   std::uint32_t nobody = 0;
   let_go_.compare_exchange_strong(nobody, static_cast<std::uint32_t>(blamed) + 1);
-  broken_.push_back(peer);
-  if (why_.empty()) why_ = why;
+  broken_.add(peer, why);
   for (Line& line : lines_) {
     if (line.peer_->rank() == peer) line.given_up_.store(1);
   }
@@ -106,21 +108,12 @@ void CopyWatch::give_up_locked(std::int32_t peer, const std::string& why, std::i
 bool CopyWatch::broken(std::int32_t peer) const {
   if (!any_broken_.load()) return false;
   const std::lock_guard<std::mutex> lock(mutex_);
-  return broken_locked(peer);
+  return broken_.has(peer);
 }
 
-bool CopyWatch::broken_locked(std::int32_t peer) const {
-  return std::find(broken_.begin(), broken_.end(), peer) != broken_.end();
-}
-
-std::int32_t CopyWatch::first_broken() const {
+BrokenPeers CopyWatch::broken_peers() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return broken_.empty() ? -1 : broken_.front();
-}
-
-std::string CopyWatch::why() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return why_;
+  return broken_;
 }
 
 void CopyWatch::work() {
@@ -135,7 +128,7 @@ void CopyWatch::work() {
 
 void CopyWatch::look(Line& line, Clock::time_point now) {
   const std::int32_t peer = line.peer_->rank();
-  if (broken_locked(peer)) return;
+  if (broken_.has(peer)) return;
   // Asked before the last look at the flag, for what it sent before it died counts.
   const bool alive = !line.waits() || line.peer_->alive();
   const bool given_up = line.given_up_.load() != 0;  // likewise
@@ -156,9 +149,9 @@ void CopyWatch::look(Line& line, Clock::time_point now) {
 
 // Every time, since what the peer had under way may set a flag back.
 void CopyWatch::release() {
-  if (broken_.empty()) return;
+  if (!broken_.any()) return;
   for (Line& line : lines_) {
-    if (!broken_locked(line.peer_->rank())) continue;
+    if (!broken_.has(line.peer_->rank())) continue;
     // Also for what has not been expected yet, as a queue may get its wait at any time.
     line.flag_.store(line.expected_.load(std::memory_order_relaxed) + kFarAhead);
   }
@@ -306,7 +299,7 @@ CopyEngineLink::CopyEngineLink(std::shared_ptr<SharedMemoryLink> host, std::shar
       timeout_seconds_(timeout_seconds),
       segment_(SharedMemorySegment::make(host_->num_ranks() * kKinds * sizeof(CopyWords))),
       exposed_(engine_->expose(segment_)),
-      watch_(timeout_seconds, host_->let_go()) {
+      watch_(host_->rank(), timeout_seconds, host_->let_go()) {
   host_->publish_copies(*segment_);
 }
 

@@ -75,7 +75,7 @@ class CopyWatch final {
   };
 
   // let_go: this rank's word for all others, of LinkBoard. It must outlive the watch.
-  CopyWatch(double timeout_seconds, SharedWord& let_go);
+  CopyWatch(std::int32_t rank, double timeout_seconds, SharedWord& let_go);
   CopyWatch(const CopyWatch&) = delete;
   CopyWatch& operator=(const CopyWatch&) = delete;
   // In a forked child there is no thread, and nothing is done.
@@ -90,16 +90,14 @@ class CopyWatch final {
   void give_up(std::int32_t peer, const std::string& why, std::int32_t blamed);
   bool broken(std::int32_t peer) const;
   bool any_broken() const { return any_broken_.load(); }
-  // The first that was given up, and why.
-  std::int32_t first_broken() const;
-  std::string why() const;
+  // As they are now.
+  BrokenPeers broken_peers() const;
 
  private:
   void work();
   void look(Line& line, Clock::time_point now);
   void release();
   void give_up_locked(std::int32_t peer, const std::string& why, std::int32_t blamed);
-  bool broken_locked(std::int32_t peer) const;
 
   const Home home_;
   const double timeout_seconds_;
@@ -107,8 +105,7 @@ class CopyWatch final {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Line> lines_;  // which stay where they are
-  std::vector<std::int32_t> broken_;
-  std::string why_;
+  BrokenPeers broken_;
   std::atomic<bool> any_broken_{false};
   bool ending_ = false;
   std::unique_ptr<std::thread> thread_;

@@ -16,13 +16,13 @@ constexpr std::chrono::microseconds kPause{100};  // where a host waits for anot
 
 }  // namespace
 
-CopyEngineSource::CopyEngineSource(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<SharedMemorySource> announced,
-                                   std::vector<CopyPlaces> places)
-    : link_(std::move(link)), announced_(std::move(announced)), places_(std::move(places)) {}
-
-std::unique_ptr<Transport> CopyEngineSource::connect(const RankProgram& program, double timeout_seconds) {
-  announced_->check(program);
-  return std::make_unique<CopyEngineTransport>(link_, *announced_, places_, program, timeout_seconds);
+Connect over_copy_engines(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<const SharedMemoryPlan> announced,
+                          std::vector<CopyPlaces> places) {
+  return [link = std::move(link), announced = std::move(announced), places = std::move(places)](
+             const RankProgram& program, double timeout_seconds) {
+    announced->check(program);
+    return std::make_unique<CopyEngineTransport>(link, *announced, places, program, timeout_seconds);
+  };
 }
 
 void add_places(const RankProgram& program, std::vector<CopyPlaces>& places) {
@@ -37,7 +37,7 @@ void add_places(const RankProgram& program, std::vector<CopyPlaces>& places) {
   }
 }
 
-CopyEngineTransport::CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemorySource& announced,
+CopyEngineTransport::CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemoryPlan& announced,
                                          std::vector<CopyPlaces> places, const RankProgram& program,
                                          double timeout_seconds)
     : link_(std::move(link)),
@@ -56,13 +56,7 @@ CopyEngineTransport::CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, c
 }
 
 void CopyEngineTransport::begin_step(std::int64_t signature, bool announce) {
-  if (link_->watch().any_broken()) {
-    throw TransportError(link_->watch().first_broken(),
-                         "rank " + std::to_string(program_.rank()) +
-                             ": the copy-engine transport is broken (no transfer with rank " +
-                             std::to_string(link_->watch().first_broken()) + ": " + link_->watch().why() +
-                             "); build the Pipeline again");
-  }
+  link_->watch().broken_peers().require_none();
   specs_.open(signature, announce);
   signature_ = signature;
   announcing_ = announce;
@@ -157,10 +151,8 @@ void CopyEngineTransport::give_up(std::int32_t peer, const std::string& why) {
 }
 
 void CopyEngineTransport::fail() const {
-  const std::int32_t peer = link_->watch().first_broken();
-  throw TransportError(peer, "rank " + std::to_string(program_.rank()) + ": no transfer with rank " +
-                                 std::to_string(peer) + " any more (" + link_->watch().why() +
-                                 "); see what that rank was doing, or set a longer timeout");
+  const BrokenPeers broken = link_->watch().broken_peers();
+  BrokenPeers::refuse(broken.first(), "rank " + std::to_string(program_.rank()), broken.why());
 }
 
 void CopyEngineTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {

@@ -27,21 +27,6 @@ struct CopyPlaces {
 // Adds those of the channels on which a rank receives: a place for each slot that the channel ever fills.
 void add_places(const RankProgram& program, std::vector<CopyPlaces>& places);
 
-// What a rank needs for one program beside the program: made on every rank, in the same order.
-class CopyEngineSource final : public TransportSource {
- public:
-  // announced: how the messages of a step go that announces them; it carries every channel between ranks.
-  CopyEngineSource(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<SharedMemorySource> announced,
-                   std::vector<CopyPlaces> places);
-
-  std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
-
- private:
-  std::shared_ptr<CopyEngineLink> link_;
-  std::shared_ptr<SharedMemorySource> announced_;
-  std::vector<CopyPlaces> places_;
-};
-
 // Why it cannot hang on a program that is proved. Read "the rank" as its streams, which follow its program, and
 // "blocks" as a wait in a stream.
 // 1. A step that announces goes through shared memory as a whole; see SharedMemoryTransport.
@@ -56,7 +41,7 @@ class CopyEngineSource final : public TransportSource {
 // What streams share beside that, a queue of the hardware say, is the engine's care.
 class CopyEngineTransport final : public Transport {
  public:
-  CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemorySource& announced,
+  CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemoryPlan& announced,
                       std::vector<CopyPlaces> places, const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
@@ -117,5 +102,9 @@ class CopyEngineTransport final : public Transport {
   std::vector<Send> sends_;
   std::vector<CopyPart> parts_;
 };
+
+// announced: how the messages of a step go that announces them; it carries every channel between ranks.
+Connect over_copy_engines(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<const SharedMemoryPlan> announced,
+                          std::vector<CopyPlaces> places);
 
 }  // namespace fastpipe

@@ -127,13 +127,18 @@ LoopbackHub::LoopbackHub(std::vector<Channel> channels, std::vector<std::int32_t
   for (std::size_t lane = 0; lane < lane_numbers_.size(); ++lane) lanes_.push_back(std::make_unique<LoopbackLane>());
 }
 
-std::unique_ptr<Transport> LoopbackHub::connect(const RankProgram& program, double timeout_seconds) {
-  if (program.channels().size() != channels_.size()) {
-    throw ArgumentError("this loopback was made for " + std::to_string(channels_.size()) +
-                        " channels, the program has " + std::to_string(program.channels().size()) +
-                        "; make a loopback for each program");
-  }
-  return std::make_unique<LoopbackTransport>(shared_from_this(), program, timeout_seconds);
+void LoopbackHub::check(const RankProgram& program) const {
+  if (program.channels().size() == channels_.size()) return;
+  throw ArgumentError("this loopback was made for " + std::to_string(channels_.size()) + " channels, the program has " +
+                      std::to_string(program.channels().size()) + "; make a loopback for each program");
+}
+
+Connect over_loopback(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds) {
+  auto hub = std::make_shared<LoopbackHub>(std::move(channels), std::move(lanes), delay_seconds);
+  return [hub](const RankProgram& program, double timeout_seconds) {
+    hub->check(program);
+    return std::make_unique<LoopbackTransport>(hub, program, timeout_seconds);
+  };
 }
 
 void LoopbackHub::break_off(std::int32_t one, std::int32_t other, const std::string& why) {
@@ -160,19 +165,14 @@ LoopbackTransport::LoopbackTransport(std::shared_ptr<LoopbackHub> hub, const Ran
       specs_(program.size()),
       receives_(program.num_slots()),
       sends_(program.num_sends()),
-      broken_(num_ranks(program.channels())) {}
+      broken_(program.rank()) {}
 
 LoopbackTransport::~LoopbackTransport() {
   leave("the rank has left in the middle of a step");
 }
 
 void LoopbackTransport::begin_step(std::int64_t signature, bool announce) {
-  const auto broken = std::find(broken_.begin(), broken_.end(), true);
-  if (broken != broken_.end()) {
-    const auto peer = static_cast<std::int32_t>(broken - broken_.begin());
-    throw TransportError(peer, "rank " + std::to_string(program_.rank()) + ": the loopback transport is broken (" +
-                                   why_broken_ + "); build the Pipeline again");
-  }
+  broken_.require_none();
   specs_.open(signature, announce);
 }
 
@@ -209,7 +209,7 @@ void LoopbackTransport::post_stand_in(const Transfer& transfer, std::int32_t sen
 
 void LoopbackTransport::post(LoopbackOperation& operation) {
   const std::int32_t peer = peer_of(operation);
-  if (broken_[peer]) return;
+  if (broken_.has(peer)) return;
   if (operation.is_send && hub_->delay() > Clock::duration::zero()) operation.eligible = Clock::now() + hub_->delay();
   operation.posted = true;
   const int end = program_.rank() < peer ? 0 : 1;
@@ -230,7 +230,7 @@ double LoopbackTransport::wait_send(std::int32_t send) {
 
 bool LoopbackTransport::wait(LoopbackOperation& operation) {
   // Not posted since the peer is broken, or waited for before (an error's second wait, while draining).
-  if (!operation.posted || broken_[peer_of(operation)]) return false;
+  if (!operation.posted || broken_.has(peer_of(operation))) return false;
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
   if (!hub_->lane_of(operation.channel).wait(operation, deadline)) give_up(operation);
   operation.posted = false;
@@ -242,23 +242,21 @@ std::int32_t LoopbackTransport::peer_of(const LoopbackOperation& operation) cons
 }
 
 void LoopbackTransport::break_off(std::int32_t peer, const std::string& why) {
-  broken_[peer] = true;
-  why_broken_ = why;
+  broken_.add(peer, why);
   hub_->break_off(program_.rank(), peer, why);
 }
 
 void LoopbackTransport::give_up(LoopbackOperation& operation) {
   const std::int32_t peer = peer_of(operation);
-  break_off(peer, hub_->lane_of(operation.channel).why_broken());
+  const std::string why = hub_->lane_of(operation.channel).why_broken();
+  break_off(peer, why);
   operation.posted = false;
-  throw TransportError(peer, "rank " + std::to_string(program_.rank()) + ": no transfer with rank " +
-                                 std::to_string(peer) + " any more (" + why_broken_ +
-                                 "); see what that rank was doing, or set a longer timeout");
+  BrokenPeers::refuse(peer, "rank " + std::to_string(program_.rank()), why);
 }
 
 void LoopbackTransport::end_step(bool complete) {
   specs_.close(complete);
-  const bool was_broken = !why_broken_.empty();
+  const bool was_broken = broken_.any();
   if (!leave("a channel is not empty at the end of the step") && !was_broken) {
     throw Error("rank " + std::to_string(program_.rank()) +
                 ": a channel is not empty at the end of the step; lower the schedule again and validate it");
@@ -271,7 +269,7 @@ bool LoopbackTransport::leave(const char* why) {
     for (LoopbackOperation& operation : *operations) {
       if (!operation.posted) continue;
       idle = false;
-      if (!broken_[peer_of(operation)]) break_off(peer_of(operation), why);
+      if (!broken_.has(peer_of(operation))) break_off(peer_of(operation), why);
       operation = {};
     }
   }

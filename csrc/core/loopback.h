@@ -68,14 +68,15 @@ class LoopbackLane {
 };
 
 // What the ranks of one process share to reach each other. Ranks connect one by one; it lives as long as any of them.
-class LoopbackHub final : public TransportSource, public std::enable_shared_from_this<LoopbackHub> {
+class LoopbackHub final {
  public:
   // lanes: that of each channel, by its index. delay_seconds: how long a send waits before it can be executed.
   LoopbackHub(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds);
 
-  std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
   LoopbackLane& lane_of(std::int32_t channel) { return *lanes_[lane_numbers_[channel]]; }
   Clock::duration delay() const { return delay_; }
+  // Throws ArgumentError for a program that it was not made for.
+  void check(const RankProgram& program) const;
   // Breaks every lane between two ranks.
   void break_off(std::int32_t one, std::int32_t other, const std::string& why);
 
@@ -117,8 +118,10 @@ class LoopbackTransport final : public Transport {
   SpecBook specs_;
   std::vector<LoopbackOperation> receives_;
   std::vector<LoopbackOperation> sends_;
-  std::vector<bool> broken_;  // by peer
-  std::string why_broken_;
+  BrokenPeers broken_;
 };
+
+// For all ranks of a program; the arguments are those of a LoopbackHub.
+Connect over_loopback(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds);
 
 }  // namespace fastpipe

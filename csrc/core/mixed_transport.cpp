@@ -6,10 +6,10 @@
 
 namespace fastpipe {
 
-MixedTransport::MixedTransport(const SharedMemorySource& near, TransportSource& far, const RankProgram& program,
+MixedTransport::MixedTransport(const SharedMemoryPlan& near, const Connect& far, const RankProgram& program,
                                double timeout_seconds)
     : near_(near, program, timeout_seconds),
-      far_(far.connect(program, timeout_seconds)),
+      far_(far(program, timeout_seconds)),
       receives_(program.num_slots()),
       sends_(program.num_sends()) {
   for (std::size_t channel = 0; channel < program.channels().size(); ++channel) {
@@ -104,12 +104,11 @@ void MixedTransport::end_step(bool complete) {
   if (error) std::rethrow_exception(error);
 }
 
-MixedSource::MixedSource(std::shared_ptr<SharedMemorySource> near, std::shared_ptr<TransportSource> far)
-    : near_(std::move(near)), far_(std::move(far)) {}
-
-std::unique_ptr<Transport> MixedSource::connect(const RankProgram& program, double timeout_seconds) {
-  near_->check(program);
-  return std::make_unique<MixedTransport>(*near_, *far_, program, timeout_seconds);
+Connect over_both(std::shared_ptr<const SharedMemoryPlan> near, Connect far) {
+  return [near = std::move(near), far = std::move(far)](const RankProgram& program, double timeout_seconds) {
+    near->check(program);
+    return std::make_unique<MixedTransport>(*near, far, program, timeout_seconds);
+  };
 }
 
 }  // namespace fastpipe

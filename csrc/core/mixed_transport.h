@@ -24,8 +24,7 @@ namespace fastpipe {
 //    too: the proof of receives at their waits holds for any that are made earlier, as no two channels share a lane.
 class MixedTransport final : public Transport {
  public:
-  MixedTransport(const SharedMemorySource& near, TransportSource& far, const RankProgram& program,
-                 double timeout_seconds);
+  MixedTransport(const SharedMemoryPlan& near, const Connect& far, const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -49,15 +48,7 @@ class MixedTransport final : public Transport {
   std::unique_ptr<Helper> helper_;  // made when it is needed
 };
 
-// Makes it from what makes the two; `near` says which channels are its.
-class MixedSource final : public TransportSource {
- public:
-  MixedSource(std::shared_ptr<SharedMemorySource> near, std::shared_ptr<TransportSource> far);
-  std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
-
- private:
-  std::shared_ptr<SharedMemorySource> near_;
-  std::shared_ptr<TransportSource> far_;
-};
+// `near` says which channels are its.
+Connect over_both(std::shared_ptr<const SharedMemoryPlan> near, Connect far);
 
 }  // namespace fastpipe

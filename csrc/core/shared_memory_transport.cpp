@@ -30,27 +30,29 @@ void count_needs(const RankProgram& program, std::vector<ChannelNeeds>& needs) {
   }
 }
 
-SharedMemorySource::SharedMemorySource(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
-                                       std::vector<ChannelNeeds> needs, std::vector<bool> carried)
+SharedMemoryPlan::SharedMemoryPlan(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
+                                   std::vector<ChannelNeeds> needs, std::vector<bool> carried)
     : link_(std::move(link)),
       codec_(std::move(codec)),
       needs_(std::move(needs)),
       carried_(std::move(carried)),
       number_(link_->number_program()) {}
 
-std::unique_ptr<Transport> SharedMemorySource::connect(const RankProgram& program, double timeout_seconds) {
-  check(program);
-  return std::make_unique<SharedMemoryTransport>(*this, program, timeout_seconds);
+Connect over_shared_memory(std::shared_ptr<const SharedMemoryPlan> plan) {
+  return [plan = std::move(plan)](const RankProgram& program, double timeout_seconds) {
+    plan->check(program);
+    return std::make_unique<SharedMemoryTransport>(*plan, program, timeout_seconds);
+  };
 }
 
-void SharedMemorySource::check(const RankProgram& program) const {
+void SharedMemoryPlan::check(const RankProgram& program) const {
   if (program.rank() == link_->rank() && program.channels().size() == needs_.size()) return;
   throw ArgumentError("this shared memory was made for " + std::to_string(needs_.size()) + " channels and rank " +
                       std::to_string(link_->rank()) + ", the program has " + std::to_string(program.channels().size()) +
                       " and is rank " + std::to_string(program.rank()) + "'s; make a source for each program");
 }
 
-std::uint64_t SharedMemorySource::fingerprint() const {
+std::uint64_t SharedMemoryPlan::fingerprint() const {
   std::uint64_t sum = 0xcbf29ce484222325;  // FNV
   for (const ChannelNeeds& channel : needs_) {
     for (const std::int32_t number : {channel.slots, channel.messages}) {
@@ -75,7 +77,7 @@ std::uint64_t num_entries(const ChannelNeeds& needs) {
 
 }  // namespace
 
-SharedMemoryTransport::SharedMemoryTransport(const SharedMemorySource& source, const RankProgram& program,
+SharedMemoryTransport::SharedMemoryTransport(const SharedMemoryPlan& source, const RankProgram& program,
                                              double timeout_seconds)
     : link_(source.link()),
       codec_(source.codec()),
@@ -88,7 +90,7 @@ SharedMemoryTransport::SharedMemoryTransport(const SharedMemorySource& source, c
       receives_(program.num_slots()),
       sends_(program.num_sends()),
       send_positions_(program.num_sends()),
-      broken_(num_ranks(program.channels())) {
+      broken_(program.rank()) {
   make_rings(source);
   const std::vector<Channel>& channels = program_.channels();
   for (std::size_t i = 0; i < channels.size(); ++i) {
@@ -99,7 +101,7 @@ SharedMemoryTransport::SharedMemoryTransport(const SharedMemorySource& source, c
 }
 
 // A table of where each channel's ring is, and the rings of those that this rank sends on.
-void SharedMemoryTransport::make_rings(const SharedMemorySource& source) {
+void SharedMemoryTransport::make_rings(const SharedMemoryPlan& source) {
   const std::vector<Channel>& channels = program_.channels();
   const auto sends_on = [&](std::size_t i) { return source.carries(i) && channels[i].source == program_.rank(); };
   std::vector<std::uint64_t> offsets(channels.size());
@@ -122,12 +124,7 @@ void SharedMemoryTransport::make_rings(const SharedMemorySource& source) {
 }
 
 void SharedMemoryTransport::begin_step(std::int64_t signature, bool announce) {
-  const auto broken = std::find(broken_.begin(), broken_.end(), true);
-  if (broken != broken_.end()) {
-    throw TransportError(static_cast<std::int32_t>(broken - broken_.begin()),
-                         "rank " + std::to_string(program_.rank()) + ": the shared-memory transport is broken (" +
-                             why_broken_ + "); build the Pipeline again");
-  }
+  broken_.require_none();
   hold_back();
   specs_.open(signature, announce);
 }
@@ -136,7 +133,7 @@ void SharedMemoryTransport::post_receive(const Transfer& transfer, std::int32_t 
   Receive& receive = receives_[slot];
   receive.watch.end();
   receive.state = Receive::State::kIdle;
-  if (broken_[peer_of(transfer.channel)]) return;
+  if (broken_.has(peer_of(transfer.channel))) return;
   receive.transfer = transfer;
   receive.into = &into;
   receive.state = Receive::State::kPosted;
@@ -145,7 +142,7 @@ void SharedMemoryTransport::post_receive(const Transfer& transfer, std::int32_t 
 
 bool SharedMemoryTransport::wait_receive(std::int32_t slot) {
   Receive& receive = receives_[slot];
-  while (receive.state == Receive::State::kPosted && !broken_[peer_of(receive.transfer.channel)]) {
+  while (receive.state == Receive::State::kPosted && !broken_.has(peer_of(receive.transfer.channel))) {
     receive_next(receive.transfer.channel);
   }
   const bool arrived = receive.state == Receive::State::kArrived;
@@ -176,7 +173,7 @@ bool SharedMemoryTransport::arrived(SharedMemoryInbox& inbox, std::size_t positi
   } catch (const std::exception& error) {
     const std::int32_t peer = inbox.peer().rank();
     lost_.emplace_back(peer, error.what());
-    throw_no_transfer(peer, position, error.what());
+    BrokenPeers::refuse(peer, program_.place(position), error.what());
   }
 }
 
@@ -217,7 +214,7 @@ bool SharedMemoryTransport::prepare(const Transfer& transfer, std::int32_t send,
   it.from = from;
   it.announced = specs_.announcing();
   send_positions_[send] = transfer.position;
-  return !broken_[peer_of(transfer.channel)];
+  return !broken_.has(peer_of(transfer.channel));
 }
 
 void SharedMemoryTransport::post(std::int32_t send) {
@@ -230,7 +227,7 @@ void SharedMemoryTransport::post(std::int32_t send) {
 double SharedMemoryTransport::wait_send(std::int32_t send) {
   SharedMemorySend& it = sends_[send];
   const SharedMemorySend::State posted = SharedMemorySend::State::kPosted;
-  if (it.state == posted && !broken_[peer_of(it.channel)]) {
+  if (it.state == posted && !broken_.has(peer_of(it.channel))) {
     wait(outboxes_[it.channel]->peer(), kForSpace, send_positions_[send], [&] { return it.state != posted; });
   }
   it.state = SharedMemorySend::State::kIdle;
@@ -275,7 +272,7 @@ void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t rea
     if (const auto lost = link_->lost()) {
       const std::string why = *lost < 0 ? "a rank is gone" : "rank " + std::to_string(*lost) + " is gone";
       lose_all(why);
-      throw_no_transfer(*lost, position, why);
+      BrokenPeers::refuse(*lost, program_.place(position), why);
     }
     if (!alive) give_up(peer.rank(), position, "its process died");
     if (Clock::now() >= deadline) {
@@ -294,7 +291,10 @@ void SharedMemoryTransport::check_signals() {
 }
 
 void SharedMemoryTransport::lose_all(const std::string& why) {
-  for (std::size_t peer = 0; peer < broken_.size(); ++peer) lose(static_cast<std::int32_t>(peer), why);
+  broken_.add_all(why);
+  for (const auto& outbox : outboxes_) {
+    if (outbox) outbox->drop();
+  }
 }
 
 void SharedMemoryTransport::serve(const std::atomic<bool>& over) {
@@ -330,21 +330,15 @@ bool SharedMemoryTransport::spin(FunctionRef<bool()> ready) {
 
 void SharedMemoryTransport::give_up(std::int32_t peer, std::size_t position, const std::string& why) {
   lose(peer, why);
-  throw_no_transfer(peer, position, why);
+  BrokenPeers::refuse(peer, program_.place(position), why);
 }
 
 void SharedMemoryTransport::lose(std::int32_t peer, const std::string& why) {
-  broken_[peer] = true;
-  why_broken_ = "no transfer with rank " + std::to_string(peer) + ": " + why;
+  broken_.add(peer, why);
   for (std::size_t channel = 0; channel < outboxes_.size(); ++channel) {
     const Channel& it = program_.channels()[channel];
     if (outboxes_[channel] && it.destination == peer) outboxes_[channel]->drop();
   }
-}
-
-void SharedMemoryTransport::throw_no_transfer(std::int32_t peer, std::size_t position, const std::string& why) const {
-  throw TransportError(peer, program_.place(position) + ": no transfer with rank " + std::to_string(peer) +
-                                 " any more (" + why + "); see what that rank was doing, or set a longer timeout");
 }
 
 void SharedMemoryTransport::end_step(bool complete) {
@@ -357,7 +351,7 @@ void SharedMemoryTransport::end_step(bool complete) {
   }
   for (const auto& [peer, why] : lost_) lose(peer, why);
   lost_.clear();
-  if (!left || !why_broken_.empty()) return;
+  if (!left || broken_.any()) return;
   throw Error("rank " + std::to_string(program_.rank()) +
               ": a channel is not empty at the end of the step; lower the schedule again and validate it");
 }

@@ -31,13 +31,12 @@ std::vector<bool> channels_between_ranks(const std::vector<Channel>& channels);
 // Adds what a rank's program tells of the channels on which it receives.
 void count_needs(const RankProgram& program, std::vector<ChannelNeeds>& needs);
 
-class SharedMemorySource final : public TransportSource {
+class SharedMemoryPlan final {
  public:
   // carried: by channel, whether it goes through shared memory; what stays on a rank does not.
-  SharedMemorySource(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
-                     std::vector<ChannelNeeds> needs, std::vector<bool> carried);
+  SharedMemoryPlan(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
+                   std::vector<ChannelNeeds> needs, std::vector<bool> carried);
 
-  std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
   // Throws ArgumentError for a program that it was not made for.
   void check(const RankProgram& program) const;
 
@@ -75,7 +74,7 @@ class SharedMemorySource final : public TransportSource {
 // So every send that would match in the proof is copied here, at the latest when its rank blocks, and the ranks go on.
 class SharedMemoryTransport final : public Transport {
  public:
-  SharedMemoryTransport(const SharedMemorySource& source, const RankProgram& program, double timeout_seconds);
+  SharedMemoryTransport(const SharedMemoryPlan& source, const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -107,7 +106,7 @@ class SharedMemoryTransport final : public Transport {
     SharedMemoryWatch watch;
   };
 
-  void make_rings(const SharedMemorySource& source);
+  void make_rings(const SharedMemoryPlan& source);
   bool prepare(const Transfer& transfer, std::int32_t send, const Payload* from);
   void post(std::int32_t send);
   void receive_next(std::int32_t channel);
@@ -121,7 +120,6 @@ class SharedMemoryTransport final : public Transport {
   void lose(std::int32_t peer, const std::string& why);
   void lose_all(const std::string& why);
   void check_signals();
-  [[noreturn]] void throw_no_transfer(std::int32_t peer, std::size_t position, const std::string& why) const;
   std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
 
   std::shared_ptr<SharedMemoryLink> link_;
@@ -136,9 +134,10 @@ class SharedMemoryTransport final : public Transport {
   std::vector<Receive> receives_;
   std::vector<SharedMemorySend> sends_;
   std::vector<std::size_t> send_positions_;  // for messages
-  std::vector<bool> broken_;                 // by peer
-  std::string why_broken_;
+  BrokenPeers broken_;
   std::vector<std::pair<std::int32_t, std::string>> lost_;  // peers that are broken at the end of the step, and why
 };
+
+Connect over_shared_memory(std::shared_ptr<const SharedMemoryPlan> plan);
 
 }  // namespace fastpipe

@@ -6,6 +6,36 @@
 
 namespace fastpipe {
 
+namespace {
+
+std::string no_transfer(std::int32_t peer) {
+  return peer < 0 ? "no transfer" : "no transfer with rank " + std::to_string(peer);
+}
+
+}  // namespace
+
+void BrokenPeers::add(std::int32_t peer, const std::string& why) {
+  if (has(peer)) return;
+  if (!any()) why_ = why;
+  peers_.push_back(peer);
+}
+
+void BrokenPeers::add_all(const std::string& why) {
+  if (!any()) why_ = why;
+  all_ = true;
+}
+
+void BrokenPeers::require_none() const {
+  if (!any()) return;
+  throw TransportError(first(), "rank " + std::to_string(rank_) + ": the transport is broken (" + no_transfer(first()) +
+                                    ": " + why_ + "); build the Pipeline again");
+}
+
+void BrokenPeers::refuse(std::int32_t peer, const std::string& place, const std::string& why) {
+  throw TransportError(peer, place + ": " + no_transfer(peer) + " any more (" + why +
+                                 "); see what that rank was doing, or set a longer timeout");
+}
+
 void SpecBook::open(std::int64_t signature, bool announce) {
   const auto found = pages_.find(signature);
   if (!announce && found == pages_.end()) {

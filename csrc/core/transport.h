@@ -1,8 +1,10 @@
 // What moves between stages and how: payloads, what they look like, and transports.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -85,13 +87,30 @@ class Transport {
 };
 
 // Makes the transport of one rank for one program.
-class TransportSource {
+using Connect = std::function<std::unique_ptr<Transport>(const RankProgram& program, double timeout_seconds)>;
+
+// The peers of one rank that are broken: nothing is exchanged with them any more.
+class BrokenPeers final {
  public:
-  TransportSource() = default;
-  TransportSource(const TransportSource&) = delete;
-  TransportSource& operator=(const TransportSource&) = delete;
-  virtual ~TransportSource() = default;
-  virtual std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) = 0;
+  explicit BrokenPeers(std::int32_t rank) : rank_(rank) {}
+
+  bool any() const { return all_ || !peers_.empty(); }
+  bool has(std::int32_t peer) const { return all_ || std::find(peers_.begin(), peers_.end(), peer) != peers_.end(); }
+  // The first one, kNone if it is not known, and why.
+  std::int32_t first() const { return peers_.empty() ? kNone : peers_.front(); }
+  const std::string& why() const { return why_; }
+  void add(std::int32_t peer, const std::string& why);
+  void add_all(const std::string& why);
+  // At the beginning of a step. Throws TransportError if there is any.
+  void require_none() const;
+  // Throws the TransportError for a transfer with a broken peer, at a place in the program.
+  [[noreturn]] static void refuse(std::int32_t peer, const std::string& place, const std::string& why);
+
+ private:
+  std::int32_t rank_;
+  std::vector<std::int32_t> peers_;
+  bool all_ = false;
+  std::string why_;
 };
 
 // What each message of a step looks like, by the signature of the step's input: learnt once, known from then on.

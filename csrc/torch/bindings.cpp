@@ -55,13 +55,18 @@ RankProgram to_program(std::int32_t rank, const Columns& columns, const std::vec
   return {rank, columns.data(), static_cast<std::size_t>(columns.shape(1)), to_channels(channels)};
 }
 
+// What a transport of Python's gives to an Executor, which makes its own end of it.
+struct Transports {
+  Connect connect;
+};
+
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
-                                    TransportSource& transport, double timeout, const at::Device& device, int pairs,
+                                    const Transports& transport, double timeout, const at::Device& device, int pairs,
                                     std::vector<c10::Stream> streams) {
   std::vector<StagePlace> places;
   for (const auto& [index, is_first, is_last, fused] : stages) places.push_back({index, is_first, is_last, fused});
-  return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport, timeout, device,
+  return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport.connect, timeout, device,
                                   static_cast<PairWay>(pairs), std::move(streams));
 }
 
@@ -74,25 +79,24 @@ std::vector<RankProgram> to_programs(const std::vector<Columns>& columns, const 
   return programs;
 }
 
-std::shared_ptr<SharedMemorySource> make_shared_memory(std::shared_ptr<SharedMemoryLink> link,
-                                                       const std::vector<ChannelTuple>& channels,
-                                                       const std::vector<Columns>& columns,
-                                                       std::optional<std::vector<bool>> carried,
-                                                       const at::Device& device) {
+std::shared_ptr<const SharedMemoryPlan> plan_shared_memory(std::shared_ptr<SharedMemoryLink> link,
+                                                           const std::vector<ChannelTuple>& channels,
+                                                           const std::vector<Columns>& columns,
+                                                           std::optional<std::vector<bool>> carried,
+                                                           const at::Device& device) {
   std::vector<ChannelNeeds> needs(channels.size());
   for (const RankProgram& program : to_programs(columns, channels)) count_needs(program, needs);
-  return std::make_shared<SharedMemorySource>(
+  return std::make_shared<SharedMemoryPlan>(
       std::move(link), std::make_shared<TensorCodec>(device), std::move(needs),
       carried ? std::move(*carried) : channels_between_ranks(to_channels(channels)));
 }
 
-std::shared_ptr<CopyEngineSource> make_copy_engine(std::shared_ptr<CopyEngineLink> link,
-                                                   const std::vector<ChannelTuple>& channels,
-                                                   const std::vector<Columns>& columns, const at::Device& device) {
-  auto announced = make_shared_memory(link->host(), channels, columns, std::nullopt, device);
+Transports make_copy_engines(std::shared_ptr<CopyEngineLink> link, const std::vector<ChannelTuple>& channels,
+                             const std::vector<Columns>& columns, const at::Device& device) {
+  auto announced = plan_shared_memory(link->host(), channels, columns, std::nullopt, device);
   std::vector<CopyPlaces> places(channels.size());
   for (const RankProgram& program : to_programs(columns, channels)) add_places(program, places);
-  return std::make_shared<CopyEngineSource>(std::move(link), std::move(announced), std::move(places));
+  return {over_copy_engines(std::move(link), std::move(announced), std::move(places))};
 }
 
 py::bytes to_bytes(const CopyTicket& ticket) {
@@ -153,12 +157,6 @@ void bind_shared_memory(py::module_& m) {
             link.connect(rank, {process, descriptor, nonce});
           },
           py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"));
-  py::class_<SharedMemorySource, TransportSource, std::shared_ptr<SharedMemorySource>>(m, "SharedMemorySource")
-      .def(py::init(&make_shared_memory), py::arg("link"), py::arg("channels"), py::arg("columns"),
-           py::arg("carried") = py::none(), py::arg("device") = at::Device(at::kCPU));
-  py::class_<MixedSource, TransportSource, std::shared_ptr<MixedSource>>(m, "MixedSource")
-      .def(py::init<std::shared_ptr<SharedMemorySource>, std::shared_ptr<TransportSource>>(), py::arg("near"),
-           py::arg("far"));
 }
 
 void bind_copy_engine(py::module_& m) {
@@ -172,8 +170,6 @@ void bind_copy_engine(py::module_& m) {
   py::class_<CopyEngineLink, std::shared_ptr<CopyEngineLink>>(m, "CopyEngineLink")
       .def(py::init<std::shared_ptr<SharedMemoryLink>, std::shared_ptr<CopyEngine>, double>(), py::arg("host"),
            py::arg("engine"), py::arg("timeout"));
-  py::class_<CopyEngineSource, TransportSource, std::shared_ptr<CopyEngineSource>>(m, "CopyEngineSource")
-      .def(py::init(&make_copy_engine), py::arg("link"), py::arg("channels"), py::arg("columns"), py::arg("device"));
 #ifdef FASTPIPE_WITH_CUDA
   m.attr("has_cuda") = true;
   py::class_<CudaCopyEngine, CopyEngine, std::shared_ptr<CudaCopyEngine>>(m, "CudaCopyEngine")
@@ -305,15 +301,31 @@ void translate(std::exception_ptr error) {
 }
 
 void bind_transports(py::module_& m) {
-  // What a transport of Python's gives to an Executor, which makes its own end of it.
-  py::class_<TransportSource, std::shared_ptr<TransportSource>>(m, "TransportSource");
-  py::class_<LoopbackHub, TransportSource, std::shared_ptr<LoopbackHub>>(m, "LoopbackHub")
-      .def(py::init([](std::int32_t, const std::vector<ChannelTuple>& channels, std::vector<std::int32_t> lanes,
-                       double delay) {
-             return std::make_shared<LoopbackHub>(to_channels(channels), std::move(lanes), delay);
-           }),
-           py::arg("num_ranks"), py::arg("channels"), py::arg("lanes"), py::arg("delay") = 0.0)
-      .def("endpoint", [](const std::shared_ptr<LoopbackHub>& hub, std::int32_t) { return hub; }, py::arg("rank"));
+  py::class_<Transports>(m, "Transports");
+  m.def(
+      "over_loopback",
+      [](const std::vector<ChannelTuple>& channels, std::vector<std::int32_t> lanes, double delay) {
+        return Transports{over_loopback(to_channels(channels), std::move(lanes), delay)};
+      },
+      py::arg("channels"), py::arg("lanes"), py::arg("delay") = 0.0);
+  m.def(
+      "over_shared_memory",
+      [](std::shared_ptr<SharedMemoryLink> link, const std::vector<ChannelTuple>& channels,
+         const std::vector<Columns>& columns) {
+        return Transports{
+            over_shared_memory(plan_shared_memory(std::move(link), channels, columns, std::nullopt, at::kCPU))};
+      },
+      py::arg("link"), py::arg("channels"), py::arg("columns"));
+  m.def(
+      "over_both",
+      [](std::shared_ptr<SharedMemoryLink> link, const std::vector<ChannelTuple>& channels,
+         const std::vector<Columns>& columns, std::vector<bool> near, const Transports& far) {
+        auto plan = plan_shared_memory(std::move(link), channels, columns, std::move(near), at::kCPU);
+        return Transports{over_both(std::move(plan), far.connect)};
+      },
+      py::arg("link"), py::arg("channels"), py::arg("columns"), py::arg("near"), py::arg("far"));
+  m.def("over_copy_engines", &make_copy_engines, py::arg("link"), py::arg("channels"), py::arg("columns"),
+        py::arg("device"));
   py::class_<WorkWaits, Waits>(m, "WorkWaits")
       .def(py::init<>())
       .def("lose", &WorkWaits::lose, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
@@ -323,17 +335,16 @@ void bind_transports(py::module_& m) {
             waits.wait(work, std::chrono::duration_cast<std::chrono::milliseconds>(as_duration(seconds)));
           },
           py::arg("work"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
-  py::class_<ProcessGroups, TransportSource, std::shared_ptr<ProcessGroups>>(m, "ProcessGroupTransport")
-      .def(py::init([](std::vector<ProcessGroupPtr> groups, const std::vector<ChannelTuple>&, std::int32_t, Waits waits,
-                       const at::Device& device, std::vector<c10::Stream> streams,
-                       std::map<std::int32_t, ProcessGroupPtr> pairs, std::map<std::size_t, Coalescing::Turn> turns) {
-             return std::make_shared<ProcessGroups>(std::move(groups), device, std::move(streams),
-                                                    Coalescing{std::move(pairs), std::move(turns)}, std::move(waits));
-           }),
-           py::arg("groups"), py::arg("channels"), py::arg("rank"), py::arg("waits"),
-           py::arg("device") = at::Device(at::kCPU), py::arg("streams") = std::vector<c10::Stream>(),
-           py::arg("pairs") = std::map<std::int32_t, ProcessGroupPtr>(),
-           py::arg("turns") = std::map<std::size_t, Coalescing::Turn>());
+  m.def(
+      "over_process_groups",
+      [](std::vector<ProcessGroupPtr> groups, Waits waits, const at::Device& device, std::vector<c10::Stream> streams,
+         std::map<std::int32_t, ProcessGroupPtr> pairs, std::map<std::size_t, Coalescing::Turn> turns) {
+        return Transports{over_process_groups(std::move(groups), device, std::move(streams),
+                                              {std::move(pairs), std::move(turns)}, std::move(waits))};
+      },
+      py::arg("groups"), py::arg("waits"), py::arg("device") = at::Device(at::kCPU),
+      py::arg("streams") = std::vector<c10::Stream>(), py::arg("pairs") = std::map<std::int32_t, ProcessGroupPtr>(),
+      py::arg("turns") = std::map<std::size_t, Coalescing::Turn>());
 }
 
 void bind_executor(py::module_& m) {

@@ -43,25 +43,19 @@ std::string first_line(const char* text) {
 
 }  // namespace
 
-ProcessGroups::ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                             Coalescing coalescing, Waits waits)
-    : groups_(std::move(groups)),
-      device_(device),
-      streams_(std::move(streams)),
-      coalescing_(std::move(coalescing)),
-      waits_(std::move(waits)) {
-  if (groups_.size() != kNumGroups) {
-    throw ArgumentError("groups has " + std::to_string(groups_.size()) +
+Connect over_process_groups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
+                            Coalescing coalescing, Waits waits) {
+  if (groups.size() != kNumGroups) {
+    throw ArgumentError("groups has " + std::to_string(groups.size()) +
                         " entries; give four, by kind * 2 + (destination < source)");
   }
-  if (!device_.is_cpu() && streams_.size() != kNumGroups) {
-    throw ArgumentError("streams has " + std::to_string(streams_.size()) + " entries; give one a group");
+  if (!device.is_cpu() && streams.size() != kNumGroups) {
+    throw ArgumentError("streams has " + std::to_string(streams.size()) + " entries; give one a group");
   }
-}
-
-std::unique_ptr<Transport> ProcessGroups::connect(const RankProgram& program, double timeout_seconds) {
-  return std::make_unique<ProcessGroupTransport>(groups_, device_, streams_, coalescing_, waits_, program,
-                                                 timeout_seconds);
+  return [=](const RankProgram& program, double timeout_seconds) {
+    return std::make_unique<ProcessGroupTransport>(groups, device, streams, coalescing, waits, program,
+                                                   timeout_seconds);
+  };
 }
 
 ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device,
@@ -78,19 +72,14 @@ ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups
       sends_(program.num_sends()),
       turns_(coalescing.turns),
       queues_(program.channels().size()),
-      broken_(groups_.front()->getSize()) {
+      broken_(program.rank()) {
   for (const auto& [peer, group] : coalescing.pairs) {
     pairs_.emplace(peer, Pair{group, program_.rank() < peer ? 1 : 0, {}, {}});
   }
 }
 
 void ProcessGroupTransport::begin_step(std::int64_t signature, bool announce) {
-  const auto broken = std::find(broken_.begin(), broken_.end(), true);
-  if (broken != broken_.end()) {
-    const auto peer = static_cast<std::int32_t>(broken - broken_.begin());
-    throw TransportError(peer, "rank " + std::to_string(program_.rank()) + ": the transport is broken (" + why_broken_ +
-                                   "); build the Pipeline again");
-  }
+  broken_.require_none();
   specs_.open(signature, announce);
   side_streams_.fork();
 }
@@ -102,7 +91,7 @@ bool ProcessGroupTransport::begin(Pending& pending, const Transfer& transfer) {
   pending.tensors.clear();
   pending.into = nullptr;
   pending.stand_in = false;
-  return !broken_[peer_of(pending)];
+  return !broken_.has(peer_of(pending));
 }
 
 void ProcessGroupTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
@@ -148,7 +137,7 @@ void ProcessGroupTransport::receive_next(std::int32_t channel) {
   queues_[channel].pop_front();
   Pending& pending = receives_[slot];
   pending.state = Pending::State::kIdle;  // should it fail, it is not tried again
-  if (!broken_[peer_of(pending)]) receive_announced(pending);
+  if (!broken_.has(peer_of(pending))) receive_announced(pending);
 }
 
 void ProcessGroupTransport::receive_announced(Pending& pending) {
@@ -297,7 +286,7 @@ void ProcessGroupTransport::wait(Pending& pending) {
 
 double ProcessGroupTransport::wait_send(std::int32_t send) {
   Pending& pending = sends_[send];
-  if (pending.state != Pending::State::kPosted || broken_[peer_of(pending)]) return 0;
+  if (pending.state != Pending::State::kPosted || broken_.has(peer_of(pending))) return 0;
   wait(pending);
   pending.state = Pending::State::kIdle;
   return 0;
@@ -330,8 +319,7 @@ void ProcessGroupTransport::check() const {
 
 void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
   const std::int32_t peer = peer_of(pending);
-  broken_[peer] = true;
-  if (why_broken_.empty()) why_broken_ = "no transfer with rank " + std::to_string(peer) + ": " + first_line(why);
+  broken_.add(peer, first_line(why));
   const std::string place = program_.place(pending.transfer.position);
   if (const auto pair = pairs_.find(peer); pair != pairs_.end()) pair->second.held.clear();
   for (std::vector<Pending>* all : {&receives_, &sends_}) {
@@ -348,8 +336,7 @@ void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
 }
 
 void ProcessGroupTransport::abandon_all() {
-  std::fill(broken_.begin(), broken_.end(), true);
-  why_broken_ = "a wait was interrupted";
+  broken_.add_all("a wait was interrupted");
   for (std::vector<Pending>* all : {&receives_, &sends_}) {
     for (Pending& other : *all) {
       if (other.state != Pending::State::kPosted) continue;
@@ -365,7 +352,7 @@ void ProcessGroupTransport::end_step(bool complete) {
   const auto busy = [](const Pending& pending) { return pending.state != Pending::State::kIdle; };
   const bool left =
       std::any_of(receives_.begin(), receives_.end(), busy) || std::any_of(sends_.begin(), sends_.end(), busy);
-  if (!left || !why_broken_.empty()) return;
+  if (!left || broken_.any()) return;
   throw Error("rank " + std::to_string(program_.rank()) +
               ": a channel is not empty at the end of the step; lower the schedule again and validate it");
 }

@@ -38,24 +38,6 @@ struct Coalescing {
   std::map<std::size_t, Turn> turns;              // by position in the program
 };
 
-// One group for each class and direction, by kind * 2 + (destination < source). Then no pending receive holds up a
-// send, and a backend that keeps one stream a pair of ranks executes each channel by itself. Group rank = pipeline
-// rank.
-class ProcessGroups final : public TransportSource {
- public:
-  // streams: for the receives that each group posts early, on a device that has any.
-  ProcessGroups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                Coalescing coalescing, Waits waits);
-  std::unique_ptr<Transport> connect(const RankProgram& program, double timeout_seconds) override;
-
- private:
-  std::vector<ProcessGroupPtr> groups_;
-  at::Device device_;
-  std::vector<c10::Stream> streams_;
-  Coalescing coalescing_;
-  Waits waits_;
-};
-
 class ProcessGroupTransport final : public Transport {
  public:
   ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
@@ -138,9 +120,14 @@ class ProcessGroupTransport final : public Transport {
   std::map<std::int32_t, Pair> pairs_;             // by peer; none where nothing is coalesced
   std::map<std::size_t, Coalescing::Turn> turns_;  // by position
   std::vector<std::deque<std::int32_t>> queues_;   // by channel: the slots of announced receives, in order
-  std::vector<bool> broken_;                       // by peer
-  std::string why_broken_;
+  BrokenPeers broken_;
   std::vector<Pending> abandoned_;  // to or from broken peers: the backend may still touch their memory
 };
+
+// groups: one for each class and direction, by kind * 2 + (destination < source). Then no pending receive holds up a
+// send, and a backend that keeps one stream a pair of ranks executes each channel by itself. Group rank = pipeline
+// rank. streams: for the receives that each group posts early, on a device that has any.
+Connect over_process_groups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
+                            Coalescing coalescing, Waits waits);
 
 }  // namespace fastpipe

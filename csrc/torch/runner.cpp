@@ -22,7 +22,7 @@ std::size_t count(const std::vector<StagePlace>& stages) {
 
 }  // namespace
 
-Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
+Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, const Connect& connect,
                double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams)
     : device_(device), streams_(device, std::move(streams)) {
   if (streams_.any() && streams_.size() != stages.size()) {
@@ -43,7 +43,7 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
     labels_of_backwards_[position] = std::to_string(it.pair_stage) + "B" + std::to_string(it.pair_microbatch);
   }
   executor_ = std::make_unique<Executor>(
-      program, std::move(owned), transport.connect(program, timeout_seconds),
+      program, std::move(owned), connect(program, timeout_seconds),
       [device, fenced = streams_.any()] { return std::make_unique<TensorPayload>(device, fenced); }, pairs);
 }
 

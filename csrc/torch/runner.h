@@ -65,7 +65,7 @@ struct StagePlace {
 class Runner final : public Observer {
  public:
   // streams: one a stage, or none.
-  Runner(const RankProgram& program, const std::vector<StagePlace>& stages, TransportSource& transport,
+  Runner(const RankProgram& program, const std::vector<StagePlace>& stages, const Connect& connect,
          double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams);
   // With the GIL held.
   ~Runner() override;

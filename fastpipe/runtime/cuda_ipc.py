@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from fastpipe.hardware_queues import why_too_few
@@ -93,9 +92,7 @@ class CudaIpc(SharedMemory):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""
-        channels = [tuple(map(int, channel)) for channel in program.channels]
-        columns = [np.ascontiguousarray(of_rank.columns) for of_rank in program]
-        return runtime.CopyEngineSource(self._copies, channels, columns, self.member.device)
+        return runtime.over_copy_engines(self._copies, *self.told(program), self.member.device)
 
     def close(self) -> None:
         """Give back what the device has for messages, when what was sent has arrived."""

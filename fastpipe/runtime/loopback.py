@@ -171,9 +171,8 @@ class Loopback(Transport):
         if id(program) not in self._native_hubs:
             lanes = lane_numbers(self.lanes, program.channels)
             channels = [tuple(map(int, channel)) for channel in program.channels]
-            hub = runtime.LoopbackHub(program.num_ranks, channels, lanes, self.delay)
-            self._native_hubs[id(program)] = (program, hub)
-        return self._native_hubs[id(program)][1].endpoint(rank)
+            self._native_hubs[id(program)] = (program, runtime.over_loopback(channels, lanes, self.delay))
+        return self._native_hubs[id(program)][1]
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

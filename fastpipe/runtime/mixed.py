@@ -63,8 +63,8 @@ class Mixed(Transport):
         far = self.groups.native(runtime, program, rank, timeout)
         if self.shared is None:
             return far
-        near = self.shared.source(runtime, program, [self.is_near(channel) for channel in program.channels])
-        return runtime.MixedSource(near, far)
+        near = [self.is_near(channel) for channel in program.channels]
+        return runtime.over_both(self.shared.link, *self.shared.told(program), near, far)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Swap tensors with another rank, between steps: its tensors, which look like these.

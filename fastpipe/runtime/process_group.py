@@ -320,11 +320,8 @@ class ProcessGroups(Transport):
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++."""
         self._warm_up(program)
-        channels = [tuple(map(int, channel)) for channel in program.channels]
         together = self._together(program, rank)
-        return runtime.ProcessGroupTransport(
-            self.groups, channels, rank, self.waits, self.device, self._streams, **together
-        )
+        return runtime.over_process_groups(self.groups, self.waits, self.device, self._streams, **together)
 
     def _together(self, program: Program, rank: int) -> dict[str, Any]:
         """What C++ needs to know of transfers that are one operation: here there are none."""

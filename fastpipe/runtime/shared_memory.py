@@ -43,13 +43,13 @@ class SharedMemory(Transport):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""
-        return self.source(runtime, program)
+        return runtime.over_shared_memory(self.link, *self.told(program))
 
-    def source(self, runtime: Any, program: Program, carried: Sequence[bool] | None = None) -> Any:
-        """The same for some of the channels: ``carried`` says which; all between two ranks unless given."""
+    @staticmethod
+    def told(program: Program) -> tuple[list[tuple[int, ...]], list[Any]]:
+        """Channels and instructions of all ranks, as C++ takes them."""
         channels = [tuple(map(int, channel)) for channel in program.channels]
-        columns = [np.ascontiguousarray(of_rank.columns) for of_rank in program]
-        return runtime.SharedMemorySource(self.link, channels, columns, carried)
+        return channels, [np.ascontiguousarray(of_rank.columns) for of_rank in program]
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Swap tensors with another rank, between steps: its tensors, which look like these.

@@ -27,9 +27,8 @@ inline CopyLink link_engine(const Link& link, std::shared_ptr<CopyEngine> engine
 
 inline std::unique_ptr<Transport> connect_engines(const CopyLink& link, const RandomPrograms& programs,
                                                   const RankProgram& program) {
-  auto announced = make_source(link->host(), programs, channels_between_ranks(programs.channels()), 0);
-  CopyEngineSource source(link, std::move(announced), places_of(programs));
-  return source.connect(program, link->timeout_seconds());
+  auto announced = make_plan(link->host(), programs, channels_between_ranks(programs.channels()), 0);
+  return over_copy_engines(link, std::move(announced), places_of(programs))(program, link->timeout_seconds());
 }
 
 inline Ranks ranks_over_engines(const Shape& shape, std::uint32_t seed, double timeout = 20) {

@@ -70,7 +70,7 @@ void test_what_another_has_let_go() {
   ranks.good_step(true);
   ranks.good_step(false);
   expect(ranks[2].check().empty(), ranks[2].check());
-  CopyWatch watch(20, links[1]->let_go());
+  CopyWatch watch(1, 20, links[1]->let_go());
   watch.give_up(0, "a test", 0);
   expect_all_are_told(ranks[2], "rank 2: what rank 1 sent may be no message, as it waits no more for rank 0");
 }
@@ -121,7 +121,7 @@ void test_idle() {
   const auto segment = SharedMemorySegment::make(sizeof(CopyWords) + kSharedLine);
   CopyWords& words = *segment->at<CopyWords>(0);
   SharedWord held{1};
-  CopyWatch watch(20, host->let_go());
+  CopyWatch watch(0, 20, host->let_go());
   ThreadQueue late(1);
   ThreadQueue soon(2);
   CopyIncoming incoming(engine, words, watch.add(words.arrived, words.given_up, host->peer(1)));
@@ -176,10 +176,11 @@ class StreamRank final {
     }
     std::vector<ChannelNeeds> needs(programs.channels().size());
     for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) count_needs(programs.program(rank), needs);
-    auto announced = std::make_shared<SharedMemorySource>(link, codec_, std::move(needs),
-                                                          channels_between_ranks(programs.channels()));
-    CopyEngineSource source(link_engine(link, engine_, 20), std::move(announced), places_of(programs));
-    executor_ = std::make_unique<Executor>(program, std::move(stages), source.connect(program, 20),
+    auto announced =
+        std::make_shared<SharedMemoryPlan>(link, codec_, std::move(needs), channels_between_ranks(programs.channels()));
+    const Connect connect =
+        over_copy_engines(link_engine(link, engine_, 20), std::move(announced), places_of(programs));
+    executor_ = std::make_unique<Executor>(program, std::move(stages), connect(program, 20),
                                            [] { return std::make_unique<StreamPayload>(); });
     start_.resize(program.size());
     end_.resize(program.size());

@@ -16,8 +16,8 @@ inline Ranks ranks_over_loopback(const Shape& shape, std::uint32_t seed, double 
   const RandomPrograms programs(shape, seed);
   std::vector<std::int32_t> lanes(programs.channels().size());
   std::iota(lanes.begin(), lanes.end(), 0);
-  const auto hub = std::make_shared<LoopbackHub>(programs.channels(), lanes, delay);
-  return {programs, [&](const RankProgram& program) { return hub->connect(program, timeout); }};
+  const Connect connect = over_loopback(programs.channels(), lanes, delay);
+  return {programs, [&](const RankProgram& program) { return connect(program, timeout); }};
 }
 
 }  // namespace fastpipe::testing

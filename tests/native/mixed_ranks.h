@@ -28,13 +28,12 @@ inline Ranks ranks_on_hosts(const Shape& shape, std::uint32_t seed, const Hosts&
   const RandomPrograms programs(shape, seed);
   std::vector<std::int32_t> lanes(programs.channels().size());
   std::iota(lanes.begin(), lanes.end(), 0);
-  const auto hub = std::make_shared<LoopbackHub>(programs.channels(), lanes, seed % 3 == 0 ? 0.0005 : 0);
+  const Connect far = over_loopback(programs.channels(), lanes, seed % 3 == 0 ? 0.0005 : 0);
   const auto near = within_hosts(programs.channels(), hosts);
   const auto links =
       make_links(shape, [&](std::int32_t one, std::int32_t other) { return hosts[one] == hosts[other]; });
   return {programs, [&](const RankProgram& program) {
-            const auto source = make_source(links[program.rank()], programs, near, keep);
-            return MixedSource(source, hub).connect(program, 20);
+            return over_both(make_plan(links[program.rank()], programs, near, keep), far)(program, 20);
           }};
 }
 

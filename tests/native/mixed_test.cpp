@@ -85,16 +85,16 @@ void run_triangle(Transport& transport, const RankProgram& program, bool announc
 }
 
 void test_near_messages_move_while_a_rank_waits_for_a_far_one() {
-  const auto hub = std::make_shared<LoopbackHub>(kTriangle, std::vector<std::int32_t>{0, 1, 2}, 0);
+  const Connect far = over_loopback(kTriangle, {0, 1, 2}, 0);
   const auto links = make_links({3, 3, 1}, [](std::int32_t one, std::int32_t other) { return one < 2 && other < 2; });
   std::vector<std::thread> threads;
   for (std::int32_t rank = 0; rank < 3; ++rank) {
     threads.emplace_back([&, rank] {
       std::vector<ChannelNeeds> needs(kTriangle.size());
       for (const std::int32_t other : {0, 1, 2}) count_needs(program_of(other), needs);
-      const auto source = std::make_shared<SharedMemorySource>(links[rank], std::make_shared<StubCodec>(0), needs,
-                                                               std::vector<bool>{true, false, false});
-      const auto transport = MixedSource(source, hub).connect(program_of(rank), 10);
+      const auto plan = std::make_shared<SharedMemoryPlan>(links[rank], std::make_shared<StubCodec>(0), needs,
+                                                           std::vector<bool>{true, false, false});
+      const auto transport = over_both(plan, far)(program_of(rank), 10);
       for (const bool announce : {true, false, false}) run_triangle(*transport, program_of(rank), announce);
     });
   }

@@ -12,7 +12,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402
 
 from fastpipe.runtime import native  # noqa: E402
-from fastpipe.runtime.failure import TransportError  # noqa: E402
+from fastpipe.runtime.failure import DIED, Failure, TransportError  # noqa: E402
 from fastpipe.runtime.group import membership  # noqa: E402
 from fastpipe.runtime.native_executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.process_group import ProcessGroups  # noqa: E402
@@ -76,6 +76,19 @@ def same_bits(index, folder):
     assert rank.gradients_are_those_of(reference)
 
 
+def told_of_a_lost_rank(index, folder):
+    """As on a device, where streams wait, and are let go when the groups are aborted."""
+    rank = Rank(index, folder)
+    rank.step(announce=True)
+    rank.executor.check()
+    transport = rank.executor.transport
+    transport.device, transport._all = torch.device("cuda"), list
+    transport.let_go(Failure(1, DIED, dead=True))
+    with pytest.raises(TransportError, match="did not come .rank 1 is gone") as caught:
+        rank.executor.check()
+    assert caught.value.peer == 1
+
+
 def failures(index, folder):
     rank = Rank(index, folder)
     armed = [None]
@@ -120,6 +133,6 @@ def a_death(index, folder):
     os._exit(0)  # the group cannot be ended in order without its other half
 
 
-@pytest.mark.parametrize("worker", [same_bits, failures, a_death])
+@pytest.mark.parametrize("worker", [same_bits, told_of_a_lost_rank, failures, a_death])
 def test_two_processes(worker, tmp_path):
     run_two(worker, tmp_path)
