@@ -192,8 +192,10 @@ def test_what_cannot_be_split_is_refused() -> None:
     bert = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model("bert", is_decoder=True, intermediate_size=32, **config)
     )
-    with pytest.raises(ValueError, match="model_type 'bert'.*split knows gemma, .*as a list"):
+    with pytest.raises(ValueError, match="model_type 'bert'.*without an example split knows .*gemma, .*as a list"):
         fastpipe.split(bert)
+    with pytest.raises(ValueError, match="no single list of blocks; hand over the layers as a list"):
+        fastpipe.split(bert, torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="model is a LlamaModel: split takes the causal language model"):
         fastpipe.split(decoder("llama").model)
     odd = decoder("llama")
@@ -204,6 +206,10 @@ def test_what_cannot_be_split_is_refused() -> None:
     short.config.num_hidden_layers = 3
     with pytest.raises(ValueError, match="model has 6 blocks and config.num_hidden_layers = 3"):
         fastpipe.split(short)
+    with pytest.raises(ValueError, match="output_router_logits=True.*set it to False"):
+        fastpipe.split(decoder("mixtral", output_router_logits=True), torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="changes what goes from one block to the next"):
+        fastpipe.split(tried_model("bloom"), torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="return_dict=False.*set it to True"):
         fastpipe.split(decoder("llama", return_dict=False))
     with pytest.raises(ValueError, match="add_cross_attention"):
@@ -305,3 +311,75 @@ def test_optimizers_where_some_stages_are_frozen() -> None:
     moved = {name for name, p in pipe.named_parameters() if not torch.equal(p, before[name])}
     assert not any(name.startswith(("model.layers.0.", "model.layers.1.", "model.layers.2.")) for name in moved)
     assert {"model.layers.3.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"} <= moved
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {},
+    "phi3": {"resid_pdrop": 0.1},
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_neox": {"hidden_dropout": 0.1},
+    "bloom": {},
+}
+
+
+def tried_model(kind: str, *, classifies: bool = False) -> Any:
+    """A small one of a kind that split does not know by name, or for the classification of texts."""
+    torch.manual_seed(0)
+    own = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    own |= {"head_dim": 8, "n_embd": 32, "n_head": 4, "n_layer": LAYERS - 2, "pad_token_id": 0 if classifies else None}
+    common = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS - 2, "use_cache": False}
+    common |= {"bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(kind, **common, **own, **OTHERS.get(kind, {}))
+    auto = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModelForCausalLM
+    return auto.from_config(config).train()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OTHERS if kind != "bloom"])
+def test_other_models_are_tried_on_an_example(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = tried_model(kind)
+    state = torch.get_rng_state()
+    ids, mask, labels = padded_batch(4)
+    with caplog.at_level("INFO", "fastpipe"):
+        layers = fastpipe.split(model, ids[:2], attention_mask=mask[:2])
+    assert f"the {LAYERS} layers of {type(model).__name__} give what it gives on the example" in caplog.text
+    assert torch.equal(state, torch.get_rng_state()) and model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    options: dict[str, Any] = {"num_ranks": 2, "loss_reduction": layers.num_tokens, "rng": "per_microbatch"}
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, layers.loss_fn, **options)
+    parity = fastpipe.check_parity(pipe, layers, (ids, labels), kwargs={"attention_mask": mask})
+    assert parity.ok, parity
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens).eval()
+    parity = fastpipe.check_parity(pipe, model.eval(), (ids, labels), kwargs={"attention_mask": mask})
+    assert parity.ok, parity
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_classifiers_of_texts(kind: str) -> None:
+    """Which token is classified is seen by the token ids, so the last stage takes them, too."""
+    model = tried_model(kind, classifies=True).eval()
+    ids, mask, _ = padded_batch(6)
+    ids, labels = ids.clamp(min=1).masked_fill(mask == 0, 0), torch.tensor([0, 1, 1, 0, 1, 0])
+    with pytest.raises(ValueError, match="ForSequenceClassification .model_type.*give one microbatch"):
+        fastpipe.split(model)
+    layers = fastpipe.split(model, ids[:2], attention_mask=mask[:2])
+    pipe = fastpipe.Pipeline(layers, "zbv", 3, layers.loss_fn, num_ranks=2)
+    result = pipe.step(input_ids=ids, attention_mask=mask, labels=labels)
+    found = {name: p.grad for name, p in pipe.named_parameters()}
+    model.zero_grad()
+    whole = model(input_ids=ids, attention_mask=mask, labels=labels)
+    whole.loss.backward()
+    torch.testing.assert_close(result.loss, whole.loss.detach())
+    torch.testing.assert_close(result.outputs, whole.logits.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    with pytest.raises(ValueError, match="input_ids: the last stage finds the token to classify by them"):
+        pipe.step(ids, attention_mask=mask, target=labels)
+
+
+def test_a_wrapper_of_peft_is_refused_with_what_is_in_it() -> None:
+    kind = type("PeftModelForCausalLM", (nn.Module,), {"__module__": "peft.peft_model"})
+    with pytest.raises(ValueError, match="PeftModelForCausalLM of peft: .* peft_model.base_model.model"):
+        fastpipe.split(kind())

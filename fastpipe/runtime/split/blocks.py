@@ -79,6 +79,23 @@ class Absent(nn.Module):
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
+class Handed(nn.Module):
+    """In the place of the embedding of a stage that is given token ids, too: the hidden states of the stage before.
+
+    Attributes:
+        value: these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """They."""
+        assert self.value is not None
+        return self.value
+
+
 def shallow(module: Any) -> Any:
     """A copy with the same children, which may be exchanged.
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.chain import Layers, WholeNames
-from fastpipe.runtime.split.blocks import Absent, Blocks, shallow
+from fastpipe.runtime.split.blocks import Absent, Blocks, Handed, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Values of ``config.model_type`` that tests compare with the unsplit model."""
+"""Values of ``config.model_type`` that tests compare with the unsplit model; others are tried on an example."""
 
 IGNORED = -100
 """The label that counts for nothing."""
@@ -38,6 +38,8 @@ class _Anatomy(NamedTuple):
         before: in the base, what only the first stage needs.
         after: in the base, what only the last stage needs.
         everywhere: in the base, what every stage needs; without parameters.
+        heads: beside the base, what only the last stage needs.
+        embedding: in the base, where the last stage of a classifier, which looks at the token ids, gets hidden states.
     """
 
     base: str
@@ -45,10 +47,14 @@ class _Anatomy(NamedTuple):
     before: tuple[str, ...]
     after: tuple[str, ...]
     everywhere: tuple[str, ...]
+    heads: tuple[str, ...] = ("lm_head",)
+    embedding: str = ""
 
 
 _LLAMA = _Anatomy("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
 _GPT2 = _Anatomy("transformer", "h", ("wte", "wpe", "drop"), ("ln_f",), ())
+_TASKS = {"ForCausalLM": False, "LMHeadModel": False, "ForSequenceClassification": True}
+"""The ends of the names of models that are known, and whether they classify a text as a whole."""
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -57,17 +63,21 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 class DecoderLayers(Layers):
-    """The layers of a causal language model; what `fastpipe.split` returns for one.
+    """The layers of a causal language model, or of a classifier of texts; what `fastpipe.split` returns for one.
+
+    Args:
+        model: the whole.
+        run: its forward on an example, from which is seen what it does; None for those that are known.
 
     Attributes:
         num_blocks: how many blocks it has. Layer 0 is the embedding, the last one the norm with the head.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._anatomy = _examine(model)
+    def __init__(self, model: Any, run: Callable[[], Any] | None = None) -> None:
+        self._anatomy = _examine(model, run)
         self._model = model
         self._loss = model.loss_function
-        self._vocab_size = model.config.vocab_size
+        self._config = model.config
         base = getattr(model, self._anatomy.base)
         self.num_blocks = len(getattr(base, self._anatomy.blocks))
         super().__init__(self.chain([layer]) for layer in range(self.num_blocks + 2))
@@ -89,14 +99,19 @@ class DecoderLayers(Layers):
 
         A mean over the labels of a microbatch that are not -100; use it with ``loss_reduction=layers.num_tokens``, and
         the loss of a step is the mean over all labels of the batch, as the unsplit model has it. A microbatch without
-        any label counts for nothing.
+        any label counts for nothing. A classifier's is a mean over rows, and needs no ``loss_reduction``.
         """
-        loss, vocab_size = self._loss, self._vocab_size
+        loss, config = self._loss, self._config
 
         def loss_fn(output: Any, labels: torch.Tensor) -> torch.Tensor:
             logits = getattr(output, "logits", output)
+            if self._anatomy.embedding:
+                classified: torch.Tensor = loss(labels=labels, pooled_logits=logits, config=config)
+                return classified
             count = max(self.num_tokens(labels), 1)
-            found: torch.Tensor = loss(logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=count)
+            found: torch.Tensor = loss(
+                logits=logits, labels=labels, vocab_size=config.vocab_size, num_items_in_batch=count
+            )
             return found
 
         loss_fn.target_name = "labels"  # type: ignore[attr-defined]
@@ -134,17 +149,22 @@ class DecoderStage(WholeNames):
         base._modules[anatomy.blocks] = own
         whole = shallow(model)
         whole._modules[anatomy.base] = base
+        handed: Handed | None = None
         if not self.is_last:
-            del whole._modules["lm_head"]
+            for name in anatomy.heads:
+                del whole._modules[name]
+        elif anatomy.embedding and not self.is_first:
+            handed = base._modules[anatomy.embedding] = Handed()
         # not children: their forwards are used, under this module's names
-        self._parts = whole, base, own
+        self._parts = whole, base, own, handed
         self._layers = layers
         self._modules = whole._modules
 
     def accepts(self) -> frozenset[str] | None:
         """The keyword arguments that it takes."""
         names = super().accepts()
-        return names if self.is_first or names is None else names - {"input_ids"}
+        *_, handed = self._parts
+        return names if self.is_first or handed is not None or names is None else names - {"input_ids"}
 
     def forward(
         self,
@@ -162,13 +182,17 @@ class DecoderStage(WholeNames):
             attention_mask: as the unsplit model takes it; the same in every stage.
             position_ids: the same.
         """
-        whole, base, blocks = self._parts
+        whole, base, blocks, handed = self._parts
         x = input_ids if x is None else x
         if x is None:
             raise ValueError("input_ids: give the token ids, by this name or by position")
+        if handed is not None and input_ids is None:
+            raise ValueError("input_ids: the last stage finds the token to classify by them; give them by name")
         blocks.begin(None if self.is_first else x)
         # later stages get their shape, dtype and device from it, and nothing else
         given: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": x.detach()}
+        if handed is not None:
+            handed.value, given = x.detach(), {"input_ids": input_ids}
         given |= {"attention_mask": attention_mask, "position_ids": position_ids}
         try:
             found = (whole if self.is_last else base)(**given, use_cache=False)
@@ -179,9 +203,11 @@ class DecoderStage(WholeNames):
             return blocks.hidden
         finally:
             blocks.begin(None)
+            if handed is not None:
+                handed.value = None
 
 
-def _examine(model: Any) -> _Anatomy:
+def _examine(model: Any, run: Callable[[], Any] | None) -> _Anatomy:
     """Where the parts of a model are.
 
     Raises:
@@ -190,29 +216,106 @@ def _examine(model: Any) -> _Anatomy:
     _check_version()
     kind = getattr(model.config, "model_type", None)
     name = type(model).__name__
-    if kind not in SUPPORTED:
+    task = next((task for task in _TASKS if re.fullmatch(rf"\w+{task}", name)), None)
+    if task is None:
         raise ValueError(
-            f"model is a {name} (model_type {kind!r}): split knows {', '.join(SUPPORTED)}; hand over the layers of "
-            "another model as a list"
+            f"model is a {name}: split takes the causal language model, as AutoModelForCausalLM has it, or that for "
+            "sequence classification"
         )
-    if not re.fullmatch(r"\w+(ForCausalLM|LMHeadModel)", name) or not isinstance(model.lm_head, nn.Module):
-        raise ValueError(f"model is a {name}: split takes the causal language model, as AutoModelForCausalLM has it")
-    anatomy = _GPT2 if kind == "gpt2" else _LLAMA
-    base = getattr(model, anatomy.base)
-    known = {anatomy.blocks, *anatomy.before, *anatomy.after, *anatomy.everywhere}
-    if set(base._modules) != known or set(model._modules) != {anatomy.base, "lm_head"}:
-        odd = sorted((set(base._modules) ^ known) | (set(model._modules) ^ {anatomy.base, "lm_head"}))
-        raise ValueError(f"model: {name} has other parts than split knows of ({', '.join(odd)}); was something added?")
-    if model.config.return_dict is False:
-        raise ValueError("model: its config has return_dict=False, and split needs named outputs; set it to True")
-    if getattr(model.config, "add_cross_attention", False):
-        raise ValueError("model: its config has add_cross_attention, which split does not know; set it to False")
-    if len(getattr(base, anatomy.blocks)) != model.config.num_hidden_layers:
+    _check_config(model.config)
+    if kind in SUPPORTED and not _TASKS[task]:
+        anatomy = _GPT2 if kind == "gpt2" else _LLAMA
+        _check_parts(model, anatomy)
+    elif run is None:
         raise ValueError(
-            f"model has {len(getattr(base, anatomy.blocks))} blocks and config.num_hidden_layers = "
-            f"{model.config.num_hidden_layers}: make them alike, as the model's forward leaves out the rest"
+            f"model is a {name} (model_type {kind!r}): without an example split knows causal language models of "
+            f"{', '.join(SUPPORTED)}; give one microbatch, as in split(model, input_ids), to try it, or hand over the "
+            "layers as a list"
+        )
+    else:
+        anatomy = _found_out(model, run, classifies=_TASKS[task])
+    blocks = len(getattr(getattr(model, anatomy.base), anatomy.blocks))
+    if blocks != model.config.num_hidden_layers:
+        raise ValueError(
+            f"model has {blocks} blocks and config.num_hidden_layers = {model.config.num_hidden_layers}: make them "
+            "alike, as the model's forward leaves out the rest"
         )
     return anatomy
+
+
+def _check_config(config: Any) -> None:
+    wrong = {
+        "return_dict": (False, "split needs named outputs; set it to True"),
+        "add_cross_attention": (True, "which split does not know; set it to False"),
+        "output_router_logits": (True, "and the loss that the model makes of them is lost; set it to False"),
+    }
+    for name, (value, why) in wrong.items():
+        if getattr(config, name, None) is value:
+            raise ValueError(f"model: its config has {name}={value}, {why}")
+
+
+def _check_parts(model: Any, anatomy: _Anatomy) -> None:
+    base = getattr(model, anatomy.base)
+    known = {anatomy.blocks, *anatomy.before, *anatomy.after, *anatomy.everywhere}
+    if set(base._modules) != known or set(model._modules) != {anatomy.base, *anatomy.heads}:
+        odd = sorted((set(base._modules) ^ known) | (set(model._modules) ^ {anatomy.base, *anatomy.heads}))
+        name = type(model).__name__
+        raise ValueError(f"model: {name} has other parts than split knows of ({', '.join(odd)}); was something added?")
+
+
+def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anatomy:
+    """The same from a run on an example: what is called before the blocks, and what after them.
+
+    Raises:
+        ValueError: for a model without such blocks, or with parameters beside its modules.
+    """
+    name, prefix = type(model).__name__, model.base_model_prefix
+    base = model._modules.get(prefix)
+    lists = [key for key, part in base._modules.items() if isinstance(part, nn.ModuleList)] if base is not None else []
+    if len(lists) != 1 or not len(base._modules[lists[0]]):
+        raise ValueError(f"model: {name}.{prefix} has no single list of blocks; hand over the layers as a list")
+    (blocks,) = lists
+    if base._parameters or model._parameters:
+        raise ValueError(f"model: {name} has parameters beside its modules; hand over the layers as a list")
+    row = list(base._modules[blocks])
+    calls: list[tuple[str, Any]] = []
+    hidden: list[Any] = []
+    parts = {key: part for key, part in base._modules.items() if key != blocks}
+
+    def enter(_: nn.Module, args: Any) -> None:
+        hidden.extend(args[:1])
+        calls.append(("", None))
+
+    handles = [
+        part.register_forward_hook(lambda _, __, found, key=key: calls.append((key, found)))
+        for key, part in parts.items()
+    ]
+    handles.append(row[0].register_forward_pre_hook(enter))
+    handles.append(row[-1].register_forward_hook(lambda *_: calls.append(("", None))))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    marks = [place for place, (key, _) in enumerate(calls) if not key]
+    if len(marks) != 2 or not hidden:
+        raise ValueError(f"model: {name} does not run its blocks once, one after the other; hand over a list of layers")
+    after = {key for key, _ in calls[marks[1] + 1 :]}
+    # without parameters, and made for all blocks: rotary embeddings, say. What is made of hidden states is the first's
+    shapes = {key: getattr(found, "shape", None) for key, found in calls[: marks[0]]}
+    everywhere = {
+        key
+        for key, part in parts.items()
+        if key not in after and not any(True for _ in part.parameters()) and shapes.get(key) != hidden[0].shape
+    }
+    before = tuple(key for key in parts if key not in after | everywhere)
+    heads = tuple(key for key in model._modules if key != prefix)
+    embedding = [key for key, part in parts.items() if part is model.get_input_embeddings()]
+    if not embedding:
+        raise ValueError(f"model: the embedding is no part of {name}.{prefix}; hand over the layers as a list")
+    last_parts = tuple(key for key in parts if key in after)
+    found = embedding[0] if classifies else ""
+    return _Anatomy(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found)
 
 
 def _check_version() -> None:

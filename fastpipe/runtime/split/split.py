@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -9,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastpipe.runtime.chain import Layers, as_layers
+from fastpipe.runtime.chain import Layers, accepted_names, as_layers, chosen
 from fastpipe.runtime.devices import cuda_devices
 from fastpipe.runtime.layer_costs import left_alone
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers
 from fastpipe.runtime.split.trial import row_of_modules
 
+logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
 
 
@@ -29,16 +31,17 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
         model: one of these.
 
             * An ``nn.Sequential`` or a list: its members.
-            * A causal language model of Hugging Face's transformers (Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma,
-              Gemma 2): the embedding, every block, and the norm with the head. What is returned has ``loss_fn`` and
-              ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``; `Pipeline.step` takes the token ids and, by
-              name, ``attention_mask`` and ``position_ids``, on every rank.
+            * A causal language model of Hugging Face's transformers: the embedding, every block, and the norm with the
+              head. What is returned has ``loss_fn`` and ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``;
+              `Pipeline.step` takes the token ids and, by name, ``attention_mask`` and ``position_ids``, on every rank.
+              Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. With one, others are taken apart
+              by what their forward does on it, classifiers of texts too, and the layers are compared with the model.
             * Another module with an ``nn.ModuleList`` of blocks, given an example: what its forward does before the
               first block, every block, and every module after them. Each block must take what the one before it
               returned and nothing else, and so must what comes after; this is found out by running the example, and
               the layers are compared with the model on it.
-        example: for the last kind: one microbatch, as the model takes it.
-        kwargs: the same, by name; only what comes before the blocks can use them.
+        example: one microbatch, as the model takes it; needed for the last kind.
+        kwargs: the same, by name; of the last kind only what comes before the blocks can use them.
 
     Returns:
         A list of modules, which also knows the names of the whole model.
@@ -48,8 +51,13 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
     """
     if not isinstance(model, nn.Module | Sequence):
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or the list of its layers")
+    if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):
+        raise ValueError(
+            f"model is a {type(model).__name__} of peft: give the model in it, peft_model.base_model.model, which "
+            "has the adapters in its layers (its keys are those of peft_model without 'base_model.model.')"
+        )
     if isinstance(model, nn.Module) and is_hugging_face(model):
-        return DecoderLayers(model)
+        return _decoder(model, example, kwargs)
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
         return _row(model, example, kwargs)
     layers = as_layers(model)
@@ -69,6 +77,29 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     layers = RowLayers(model, row)
     _check_complete(model, layers)
     whole, in_a_row = partial(model, *example, **kwargs), partial(_in_a_row, layers, example, kwargs)
+    _compare(model, whole, in_a_row, expected)
+    return layers
+
+
+def _decoder(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderLayers:
+    """The layers of one of transformers' models, compared with it on the example, if there is one."""
+    if not example and not kwargs:
+        return DecoderLayers(model)
+
+    def whole() -> torch.Tensor:
+        logits: torch.Tensor = model(*example, **kwargs, use_cache=False).logits
+        return logits
+
+    layers = DecoderLayers(model, lambda: _tried(model, whole))
+    _check_complete(model, layers)
+    # a classifier's last layer takes the token ids by name
+    given = dict(zip(["input_ids"], example, strict=False)) | kwargs
+    _compare(model, whole, partial(_in_a_row, layers, (), given), _tried(model, whole))
+    logger.info("split: the %d layers of %s give what it gives on the example", len(layers), type(model).__name__)
+    return layers
+
+
+def _compare(model: nn.Module, whole: Callable[[], Any], in_a_row: Callable[[], Any], expected: torch.Tensor) -> None:
     if not torch.equal(_tried(model, in_a_row), expected):
         raise ValueError(
             f"model: its layers in a row do not give what the whole gives ({type(model).__name__}); hand over the "
@@ -79,7 +110,6 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"model: in training, its layers in a row do not give what the whole gives ({type(model).__name__}); does "
             "its forward use dropout between them? Make that a module, or hand over the model's layers as a list"
         )
-    return layers
 
 
 def _tried(model: nn.Module, run: Callable[[], Result]) -> Result:
@@ -101,11 +131,11 @@ def _equal_in_training(model: nn.Module, whole: Callable[[], Any], in_a_row: Cal
             module.training = mode
 
 
-def _in_a_row(layers: RowLayers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_a_row(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         value = layers[0](*example, **kwargs)
         for layer in layers[1:]:
-            value = layer(value)
+            value = layer(value, **chosen(kwargs, accepted_names(layer)))
     except Exception as error:  # raised again, in words
         raise ValueError(
             f"model: its layers in a row fail where the whole does not ({error}); does its forward use blocks, or what "
@@ -114,7 +144,7 @@ def _in_a_row(layers: RowLayers, example: tuple[Any, ...], kwargs: dict[str, Any
     return value
 
 
-def _check_complete(model: nn.Module, layers: RowLayers) -> None:
+def _check_complete(model: nn.Module, layers: Layers) -> None:
     """Every parameter is in some layer: a forward that uses a module of the row early would show here or in the run."""
     found = {id(parameter) for layer in layers for parameter in layer.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
