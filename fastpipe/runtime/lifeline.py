@@ -1,17 +1,18 @@
-"""Lifeline: connections between processes of several hosts, by whose end each learns that the other one is gone.
+"""Lifeline: connections by which processes that cannot watch each other learn that the other one is gone.
 
 On one host a process descriptor tells (`fastpipe.runtime.host`). Every process that is on another host than rank 0 has
 a connection to rank 0, and what either end learns all others read in the store. The kernel ends a connection when its
-process ends, whatever ended it. A host that vanishes ends nothing: so both ends send a byte from time to time, and
-give up when the other host has not acknowledged it for a while. Its kernel does that, so a process may be busy or
-stopped for as long as it likes. Who closes its pipeline says which step was its last one, since others may still be
-reading what it said there.
+process ends. A host that vanishes ends nothing: so both ends send a byte from time to time, and each one's kernel ends
+the connection when it is not acknowledged for a while, so that both notice if either direction is cut. It is the other
+kernel that acknowledges: a process may be busy or stopped. Who closes its pipeline sends its last step, since others
+may still be reading what it said there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hmac
 import os
 import secrets
@@ -23,6 +24,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from fastpipe.runtime.aside import aside
 from fastpipe.runtime.control import Reply
 from fastpipe.runtime.failure import DIED, first_line
 
@@ -34,19 +36,13 @@ GONE = getattr(select, "POLLRDHUP", select.POLLIN)
 
 _BEAT = b"."
 _TIE_SECONDS = 5.0
-_BACKLOG = 4096
 _TOKEN_BYTES = 16
-_GREETING_BYTES = 2 * _TOKEN_BYTES + 8
+_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 
 class Ended(NamedTuple):
-    """The end of a process.
-
-    Attributes:
-        cause: what became of it.
-        last_step: the last one that it took part in to the end, where it said so; 0 where it did not.
-    """
+    """The end of a process: what became of it, and its last complete step where it said so; 0 where it did not."""
 
     cause: str
     last_step: int = 0
@@ -58,19 +54,17 @@ class Lifeline:
     Args:
         rank: this process.
 
-    Attributes:
-        silence: seconds after which a host that has not answered is taken to be gone.
-
     Raises:
         ValueError: when the variable FASTPIPE_SILENCE is not a number of seconds.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.silence = _silence_seconds()
+        self._silence = _silence_seconds()
         self._token = secrets.token_hex(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
         self._ties: dict[int, socket.socket] = {}
+        self._awaited: set[int] = set()
         self._said: dict[int, bytes] = {}
         self._ended: dict[int, Ended] = {}
         self._lock = threading.Lock()
@@ -84,10 +78,10 @@ class Lifeline:
             store: whose server all processes reach.
         """
         try:
-            dual = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            self._listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
-            return {"address": [_own_name(store), self._listener.getsockname()[1]], "token": self._token}
+            own, name = _addresses(store)
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            self._listener = socket.create_server((own, 0), family=family, backlog=4096)
+            return {"address": [name, self._listener.getsockname()[1]], "token": self._token}
         except OSError as error:
             return {"no_lifeline": first_line(error)}
 
@@ -96,43 +90,45 @@ class Lifeline:
 
         Args:
             offer: rank 0's.
-            far: the ranks that are on other hosts than rank 0.
+            far: the ranks that rank 0 cannot watch.
         """
-        with contextlib.suppress(OSError):
-            if self.rank == 0:
-                self._accept(far)
+        with contextlib.suppress(OSError):  # the others are told by what is returned
+            if self._listener is not None:
+                self._accept(self._listener, far)
             elif self.rank in far and "address" in offer:
                 tie = socket.create_connection(offer["address"], timeout=_TIE_SECONDS)
                 tie.sendall(f"{offer['token']}{self.rank:08}".encode())
                 self._add(0, tie)
         return list(self._ties)
 
-    def _accept(self, far: Sequence[int]) -> None:
+    def _accept(self, listener: socket.socket, far: Sequence[int]) -> None:
         deadline = time.monotonic() + _TIE_SECONDS
-        while self._listener is not None and len(self._ties) < len(far):
-            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-            tie, _ = self._listener.accept()
-            rank = self._greeted(tie)
-            if rank in far:
-                self._add(rank, tie)
-            else:
-                tie.close()
+        self._awaited = set(far)
+        listener.settimeout(0.05)
+        while self._awaited and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                tie, _ = listener.accept()
+                # who connects and says nothing keeps nobody waiting
+                aside([functools.partial(self._greet, tie)], "fastpipe-tie")
+        with self._lock:
+            self._awaited.clear()
 
-    def _greeted(self, tie: socket.socket) -> int:
-        """Whose connection it is; -1 if it is a stranger's."""
+    def _greet(self, tie: socket.socket) -> None:
         tie.settimeout(_TIE_SECONDS / 5)
-        with contextlib.suppress(OSError):
-            greeting = tie.recv(_GREETING_BYTES, socket.MSG_WAITALL)
+        with contextlib.suppress(OSError):  # a stranger, or a rank that has ended meanwhile
+            greeting = tie.recv(2 * _TOKEN_BYTES + 8, socket.MSG_WAITALL)
             token, rank = greeting[: 2 * _TOKEN_BYTES], greeting[2 * _TOKEN_BYTES :]
-            if hmac.compare_digest(token, self._token.encode()):
-                return int(rank)
-        return -1
+            with self._lock:
+                if hmac.compare_digest(token, self._token.encode()) and int(rank) in self._awaited:
+                    self._add(int(rank), tie)
+                    return self._awaited.remove(int(rank))
+        tie.close()
 
     def _add(self, rank: int, tie: socket.socket) -> None:
         tie.setblocking(False)
         tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.silence))
+            tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._silence))
         self._ties[rank] = tie
 
     def keep(self, ranks: Sequence[int]) -> None:
@@ -140,10 +136,8 @@ class Lifeline:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        for rank, tie in list(self._ties.items()):
-            if rank not in ranks:
-                del self._ties[rank]
-                tie.close()
+        for rank in self._ties.keys() - set(ranks):
+            self._ties.pop(rank).close()
 
     @property
     def descriptors(self) -> list[int]:
@@ -152,52 +146,38 @@ class Lifeline:
 
     def beat(self) -> None:
         """Send a byte, if it is time; to be called at least every `BEAT_SECONDS`."""
-        if time.monotonic() < self._next_beat:
-            return
-        # at every look into the store, which may itself be with a host that has vanished, and keep this thread waiting
-        self._next_beat = time.monotonic() + BEAT_SECONDS / 5
-        with self._lock:
-            self._listen()
-            for rank, tie in self._living():
-                try:
-                    tie.send(_BEAT)
-                except OSError as error:
-                    self._failed(rank, error)
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_SECONDS / 5
+            self._talk(_BEAT)
 
     def ended(self) -> dict[int, Ended]:
         """The processes that are gone, by rank."""
+        self._talk(b"")
+        return dict(self._ended)
+
+    def _talk(self, word: bytes) -> None:
+        """Hear what the others say, and say something."""
         with self._lock:
-            self._listen()
-            return dict(self._ended)
+            for rank in self._ties.keys() - self._ended.keys():
+                try:
+                    self._talk_with(rank, self._ties[rank], word)
+                except OSError as error:
+                    last_step = self._said.get(rank)
+                    cause = SILENT if error.errno in _LOST else DIED
+                    self._ended[rank] = Ended(LEFT, int(last_step)) if last_step else Ended(cause)
 
-    def _living(self) -> list[tuple[int, socket.socket]]:
-        return [(rank, tie) for rank, tie in self._ties.items() if rank not in self._ended]
-
-    def _listen(self) -> None:
-        for rank, tie in self._living():
-            try:
-                while data := tie.recv(4096):
-                    self._said[rank] = self._said.get(rank, b"") + data.replace(_BEAT, b"")
-                self._end(rank, DIED)
-            except OSError as error:
-                self._failed(rank, error)
-
-    def _failed(self, rank: int, error: OSError) -> None:
-        if not isinstance(error, BlockingIOError):
-            lost = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-            self._end(rank, SILENT if error.errno in lost else DIED)
-
-    def _end(self, rank: int, cause: str) -> None:
-        last_step = self._said.get(rank)
-        self._ended[rank] = Ended(LEFT, int(last_step)) if last_step else Ended(cause)
+    def _talk_with(self, rank: int, tie: socket.socket, word: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while data := tie.recv(4096):
+                self._said[rank] = self._said.get(rank, b"") + data.replace(_BEAT, b"")
+            raise ConnectionResetError("it has ended the connection")
+        with contextlib.suppress(BlockingIOError):  # there is enough to acknowledge
+            tie.send(word)
 
     def close(self, last_step: int) -> None:
         """Say that this was the last step, and let go; called once."""
+        self._talk(str(last_step).encode())
         with self._lock:
-            self._listen()
-            for _, tie in self._living():
-                with contextlib.suppress(OSError):
-                    tie.send(str(last_step).encode())
             self.let_go()
 
     def let_go(self) -> None:
@@ -217,8 +197,11 @@ def _silence_seconds() -> float:
     raise ValueError(f"FASTPIPE_SILENCE = {text!r}: set it to the seconds for which another host may be silent")
 
 
-def _own_name(store: Any) -> str:
-    """What other hosts call this one: its address on the way to the store's host, or that one's name if it is the same.
+def _addresses(store: Any) -> tuple[str, str]:
+    """Where to listen, and what the others call this host: its address on the way to the store's host.
+
+    If it is that host itself, the others use the store's name. Where this host takes that name for its own loopback,
+    it does not say by which address the others come, and all are listened on.
 
     Raises:
         OSError: when there is no such way.
@@ -230,8 +213,9 @@ def _own_name(store: Any) -> str:
     with socket.socket(family, kind, protocol) as way:
         way.connect(address)  # sends nothing
         own: str = way.getsockname()[0]
-    is_there = own == address[0] or own in ("127.0.0.1", "::1")
-    return name if is_there else own
+    if own.startswith("127.") or own == "::1":
+        return own if name in ("localhost", own) else "", name
+    return own, name if own == address[0] else own
 
 
 def _let_go_in_child() -> None:

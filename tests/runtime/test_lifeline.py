@@ -14,7 +14,7 @@ import pytest
 
 from fastpipe.runtime.failure import DIED
 from fastpipe.runtime.lifeline import BEAT_SECONDS, GONE, LEFT, SILENT, Ended, Lifeline
-from tests.promptly import promptly
+from tests.promptly import PATIENCE, promptly
 
 STORE = SimpleNamespace(underlying_store=SimpleNamespace(host="localhost"))
 
@@ -92,6 +92,44 @@ def test_a_host_that_vanishes_is_gone_soon(monkeypatch: pytest.MonkeyPatch) -> N
     vanish(second)
     seconds = wait_for_end(first, 10.0)
     assert seconds > 0.25 and promptly(seconds) and first.ended() == {1: Ended(SILENT)}
+    for line in (first, second):
+        line.close(0)
+
+
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_a_cut_in_one_direction_is_noticed_at_both_ends(deaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one end hears from the other it cannot acknowledge, or it hears no acknowledgement of what it says."""
+    monkeypatch.setenv("FASTPIPE_SILENCE", "0.5")
+    lines = tied([1])
+    vanish(lines[deaf])
+    until = time.monotonic() + PATIENCE
+    while not all(line.ended() for line in lines) and time.monotonic() < until:
+        for line in lines:
+            line.beat()
+        time.sleep(0.05)
+    assert [line.ended() for line in lines] == [{1: Ended(SILENT)}, {0: Ended(SILENT)}]
+    for line in lines:
+        line.close(0)
+
+
+def test_it_listens_where_the_ranks_come() -> None:
+    line = Lifeline(0)
+    line.offer(STORE)
+    assert line._listener is not None and line._listener.getsockname()[0] in ("127.0.0.1", "::1")
+    line.close(0)
+
+
+def test_strangers_who_say_nothing_keep_nobody_waiting() -> None:
+    """They are heard at the same time as the others."""
+    first, second = Lifeline(0), Lifeline(1)
+    offer = first.offer(STORE)
+    strangers = [socket.create_connection(offer["address"]) for _ in range(20)]
+    thread = threading.Thread(target=second.tie, args=(offer, [1]))
+    thread.start()
+    assert first.tie(offer, [1]) == [1]
+    thread.join()
+    for stranger in strangers:
+        stranger.close()
     for line in (first, second):
         line.close(0)
 
