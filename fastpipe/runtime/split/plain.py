@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastpipe.runtime.chain import Layers, WholeNames, accepted_names
 from fastpipe.runtime.split.blocks import shallow
+from fastpipe.runtime.split.trial import Further
 
 
 class RowLayers(Layers):
@@ -16,12 +18,13 @@ class RowLayers(Layers):
 
     Args:
         model: the whole.
-        row: the names of the modules in the row. Layer 0 is the model's forward up to the first of them.
+        row: the names of the modules in the row, with their further arguments. Layer 0 is the model's forward up to the
+            first of them.
     """
 
-    def __init__(self, model: nn.Module, row: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, row: Mapping[str, Further]) -> None:
         self._model = model
-        self._row = list(row)
+        self._row = dict(row)
         super().__init__(self.chain([layer]) for layer in range(len(row) + 1))
 
     def chain(self, indices: Iterable[int]) -> RowStage:
@@ -41,12 +44,13 @@ class RowStage(WholeNames):
 
     Args:
         model: the whole; its modules are used, not copied.
-        row: as for `RowLayers`.
+        given: the row, as for `RowLayers`.
         layers: 0 for what comes before the row, and the members of the row counted from 1.
     """
 
-    def __init__(self, model: nn.Module, row: Sequence[str], layers: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, given: Mapping[str, Further], layers: Sequence[int]) -> None:
         super().__init__()
+        row = list(given)
         own = [row[layer - 1] for layer in layers if layer]
         begins = 0 in layers
         kept = _kept(model, "", row, own, begins)
@@ -54,8 +58,8 @@ class RowStage(WholeNames):
         self._modules, self._parameters, self._buffers = kept._modules, kept._parameters, kept._buffers
         self._non_persistent_buffers_set = kept._non_persistent_buffers_set
         # not children: they are this module's already, under the model's names
-        self._own = [model.get_submodule(path) for path in own]
-        self._before = [_until(model, "", row)] if begins else []
+        self._own = [(model.get_submodule(path), *given[path]) for path in own]
+        self._before = [_until(model, "", given)] if begins else []
         self._names = accepted_names(model) if begins else frozenset()
 
     def accepts(self) -> frozenset[str] | None:
@@ -67,8 +71,9 @@ class RowStage(WholeNames):
         value = args[0] if args else None
         for model in self._before:
             value = self._run_before(model, args, kwargs)
-        for module in self._own:
-            value = module(value)
+        for module, further, named in self._own:
+            others = (_beside(value, other) for other in further)
+            value = module(value, *others, **{name: _beside(value, other) for name, other in named.items()})
         return value
 
     def _run_before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,18 +94,44 @@ class _Reached(BaseException):
 
 
 class _End(nn.Module):
-    """In the place of a module of the row."""
+    """In the place of a module of the row.
 
-    def forward(self, value: Any) -> Any:
+    Args:
+        further: what it was given on the example beside its input.
+    """
+
+    def __init__(self, further: Further) -> None:
+        super().__init__()
+        self._further = further
+
+    def forward(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """End the model's forward."""
+        known, named = self._further
+        same = len(args) == len(known) and kwargs.keys() == named.keys() and all(map(_is_same, args, known))
+        if not same or not all(_is_same(kwargs[name], named[name]) for name in named):
+            raise ValueError(
+                "split: the model's blocks get other arguments than on the example that it was split with; give these "
+                "in the example, too"
+            )
         raise _Reached(value)
 
 
-def _holds(path: str, row: Sequence[str]) -> bool:
+def _is_same(found: Any, known: Any) -> bool:
+    if isinstance(found, torch.Tensor) and isinstance(known, torch.Tensor):
+        return found.shape == known.shape and found.dtype == known.dtype  # it may have been moved to another device
+    return type(found) is type(known) and bool(found == known)
+
+
+def _beside(value: Any, other: Any) -> Any:
+    """A further argument where the input is: buffers of the model are other stages' to move."""
+    return other.to(value.device) if isinstance(other, torch.Tensor) else other
+
+
+def _holds(path: str, row: Collection[str]) -> bool:
     return not path or any(name.startswith(f"{path}.") for name in row)
 
 
-def _kept(module: nn.Module, path: str, row: Sequence[str], own: Sequence[str], begins: bool) -> nn.Module | None:
+def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str], begins: bool) -> nn.Module | None:
     """What a stage has of a module: all, a part under the same names, or nothing."""
     if path in row or not _holds(path, row):
         return module if (path in own if path in row else begins) else None
@@ -115,10 +146,10 @@ def _kept(module: nn.Module, path: str, row: Sequence[str], own: Sequence[str], 
     return holder
 
 
-def _until(module: nn.Module, path: str, row: Sequence[str]) -> nn.Module:
+def _until(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Module:
     """The model with its row left out, which ends where the row begins."""
     if path in row:
-        return _End()
+        return _End(row[path])
     if not _holds(path, row):
         return module
     twin: nn.Module = shallow(module)

@@ -15,7 +15,7 @@ from fastpipe.runtime.devices import cuda_devices
 from fastpipe.runtime.layer_costs import left_alone
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers
-from fastpipe.runtime.split.trial import row_of_modules
+from fastpipe.runtime.split.trial import row_of_modules, rows_of_modules
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
@@ -36,10 +36,11 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               `Pipeline.step` takes the token ids and, by name, ``attention_mask`` and ``position_ids``, on every rank.
               Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. With one, others are taken apart
               by what their forward does on it, classifiers of texts too, and the layers are compared with the model.
-            * Another module with an ``nn.ModuleList`` of blocks, given an example: what its forward does before the
-              first block, every block, and every module after them. Each block must take what the one before it
-              returned and nothing else, and so must what comes after; this is found out by running the example, and
-              the layers are compared with the model on it.
+            * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, given an
+              example: what its forward does before the first block, every block, and every module after them. Each
+              block must take what the one before it returned, and beside it only buffers of the model and constants,
+              and so must what comes after; this is found out by running the example, and the layers are compared with
+              the model on it.
         example: one microbatch, as the model takes it; needed for the last kind.
         kwargs: the same, by name; of the last kind only what comes before the blocks can use them.
 
@@ -73,7 +74,19 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to find out "
             "what its forward does"
         )
-    row, expected = _tried(model, lambda: row_of_modules(model, example, kwargs))
+    refusal: ValueError | None = None
+    for blocks in rows_of_modules(model):
+        try:
+            return _row_of(model, blocks, example, kwargs)
+        except ValueError as error:
+            # the reason why the likeliest are no blocks says most
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> RowLayers:
+    row, expected = _tried(model, lambda: row_of_modules(model, blocks, example, kwargs))
     layers = RowLayers(model, row)
     _check_complete(model, layers)
     whole, in_a_row = partial(model, *example, **kwargs), partial(_in_a_row, layers, example, kwargs)
