@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "plan/retime.h"
+#include "plan/search.h"
 
 namespace fastpipe::plan {
 

@@ -7,8 +7,8 @@
 #include <limits>
 #include <vector>
 
+#include "plan/orders.h"
 #include "plan/plan.h"
-#include "plan/zero_bubble.h"
 
 namespace fastpipe::plan {
 

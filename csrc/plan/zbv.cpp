@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "plan/orders.h"
 #include "plan/plan.h"
-#include "plan/zero_bubble.h"
 
 namespace fastpipe::plan {
 

@@ -25,7 +25,7 @@
 #ifdef FASTPIPE_WITH_CUDA
 #include "cuda/copy_engine.h"
 #endif
-#include "moment.h"
+#include "graph.h"
 #include "process_group.h"
 #include "python_errors.h"
 #include "random_numbers.h"

@@ -8,9 +8,9 @@
 #include <cstring>
 #include <utility>
 
+#include "codec.h"
 #include "core/common.h"
 #include "python_errors.h"
-#include "wire.h"
 
 namespace fastpipe {
 

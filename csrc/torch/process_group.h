@@ -14,11 +14,11 @@
 #include <tuple>
 #include <vector>
 
+#include "codec.h"
 #include "core/program.h"
 #include "core/transport.h"
 #include "payload.h"
 #include "streams.h"
-#include "wire.h"
 #include "work_waits.h"
 
 namespace fastpipe {

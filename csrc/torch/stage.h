@@ -16,7 +16,6 @@
 #include "core/program.h"
 #include "core/stage.h"
 #include "graph.h"
-#include "moment.h"
 #include "payload.h"
 #include "random_numbers.h"
 #include "streams.h"

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "graph.h"
-#include "moment.h"
 
 namespace fastpipe {
 
