@@ -154,10 +154,20 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
     """
 
     def make() -> Any:
-        return dist.ProcessGroupGloo(store.clone(), member.rank, member.size, timeout=timeout)
+        own = store.clone()
+        own.set(f"came/{member.rank}", "")
+        try:
+            return dist.ProcessGroupGloo(own, member.rank, member.size, timeout=timeout)
+        except RuntimeError as error:
+            if missing := [rank for rank in range(member.size) if not own.check([f"came/{rank}"])]:
+                cause = f"did not come to connect within {timeout.total_seconds():g} s; see what it is doing"
+                raise TransportError(f"rank {missing[0]} {cause}, or set a longer timeout", missing[0]) from error
+            raise
 
     try:
         return attended(make, member.lost, 2 * timeout)  # Gloo ends first, and says more
+    except TransportError:
+        raise
     except RuntimeError as error:
         raise TransportError(f"the ranks cannot connect: {first_line(error)}", None) from error
 

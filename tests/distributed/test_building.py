@@ -70,8 +70,8 @@ def lose_one(
 
     def act() -> None:
         Path(note).write_text(str(time.monotonic()))
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how != "raised":
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         raise ValueError("on purpose")
 
     if dist.get_rank() == victim:
@@ -136,6 +136,19 @@ def test_lost(moment: str, how: str, options: dict[str, Any], tmp_path: Path) ->
             check(answers, victim, "ValueError: on purpose")
         started.start(rebuild, others(victim))
         started.results(others(victim))
+
+
+@pytest.mark.parametrize(
+    ("moment", "at_call"), [(moment, 1) for moment in MOMENTS if moment != "joining"] + [("making groups", 3)]
+)
+def test_stopped(moment: str, at_call: int, tmp_path: Path) -> None:
+    """Nobody knows that it will not come: the others wait until the timeout."""
+    skip_without_native()
+    with ranks(SIZE) as started:
+        options = {"transport": "process_group", "timeout": 3.0}
+        started.start(lose_one, 2, moment, "stopped", str(tmp_path / "note"), at_call, **options)
+        for answer in started.results(others(2)):
+            assert answer["text"].startswith("StepError: rank 2 could not build the pipeline: rank 2 did not"), answer
 
 
 def lose_one_in_a_step(victim: int, note: str) -> dict[str, Any]:

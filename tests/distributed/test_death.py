@@ -234,12 +234,13 @@ def test_killed_where_no_process_can_be_watched(victim: int, tmp_path: Path) -> 
         check(group.results(others(victim)), victim)
 
 
-def train_with_a_late_one(note: str) -> dict[str, Any]:
+def train_with_a_late_one(note: str, transport: str, hosts: str) -> dict[str, Any]:
     """Runs on every rank: rank 1 is stopped for good, and rank 2 killed."""
     at_call, number = {1: (COUNT + 2, signal.SIGSTOP), 2: (COUNT + 1, signal.SIGKILL)}.get(dist.get_rank(), (-1, 0))
     case = CASES["plain"]
     stages = [Stopping(at_call, number, f"{note}{number}") for _ in range(SIZE)]
-    pipe = Pipeline(stages, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE)
+    with on_hosts(hosts):
+        pipe = Pipeline(stages, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, transport=transport)
     try:
         for batch in case.batches(2, rows_for(COUNT)):
             pipe.step(*batch.args, target=batch.target)
@@ -248,7 +249,8 @@ def train_with_a_late_one(note: str) -> dict[str, Any]:
     raise AssertionError("nothing was raised")
 
 
-def test_a_death_is_told_while_another_rank_is_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transport", "hosts"), [("auto", ""), ("process_group", ""), ("process_group", "abcd")])
+def test_a_death_is_told_while_another_rank_is_late(transport: str, hosts: str, tmp_path: Path) -> None:
     with ranks(SIZE) as group:
-        group.start(train_with_a_late_one, str(tmp_path / "note"))
+        group.start(train_with_a_late_one, str(tmp_path / "note"), transport, hosts)
         check(group.results([0, 3]), 2)
