@@ -75,6 +75,7 @@ class Rank final {
   void run(bool announce, Tell tell) {
     Alarm alarm(std::move(tell));
     error_ = nullptr;
+    executor_->forget_failure();  // of the step before, told when this rank was through with it
     const std::int64_t before = num_allocations;
     try {
       outcome_ = executor_->run(7, announce, alarm, start_.data(), end_.data());
