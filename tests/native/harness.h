@@ -87,6 +87,7 @@ class Rank final {
     allocations_ = num_allocations - before + alarm.beside_allocated;
   }
   void fail() { executor_->fail(); }
+  void forget_failure() { executor_->forget_failure(); }
   // What it says of what has come so far; empty: all is good.
   std::string check() const {
     try {
@@ -166,6 +167,9 @@ class Ranks final {
 
   void step(bool announce, const Mishap& mishap = {}, std::int32_t absent = kNone) {
     mishap_ = mishap;
+    for (const auto& rank : ranks_) {
+      if (rank) rank->forget_failure();
+    }
     std::vector<std::thread> threads;
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       if (static_cast<std::int32_t>(rank) == absent) continue;
