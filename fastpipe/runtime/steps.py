@@ -45,9 +45,9 @@ from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_losses import NoLoss
 from fastpipe.runtime.stage_work import StageWork
 
-_COMPARED_WHOLE, _COMPARED_EVERY = 4, 256
-"""In which steps ranks compare all values of the batches that they were given: the first ones, and each of so many. In
-the others they compare a sample."""
+_COMPARED_WHOLE, _COMPARED_EVERY = 2, 256
+"""In which steps ranks compare all values of the batches that they were given: the first ones, and each of so many. To
+read what is on a device is to wait for it. In the others they compare a sample of what is on the CPU."""
 _GRACE_SECONDS = 1.0
 """After which it is known that a process has ended, where a connection with it has."""
 _MAX_KNOWN = 64

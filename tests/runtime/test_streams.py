@@ -192,9 +192,9 @@ def test_messages_between_processes_are_waited_for_by_streams(
     library: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process groups of a device, and its copy engine: what is sent stays until it is sent, what is received into
-    is free, and who consumes it waits for it; gradients are averaged when they are complete. The hosts wait for
-    nothing: a thread tells the losses when they are there, and how each stage's replicas fared is read when the step's
-    work is queued."""
+    is free, and who consumes it waits for it; gradients are averaged when they are complete. In a step the hosts
+    wait for nothing: a thread tells the losses when they are there, and how each stage's replicas fared is read when
+    the step's work is queued."""
     skip_without_native()
     cases = ["one stage each of two", "pairs", "split backward", "several stages a rank", "trees", "two routes"]
     cases += REPLICAS if transport == "process_group" else []  # there each rank is a pipeline of its own
@@ -211,7 +211,9 @@ def test_messages_between_processes_are_waited_for_by_streams(
             assert account["waits"] == dict.fromkeys(STATUS, 2 * NUM_STEPS), where
         else:
             assert account["waits"].get("synchronizeEvent", 0) <= NUM_STEPS, where
-            assert set(account["waits"]) <= {"synchronizeEvent"}, where
+            # and for the inputs and targets that the first two steps compare between ranks
+            assert set(account["waits"]) <= {"synchronizeEvent", "copy to the host"}, where
+            assert account["waits"].get("copy to the host", 0) <= 4, where
 
 
 @pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced"])
