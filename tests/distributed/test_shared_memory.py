@@ -86,7 +86,7 @@ def disagree() -> str:
     """Runs on every rank; the first wants shared memory alone."""
     transport = "process_group" if dist.get_rank() else "shared_memory"
     try:
-        Pipeline(CASES["plain"].layers(4), "1f1b", 4, CASES["plain"].loss_fn, transport=transport, timeout=2)
+        Pipeline(CASES["plain"].layers(4), "1f1b", 4, CASES["plain"].loss_fn, transport=transport, timeout=PATIENCE)
     except ValueError as error:
         return str(error)
     return "nothing was raised"
