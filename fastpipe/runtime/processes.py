@@ -107,10 +107,11 @@ class Processes(Control):
         """What one has left word of, or else who of those awaited has ended. In steps, what the watcher has told."""
         if self.step:
             return self._told or next(iter(self._watcher.dead()), None)
+        # in this order: who gives up leaves word before it closes the pipeline
+        dead = self._watcher.find_dead(self.step + 1)
         # without the store whoever needs it finds out
         if (failure := self._patience.ask(self._find_given_up, None)) is not None:
             return failure
-        dead = self._watcher.find_dead(self.step + 1)
         first = min((rank for rank in dead if awaited is None or rank in awaited), default=None)
         return None if first is None else Failure(first, dead[first], dead=True)
 
