@@ -27,6 +27,10 @@ _GRACE_SECONDS = 1.0
 OnFailure = Callable[[Failure], None]
 
 
+def _ignore(failure: Failure) -> None:
+    """Nobody wants to know."""
+
+
 class Watcher:
     """The thread, and the failures that it reads in the store.
 
@@ -47,7 +51,7 @@ class Watcher:
         self.neighbours = neighbours
         self.lifeline = lifeline
         self.polls = True
-        self.on_loss: Callable[[Failure], None] = lambda failure: None
+        self.on_loss: Callable[[Failure], None] = _ignore
         self.step = 0
         self._on_failure: OnFailure | None = None
         self.published: list[int] = []
@@ -118,6 +122,8 @@ class Watcher:
         # a pipeline may be collected in any thread, this one too
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
+        # what is called belongs to the steps, which hold the control and so this: a dropped pipeline is freed at once
+        self.on_loss, self._on_failure = _ignore, None
 
     def _watch(self, store: Any) -> None:
         poll = self._poll()

@@ -127,7 +127,7 @@ def fill_all(ranks: Sequence[Sequence[Step]], limit: int) -> list[list[Step]] | 
     """`fill_weights` for every rank; None where one cannot keep the limit."""
     filled = []
     for steps in ranks:
-        one = fill_weights(sorted(steps), limit)
+        one = fill_weights(sorted(steps, key=lambda step: step[0]), limit)
         if one is None:
             return None
         filled.append(one)
