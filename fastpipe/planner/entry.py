@@ -269,7 +269,8 @@ class _Planner:
                 listed += made
         members += listed
         improved = [] if engine.is_native() else listed
-        for better in pool.anneal(self.problem, members, pool.WORK * self.effort, self.seed, self.clock):
+        work = pool.WORK * self.effort
+        for better in pool.anneal(self.problem, members, work, self.seed, self.clock, self._bound_of):
             improved.append(better)
             self._say(f"annealing what began as {better.name}")
         for better in sorted(improved, key=lambda one: one.value)[:_FINALISTS]:
@@ -294,11 +295,15 @@ class _Planner:
 
     def _may_gain(self, setting: Setting) -> bool:
         """Whether the placement's bound lets an order of it be shorter than the best so far."""
-        if self.best is None or setting.parts is not None:  # another partition has another bound
-            return True
+        return self.best is None or self._bound_of(setting) < self.best[0] * (1 - 1e-9)
+
+    def _bound_of(self, setting: Setting) -> float:
+        """What no order of a setting is shorter than; 0 where layers may be cut otherwise, which has another bound."""
+        if setting.parts is not None:
+            return 0.0
         if setting not in self.bounds:
             self.bounds[setting] = bound.of_placement(self.problem, setting)
-        return self.bounds[setting] < self.best[0] * (1 - 1e-9)
+        return self.bounds[setting]
 
     def _exact(self, depths: list[int]) -> bool:
         """Ask the solver about every placement for something shorter; whether all that is settled.

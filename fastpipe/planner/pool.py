@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -116,23 +116,35 @@ class _Annealing(NamedTuple):
     seed: int
 
 
-def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: Clock) -> Iterator[Member]:
+Bound = Callable[[Setting], float]
+"""What no order of a setting is shorter than."""
+
+
+def anneal(
+    problem: Problem, pool: list[Member], work: float, seed: int, clock: Clock, bound_of: Bound
+) -> Iterator[Member]:
     """Better orders, round by round: many for a short time, then the best of them for longer. None without the
-    planning library."""
+    planning library. Orders of settings whose bound has been reached, there or elsewhere, are left alone."""
     if not pool or not engine.is_native():
         return
+    shortest = min(one.value for one in pool)
+    yield from (one for one in spread(pool, 1) if _reached(one.value, bound_of(one.setting)))
     rounds = _ROUNDS if max(len(one.tasks) for one in pool) > _FEW else _ROUNDS_OF_FEW
     shares = [part / count * engine.turns(count) for count, part, _ in rounds]  # of the time
     ranked = pool
     for number, (count, part, hot) in enumerate(rounds):
+        shortest = min(shortest, *(one.value for one in ranked))
+        ranked = [one for one in ranked if not _reached(shortest, bound_of(one.setting))]
         chosen = spread(ranked, count)
+        if not chosen:
+            return
         seconds = _FOR_ANNEALING * clock.left() * part / count / sum(shares[number:])
         jobs = []
         for index, one in enumerate(chosen):
             attempts = int(work * part / len(chosen) / max(1, len(one.tasks)))
             jobs.append(_Annealing(one, attempts, seconds, hot, seed * 1009 + number * 101 + index))
         ranked = []
-        with engine.at_once(lambda job: _annealed(problem, job, clock), jobs, clock) as answers:
+        with engine.at_once(lambda job: _annealed(problem, job, clock, bound_of), jobs, clock) as answers:
             for better in answers:
                 ranked.append(better)
                 yield better
@@ -140,7 +152,12 @@ def anneal(problem: Problem, pool: list[Member], work: float, seed: int, clock: 
                     return
 
 
-def _annealed(problem: Problem, job: _Annealing, clock: Clock) -> Member:
+def _reached(value: float, least: float) -> bool:
+    """Whether a value is the bound, but for rounding."""
+    return value <= least * (1 + 1e-9)
+
+
+def _annealed(problem: Problem, job: _Annealing, clock: Clock, bound_of: Bound) -> Member:
     """The order after an annealing, in slices between which the clock is seen: what is late cools down the sooner."""
     one, attempts, seconds, hot, seed = job
     begin, search = clock.elapsed(), None
@@ -150,6 +167,8 @@ def _annealed(problem: Problem, job: _Annealing, clock: Clock) -> Member:
     while number < slices and not clock.is_over():
         if number * _LEGS // slices > leg:
             one, leg = _found(one, search), number * _LEGS // slices
+            if _reached(one.value, bound_of(one.setting)):
+                return one
             search = engine.search(one.tasks, one.order, span=problem.span, seed=seed * 17 + leg)
         if search is None:
             return one

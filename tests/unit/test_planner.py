@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import fastpipe
 from fastpipe import CostModel, LayerCosts, native_plan
+from fastpipe.planner import native, pool
 from tests.unit.plans import LAYERS, UNEVEN, small
 
 pytestmark = pytest.mark.without_torch
@@ -202,6 +203,25 @@ def test_what_begins_long_may_end_short() -> None:
     """Loops and a wave of four are shorter than the V to begin with; what becomes of it is shorter than of them."""
     costs = CostModel(1.0, 2.0, 1.0, comm=0.1)
     assert fastpipe.plan(costs, num_ranks=8, num_microbatches=12, memory=0.5).makespan < 78
+
+
+@needs_library
+@pytest.mark.parametrize(("p", "m", "names"), [(3, 6, "list scheduling"), (4, 8, "list scheduling"), (2, 4, "chimera")])
+def test_what_has_reached_its_bound_is_annealed_no_more(
+    p: int, m: int, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortest plan still comes of it, and less than a third of the attempts are made."""
+    attempts: list[int] = []
+    real = native.Search.improve
+
+    def counted(search: native.Search, count: int, hot: float, cold: float) -> None:
+        attempts.append(count * search.size)
+        real(search, count, hot, cold)
+
+    monkeypatch.setattr(native.Search, "improve", counted)
+    plan = fastpipe.plan(CostModel(1, 1.3, 0.7, comm=0.02), num_ranks=p, num_microbatches=m)
+    assert plan.value == pytest.approx(plan.bound) and names in plan.chosen.name
+    assert sum(attempts) < 1.6 * pool.WORK / 3
 
 
 def test_costs_by_stage_fix_the_number_of_stages() -> None:

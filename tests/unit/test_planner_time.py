@@ -58,7 +58,7 @@ def heats(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[float, fl
     monkeypatch.setattr(engine, "search", spied)
     monkeypatch.setattr(pool, "_ROUNDS_OF_FEW", ((1, 1.0, 1.0),))
     problem, one = start()
-    list(pool.anneal(problem, [one], 2e5, 0, clock))
+    list(pool.anneal(problem, [one], 2e5, 0, clock, lambda setting: 0.0))
     return list(seen)
 
 
