@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.scripts import SERVER, print_into
 
 # A pipeline over Gloo has twelve, a mesh of replicas x pipeline six.

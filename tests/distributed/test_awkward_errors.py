@@ -10,7 +10,7 @@ import torch
 from fastpipe.runtime.failure import MAX_TEXT, cause_text, first_line
 from fastpipe.testing import Fault
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.models import CASES
 
 

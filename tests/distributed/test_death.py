@@ -15,7 +15,7 @@ from fastpipe.runtime.failure import Failure, LostError
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES, DEVICE, Block
 

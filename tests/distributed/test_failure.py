@@ -12,7 +12,7 @@ from fastpipe.runtime import steps
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.faults import Boom, FaultyTraining, Scenario
 from tests.runtime.models import CASES
 

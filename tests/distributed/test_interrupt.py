@@ -18,7 +18,7 @@ from fastpipe import Pipeline, StepError
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, Stopping
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
 from tests.runtime.models import CASES, Block
 

@@ -18,7 +18,7 @@ from fastpipe import Pipeline, StepError
 from fastpipe.runtime import native
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import SIZE, check, others, train_until
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
 

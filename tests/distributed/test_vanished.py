@@ -22,7 +22,7 @@ from fastpipe import Pipeline
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.distributed.test_death import COUNT, SIZE, check, others, report
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
 from tests.runtime.models import CASES, DEVICE, Block
 

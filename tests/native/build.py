@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 ALONE = "allocation_test"

@@ -17,7 +17,7 @@ from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.native_executor import NativeExecutor
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.stage_work import StageWork
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 Modules = Sequence[Callable[..., Any]]
 Mode = Callable[[], AbstractContextManager[Any]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fastpipe.runtime.own_groups import meet
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 SOON = 0.3
 

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).parents[2] / "examples"

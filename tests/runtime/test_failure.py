@@ -12,7 +12,7 @@ from fastpipe.runtime.executor import Drained
 from fastpipe.runtime.failure import Failure, TransportError
 from fastpipe.runtime.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.testing import Loopback
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.faults import NEVER, Boom, FaultyTraining, Scenario
 from tests.runtime.models import CASES
 

@@ -12,7 +12,7 @@ from fastpipe.program import ChannelKind
 from fastpipe.runtime.failure import TransportError
 from fastpipe.runtime.loopback import Loopback
 from fastpipe.runtime.transport import Message
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.models import CASES
 
 PROGRAM = lower(make_schedule("1f1b", num_ranks=2, num_microbatches=3))

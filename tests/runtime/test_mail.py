@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastpipe import StepError
 from fastpipe.runtime.failure import DIED, Failure
 from fastpipe.runtime.mail import Mail
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from fastpipe.runtime import moments as module
 from fastpipe.runtime.failure import DIED, Failure, TransportError
 from fastpipe.runtime.moments import Moment, Moments
 from fastpipe.runtime.ranks import LocalRanks
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 DEVICE = torch.device("cuda", 0)
 LOST = Failure(1, DIED, dead=True)

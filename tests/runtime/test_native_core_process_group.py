@@ -18,7 +18,7 @@ from fastpipe.runtime.native_executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.process_group import ProcessGroups  # noqa: E402
 from fastpipe.runtime.stage import Stage  # noqa: E402
 from fastpipe.runtime.stage_work import StageWork  # noqa: E402
-from tests.promptly import PATIENCE  # noqa: E402
+from tests.patience import PATIENCE  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
 from tests.scripts import SERVER  # noqa: E402

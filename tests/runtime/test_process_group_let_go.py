@@ -20,7 +20,7 @@ from fastpipe.runtime.failure import DIED, Failure, LostError, TransportError
 from fastpipe.runtime.own_groups import _WATCHDOG, OwnGroups, _unless_set, meet
 from fastpipe.runtime.patience import attended
 from fastpipe.runtime.process_group import ProcessGroups
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 
 class Waits:

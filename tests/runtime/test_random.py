@@ -12,7 +12,7 @@ from fastpipe import Pipeline, Placement, Schedule, StepResult
 from fastpipe.runtime.stage import Chain
 from fastpipe.testing import Loopback, reference_step
 from tests.conftest import skip_without_native
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.checks import assert_same, same_bits
 from tests.runtime.models import squared
 from tests.runtime.random_modules import Drawn, random_stages, twins

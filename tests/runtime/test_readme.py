@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import scripts
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()

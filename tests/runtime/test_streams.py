@@ -20,7 +20,7 @@ import fastpipe
 from fastpipe.runtime.executor import executor_class
 from tests import scripts
 from tests.conftest import skip_without_native
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 from tests.runtime.devices.steps import CASES, NUM_STEPS, NUM_WEIGHTS, RECORDED, REPLICAS, SECONDS_PER_OPERATION
 
 torch = pytest.importorskip("torch")

@@ -12,7 +12,7 @@ from fastpipe.runtime.failure import DIED, Failure
 from fastpipe.runtime.host import Neighbours
 from fastpipe.runtime.lifeline import LEFT, Lifeline
 from fastpipe.runtime.watcher import Watcher
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 
 @pytest.fixture

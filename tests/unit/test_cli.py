@@ -17,7 +17,7 @@ import fastpipe
 from fastpipe.cli import main, work
 from fastpipe.cli.arguments import parser
 from fastpipe.cli.checks import FORMATS, diagnosis
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.without_torch
 

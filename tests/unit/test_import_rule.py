@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.without_torch
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.native.build import ROOT, Sanitized
-from tests.promptly import PATIENCE
+from tests.patience import PATIENCE
 
 RUN = """
 import sys, warnings
