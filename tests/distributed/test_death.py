@@ -24,19 +24,22 @@ COUNT = 8
 
 
 class Stopping(torch.nn.Module):
-    """Sends its own process a signal in one of its forwards, and writes down when."""
+    """Sends its own process a signal in one of its forwards, and writes down when; if asked to, after another one."""
 
-    def __init__(self, at_call: int, number: int, note: str) -> None:
+    def __init__(self, at_call: int, number: int, note: str, after: str = "") -> None:
         super().__init__()
         self.block = Block().to(DEVICE)
         self.at_call = at_call
         self.number = number
         self.note = note
+        self.after = after
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.calls - 1 == self.at_call:
+            while self.after and not Path(self.after).exists():
+                time.sleep(0.01)
             Path(self.note).write_text(str(time.monotonic()))
             os.kill(os.getpid(), self.number)
         return self.block(x)
@@ -235,10 +238,11 @@ def test_killed_where_no_process_can_be_watched(victim: int, tmp_path: Path) -> 
 
 
 def train_with_a_late_one(note: str, transport: str, hosts: str) -> dict[str, Any]:
-    """Runs on every rank: rank 1 is stopped for good, and rank 2 killed."""
+    """Runs on every rank: rank 2 is killed; rank 1 has sent it what it needs by then, and is stopped for good."""
     at_call, number = {1: (COUNT + 2, signal.SIGSTOP), 2: (COUNT + 1, signal.SIGKILL)}.get(dist.get_rank(), (-1, 0))
     case = CASES["plain"]
-    stages = [Stopping(at_call, number, f"{note}{number}") for _ in range(SIZE)]
+    after = f"{note}{signal.SIGKILL:d}" if dist.get_rank() == 1 else ""
+    stages = [Stopping(at_call, number, f"{note}{number:d}", after) for _ in range(SIZE)]
     with on_hosts(hosts):
         pipe = Pipeline(stages, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, transport=transport)
     try:
