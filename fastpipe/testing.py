@@ -13,7 +13,7 @@ from torch import nn
 from fastpipe.action import ActionKind
 from fastpipe.runtime.added_losses import AddedLosses
 from fastpipe.runtime.carried import apart, as_arguments
-from fastpipe.runtime.chain import Chain, Layers, accepted_names, as_layers, chosen, whole
+from fastpipe.runtime.chain import Chain, Layers, accepted_names, as_layers, chosen, has_own_forward, whole
 from fastpipe.runtime.cuts import layer_ranges
 from fastpipe.runtime.grad_dtype import set_grad_dtype
 from fastpipe.runtime.loopback import Loopback
@@ -101,8 +101,7 @@ def reference_step(
     """
     if schedule.forward_only:
         raise ValueError(f"schedule: {schedule.name} has no backward, so there is no step to refer to")
-    is_run_whole = isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward
-    layers = None if is_run_whole else as_layers(model)
+    layers = None if has_own_forward(model) else as_layers(model)
     model = whole(model)
     if grad_dtype is not None:
         set_grad_dtype(model, grad_dtype)

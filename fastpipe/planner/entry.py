@@ -284,9 +284,8 @@ class _Planner:
 
     def _listings(self, counts: list[int], depths: list[int], least: int) -> list[Listing]:
         """What list scheduling is asked for: orders on every placement that may gain, at least so many."""
-        found = []
+        found, work = [], _TRIES_WORK if engine.is_native() else _TRIES_WORK_PYTHON
         for number, (count, placement) in enumerate(_placements(self.problem, counts, depths)):
-            work = _TRIES_WORK if engine.is_native() else _TRIES_WORK_PYTHON
             tries = int(min(_TRIES * min(1.0, self.effort), work / (3 * placement.num_stages * count)))
             setting = self.problem.setting(placement, count)
             if self._may_gain(setting):
@@ -295,7 +294,7 @@ class _Planner:
 
     def _may_gain(self, setting: Setting) -> bool:
         """Whether the placement's bound lets an order of it be shorter than the best so far."""
-        return self.best is None or self._bound_of(setting) < self.best[0] * (1 - 1e-9)
+        return self.best is None or not pool.reached(self.best[0], self._bound_of(setting))
 
     def _bound_of(self, setting: Setting) -> float:
         """What no order of a setting is shorter than; 0 where layers may be cut otherwise, which has another bound."""

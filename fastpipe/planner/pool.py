@@ -127,14 +127,15 @@ def anneal(
     planning library. Orders of settings whose bound has been reached, there or elsewhere, are left alone."""
     if not pool or not engine.is_native():
         return
-    shortest = min(one.value for one in pool)
-    yield from (one for one in spread(pool, 1) if _reached(one.value, bound_of(one.setting)))
+    best = min(pool, key=lambda one: one.value)
+    if reached(best.value, bound_of(best.setting)):
+        yield best
     rounds = _ROUNDS if max(len(one.tasks) for one in pool) > _FEW else _ROUNDS_OF_FEW
     shares = [part / count * engine.turns(count) for count, part, _ in rounds]  # of the time
-    ranked = pool
+    ranked, shortest = pool, best.value
     for number, (count, part, hot) in enumerate(rounds):
         shortest = min(shortest, *(one.value for one in ranked))
-        ranked = [one for one in ranked if not _reached(shortest, bound_of(one.setting))]
+        ranked = [one for one in ranked if not reached(shortest, bound_of(one.setting))]
         chosen = spread(ranked, count)
         if not chosen:
             return
@@ -152,8 +153,8 @@ def anneal(
                     return
 
 
-def _reached(value: float, least: float) -> bool:
-    """Whether a value is the bound, but for rounding."""
+def reached(value: float, least: float) -> bool:
+    """Whether an objective is its bound, but for rounding, so that nothing shorter can be found."""
     return value <= least * (1 + 1e-9)
 
 
@@ -167,7 +168,7 @@ def _annealed(problem: Problem, job: _Annealing, clock: Clock, bound_of: Bound) 
     while number < slices and not clock.is_over():
         if number * _LEGS // slices > leg:
             one, leg = _found(one, search), number * _LEGS // slices
-            if _reached(one.value, bound_of(one.setting)):
+            if reached(one.value, bound_of(one.setting)):
                 return one
             search = engine.search(one.tasks, one.order, span=problem.span, seed=seed * 17 + leg)
         if search is None:

@@ -120,7 +120,7 @@ def as_layers(stages: Any) -> Layers | None:
         return stages
     if isinstance(stages, nn.Sequential | nn.ModuleList):
         check_forward(stages)
-        if type(stages).forward not in (nn.Sequential.forward, nn.Module.forward):
+        if has_own_forward(stages):
             kind = type(stages)
             raise ValueError(
                 f"model: {kind.__name__} is a {kind.__mro__[1].__name__} with a forward of its own, which its members "
@@ -130,6 +130,12 @@ def as_layers(stages: Any) -> Layers | None:
         modules: Any = stages._modules
         return Layers(modules.values(), modules)
     return Layers(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else None
+
+
+def has_own_forward(model: Any) -> bool:
+    """Whether it is a list of modules that does something else than call its members one after the other."""
+    is_list = isinstance(model, nn.Sequential | nn.ModuleList)
+    return is_list and type(model).forward not in (nn.Sequential.forward, nn.Module.forward)
 
 
 def check_forward(module: nn.Module) -> None:

@@ -37,6 +37,11 @@ class Failure:
     dead: bool = False
     suspected: bool = False
 
+    @property
+    def number(self) -> int:
+        """The rank as C++ has it: -1 where it is not known."""
+        return -1 if self.rank is None else self.rank
+
     def place(self) -> str:
         """Where, as a user reads it."""
         parts = ["an unknown rank" if self.rank is None else f"rank {self.rank}"]

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from fastpipe.runtime.chain import chosen, missing_argument
 from fastpipe.runtime.microbatch import (
     Counted,
-    Rule,
     Rules,
     count_rows,
     is_asked,
@@ -106,8 +105,7 @@ def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, li
         whole: whether all elements count, those of a device among them, for which that waits. Otherwise it is some
             thousand of every tensor on the CPU, which takes some microseconds.
     """
-    one = len(request.args) == 1
-    given = {"the input" if one else f"input {i}": value for i, value in enumerate(request.args)}
+    given = dict(zip(_input_names(request), request.args, strict=True))
     given |= {name: inputs.kwargs.get(name, v) if isinstance(v, Iterator) else v for name, v in request.kwargs.items()}
     given |= {"target": request.target, "output_grad": request.output_grad}
     found = {}
@@ -218,13 +216,11 @@ def take_inputs(
         columns = _split_args(request, rules)
         inputs.args = _by_microbatch(columns, count)
         for i, value in enumerate(request.args):
-            way = RULE if is_asked(rules, i) else ROWS
-            _note_whole(inputs, request, value, rule_for(rules, i), f"input {i}" if i else "the input", way)
+            _note_whole(inputs, request, value, rules, i, f"input {i}" if i else "the input", ROWS)
     for name, value in request.kwargs.items():
         if any(stage.accepts is None or name in stage.accepts for stage in stages):
             inputs.kwargs[name] = split_argument(value, count, rules, name, name)
-            way = RULE if is_asked(rules, name) else NAMED
-            _note_whole(inputs, request, value, rule_for(rules, name), name, way)
+            _note_whole(inputs, request, value, rules, name, name, NAMED)
     if any(stage.is_last for stage in stages):
         _take_for_last(inputs, request, rules, loss_fn)
         if callable(reduction) and inputs.output_grads is None and (loss_fn is None or inputs.targets is not None):
@@ -264,8 +260,14 @@ def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
     positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
     if request.args and positions and max(positions) >= len(request.args):
         raise ValueError(f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0")
-    names = ["the input" if len(request.args) == 1 else f"input {i}" for i in range(len(request.args))]
+    names = _input_names(request)
     return [split_argument(value, count, rules, i, names[i]) for i, value in enumerate(request.args)]
+
+
+def _input_names(request: Request) -> list[str]:
+    """What the positional arguments are called in errors."""
+    count = len(request.args)
+    return ["the input"] if count == 1 else [f"input {i}" for i in range(count)]
 
 
 def _by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
@@ -290,14 +292,26 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
         return
     if loss_fn is None:
         raise ValueError("target: there is no loss_fn to give it to; pass loss_fn= to Pipeline, or leave target out")
-    rule = rule_for(rules, "target")
-    inputs.targets = split(request.target, count, rule, "target")
-    _note_whole(inputs, request, request.target, rule, "target", RULE)
+    inputs.targets = split(request.target, count, rule_for(rules, "target"), "target")
+    _note_whole(inputs, request, request.target, rules, "target", "target", RULE)
 
 
-def _note_whole(inputs: Inputs, request: Request, value: Any, rule: Rule, name: str, way: str) -> None:
-    """Note the rows of a whole batch's tensors, where no other has as many, and refuse those that share a history."""
-    for leaf, rows in lengths(value, rule, name).items():
+def _note_whole(
+    inputs: Inputs, request: Request, value: Any, rules: Rules, key: str | int, name: str, unasked: str
+) -> None:
+    """Note the rows of a whole batch's tensors, where no other has as many, and refuse those that share a history.
+
+    Args:
+        inputs: where they are noted.
+        request: of the user.
+        value: one argument.
+        rules: how arguments are cut.
+        key: by which the rules know it.
+        name: what it is called in errors.
+        unasked: how it is cut where no rule speaks of it.
+    """
+    way = RULE if is_asked(rules, key) else unasked
+    for leaf, rows in lengths(value, rule_for(rules, key), name).items():
         if [rows, way] not in inputs.whole.values():
             inputs.whole[leaf] = [rows, way]
     if request.training and request.num_microbatches > 1 and not isinstance(value, list | Iterator):

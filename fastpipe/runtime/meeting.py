@@ -16,7 +16,7 @@ from typing import Any
 from fastpipe.runtime.aside import asked
 from fastpipe.runtime.control import Reply
 from fastpipe.runtime.failure import Failure, LostError
-from fastpipe.runtime.patience import SECONDS, Patience, waiting
+from fastpipe.runtime.patience import SECONDS, Patience, silent_store, waiting
 from fastpipe.runtime.pauses import LOOK_SECONDS
 
 _MORE_SECONDS = 5.0
@@ -138,7 +138,9 @@ class StoreMeeting(Meeting):
                 if step and (failure := self.lost(())) is not None:
                     raise LostError(failure)
                 if missing := deadline.passed(lambda: patience.ask(lambda: self._missing(keys), [-1])):
-                    raise self._silent() if missing == [-1] else self.late(missing, step, phase)
+                    if missing == [-1]:
+                        raise LostError(Failure(None, silent_store(self.timeout), dead=True))
+                    raise self.late(missing, step, phase)
             return answer.result()
         except RuntimeError as error:
             raise LostError(self.gone(error)) from error
@@ -153,10 +155,6 @@ class StoreMeeting(Meeting):
 
     def _missing(self, keys: list[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-
-    def _silent(self) -> LostError:
-        cause = f"the store of the process group did not answer within {self.timeout:g} s"
-        return LostError(Failure(None, cause, dead=True))
 
     def _wait_watching(self, keys: list[str]) -> None:
         """The same while nobody else watches: the pipeline is being built. (The store warns of each wait in vain.)"""

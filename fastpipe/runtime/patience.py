@@ -91,6 +91,11 @@ def attended(
     )
 
 
+def silent_store(seconds: float) -> str:
+    """What is said of a store that does not answer."""
+    return f"the store of the process group did not answer within {seconds:g} s"
+
+
 class PatientStore:
     """A store that is asked while a pipeline is built: an error where it does not answer within the timeout.
 
@@ -108,8 +113,8 @@ class PatientStore:
         def ask(*args: Any) -> Any:
             answer = asked(lambda: method(*args), "fastpipe-ask")
             if not wait([answer], self._timeout).done:
-                cause = f"the store of the process group did not answer within {self._timeout:g} s"
-                raise TransportError(f"{cause}; see whether the process that holds it is stopped", None)
+                text = f"{silent_store(self._timeout)}; see whether the process that holds it is stopped"
+                raise TransportError(text, None)
             return answer.result()
 
         return ask

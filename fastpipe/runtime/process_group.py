@@ -381,7 +381,7 @@ class ProcessGroups(Transport):
         if self.device.type != "cpu" and self.lost is None:
             # before that: whoever then finds that a stream has come on knows that there is no message
             self.lost = failure
-        self.waits.lose(-1 if failure.rank is None else failure.rank)
+        self.waits.lose(failure.number)
         for own in self._all():
             with logged("to end what waits for a lost rank's messages"):
                 own.abort()

@@ -88,9 +88,8 @@ class SharedMemory(Transport):
 
     def let_go(self, failure: Failure) -> None:
         """See `Transport.let_go`."""
-        rank = -1 if failure.rank is None else failure.rank
-        self.waits.lose(rank)
-        self.link.lose(rank)
+        self.waits.lose(failure.number)
+        self.link.lose(failure.number)
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

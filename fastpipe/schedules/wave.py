@@ -128,12 +128,12 @@ def _even(wave: _Wave, seconds: Seconds) -> Iterator[Filled]:
     rounds of a microbatch, and its F and I are apart.
     """
     p, v, m = wave.num_ranks, wave.stages_per_rank, wave.num_microbatches
-    rounds, half = v // 2, (3 * (2 * p - 1) + 1) // 2
+    rounds, last = v // 2, _even_offsets(p)[-1]
     choices = []
     for group in sorted({max(1, p // 2), (p + 1) // 2}):
         apart = max(3 * p, 6 * group)  # a round, and a group's first rounds before its second ones
         for more, sooner, later in product(range(5), range(2), range(7)):
-            backward = (apart - sooner) * (rounds - 1) + half + 1 + later
+            backward = (apart - sooner) * (rounds - 1) + last + 1 + later
             period = max(3 * v * group, rounds * apart) + more
             choices.append((later, group, period, apart - sooner, backward))
     choices.sort()
@@ -142,6 +142,11 @@ def _even(wave: _Wave, seconds: Seconds) -> Iterator[Filled]:
         order = filled(_even_spread(wave, *choice), wave.limit, seconds)
         if order is not None:
             yield order
+
+
+def _even_offsets(num_ranks: int) -> list[int]:
+    """Of a round's stages: one and a half slots a hop, rounded up."""
+    return [(3 * hop + 1) // 2 for hop in range(2 * num_ranks)]
 
 
 def _even_spread(wave: _Wave, group: int, period: int, apart: int, backward: int) -> Spread:
@@ -159,7 +164,7 @@ def _even_spread(wave: _Wave, group: int, period: int, apart: int, backward: int
     number = np.arange(wave.stages_per_rank // 2).reshape(-1, 1, 1)
     hop = np.arange(2 * p)
     start = microbatch // group * period + microbatch % group * 6 + number * apart
-    slots = np.stack([start, start + backward]) + (3 * hop + 1) // 2
+    slots = np.stack([start, start + backward]) + np.array(_even_offsets(p))
     stages = np.broadcast_to(2 * p * number + hop, slots.shape[1:])
     kinds = np.array([int(F), int(I)]).reshape(2, 1, 1, 1)
     return spread_of(placement, m, slots, kinds, np.stack([stages, placement.num_stages - 1 - stages]), microbatch)
