@@ -14,7 +14,6 @@ from fastpipe.errors import StepError
 from fastpipe.runtime.control import Control, Reply, tell
 from fastpipe.runtime.failure import Failure, LostError, TransportError, cause_text, first_line
 from fastpipe.runtime.patience import waiting
-from fastpipe.runtime.random_numbers import check_seeds
 
 Value = TypeVar("Value")
 _GRACE_SECONDS = 0.5
@@ -151,3 +150,17 @@ def _check_alike(replies: Sequence[Reply]) -> None:
         listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
         raise ValueError(f"schedule: the ranks do not build the same pipeline: {listed}")
     check_seeds([reply["seed"] for reply in replies])
+
+
+def check_seeds(seeds: Sequence[int | None]) -> None:
+    """Refuse ranks whose seeds differ; None for one with torch's own generators.
+
+    Raises:
+        ValueError: saying which rank has which.
+    """
+    if len(set(seeds)) > 1:
+        listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
+        raise ValueError(
+            f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {listed}; pass the same rng on every rank, "
+            "and call torch.manual_seed with the same number before"
+        )

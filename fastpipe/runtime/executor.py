@@ -1,4 +1,4 @@
-"""Executor: runs one rank's program. The interface, and the choice between "auto", "native" and "python"."""
+"""Executor: runs one rank's program. The interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from fastpipe.action import NONE
 from fastpipe.program import Instruction, Op, Program
-from fastpipe.runtime import native
 from fastpipe.runtime.current import last_microbatches
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.pairs import IN_ORDER, PairCounts
@@ -121,32 +120,6 @@ class Executor(ABC):
         memory, the connections, and the threads of these.
         """
         vars(self).clear()
-
-
-def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
-    """The class for "auto", "native" or "python", with stages on a device.
-
-    Raises:
-        ValueError: for another choice, or one that cannot be: "native" where the extension cannot be loaded, or the
-            Python executor on a device; it says why.
-    """
-    if choice not in ("auto", "native", "python"):
-        raise ValueError(f"executor = {choice!r}: use 'auto', 'native' or 'python'")
-    if choice == "native" and native.load() is None:
-        raise ValueError(f"executor = 'native': {native.native_status()} Use executor='auto' or 'python' instead.")
-    if choice != "python" and native.load() is not None:
-        from fastpipe.runtime.native_executor import NativeExecutor
-
-        return NativeExecutor
-    if device.type != "cpu":
-        why = "" if choice == "python" else f" {native.native_status()}"
-        raise ValueError(
-            f"executor = {choice!r}: the stages are on {device}, and the Python executor computes on CPUs alone; set "
-            f"executor='native', or device='cpu'.{why}"
-        )
-    from fastpipe.runtime.python_executor import PythonExecutor
-
-    return PythonExecutor
 
 
 def last_backwards(instructions: Sequence[Instruction]) -> dict[int, int]:

@@ -33,7 +33,6 @@ from fastpipe.runtime.current import Around, checked_contexts
 from fastpipe.runtime.cuts import MEASURED, costs_here, cut_by, cut_text, layer_counts
 from fastpipe.runtime.describe import describe, pairs_text
 from fastpipe.runtime.devices import wants_streams
-from fastpipe.runtime.executor import executor_class
 from fastpipe.runtime.forked import Home
 from fastpipe.runtime.grad_dtype import set_grad_dtype
 from fastpipe.runtime.group import crowd, membership
@@ -55,7 +54,7 @@ from fastpipe.runtime.plans import Plans, options_with_stages
 from fastpipe.runtime.process_group import ProcessGroups
 from fastpipe.runtime.processes import Processes
 from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers
-from fastpipe.runtime.ranks import LocalRanks
+from fastpipe.runtime.ranks import LocalRanks, executor_class
 from fastpipe.runtime.recompute import NONE, Policy, way_of
 from fastpipe.runtime.recorded_ranks import RecordedRanks
 from fastpipe.runtime.recording import why_not

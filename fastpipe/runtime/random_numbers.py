@@ -333,20 +333,6 @@ def _sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def check_seeds(seeds: Sequence[int | None]) -> None:
-    """Refuse ranks whose seeds differ; None for one with torch's own generators.
-
-    Raises:
-        ValueError: saying which rank has which.
-    """
-    if len(set(seeds)) > 1:
-        listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
-        raise ValueError(
-            f"rng = {PER_MICROBATCH!r}: the seed, torch.initial_seed(), is {listed}; pass the same rng on every rank, "
-            "and call torch.manual_seed with the same number before"
-        )
-
-
 def describe_random(seed: int) -> str:
     """Where random numbers come from, in one line."""
     return f"numbers of every stage and microbatch their own, from the seed {seed} and the number of the step"

@@ -14,12 +14,15 @@ import numpy.typing as npt
 import torch
 
 from fastpipe.program import Op, Program
+from fastpipe.runtime import native
 from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
 from fastpipe.runtime.devices import CPU
 from fastpipe.runtime.executor import Drained, Executor, Seconds
 from fastpipe.runtime.failure import Failure, TransportError, cause_text
 from fastpipe.runtime.moments import Moments
+from fastpipe.runtime.native_executor import NativeExecutor
 from fastpipe.runtime.pairs import PairCounts
+from fastpipe.runtime.python_executor import PythonExecutor
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.thread_state import ThreadState
 from fastpipe.runtime.transport import Transport
@@ -346,3 +349,25 @@ def failure_at(
     # what is no longer waited for may still come, and would be taken for a message of the next step
     gave_up = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
     return Failure(rank, cause_text(error), stage, text, microbatch, dead=gave_up)
+
+
+def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
+    """The class for "auto", "native" or "python", with stages on a device.
+
+    Raises:
+        ValueError: for another choice, or one that cannot be: "native" where the extension cannot be loaded, or the
+            Python executor on a device; it says why.
+    """
+    if choice not in ("auto", "native", "python"):
+        raise ValueError(f"executor = {choice!r}: use 'auto', 'native' or 'python'")
+    if choice == "native" and native.load() is None:
+        raise ValueError(f"executor = 'native': {native.native_status()} Use executor='auto' or 'python' instead.")
+    if choice != "python" and native.load() is not None:
+        return NativeExecutor
+    if device.type != "cpu":
+        why = "" if choice == "python" else f" {native.native_status()}"
+        raise ValueError(
+            f"executor = {choice!r}: the stages are on {device}, and the Python executor computes on CPUs alone; set "
+            f"executor='native', or device='cpu'.{why}"
+        )
+    return PythonExecutor
