@@ -9,17 +9,19 @@ from torch import nn
 
 from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
-from fastpipe.runtime.between import CHOICES
-from fastpipe.runtime.coalesced import CoalescedGroups
-from fastpipe.runtime.grad_dtype import check_grad_dtype
-from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.microbatch import check_reduction
-from fastpipe.runtime.pairs import check_overlap
-from fastpipe.runtime.process_group import ProcessGroups
-from fastpipe.runtime.random_numbers import PER_MICROBATCH
-from fastpipe.runtime.recompute import check_policy
-from fastpipe.runtime.reports import check_rules
-from fastpipe.runtime.transport import NATIVE_ALONE, Transport, why_not_python
+from fastpipe.runtime.common import check_grad_dtype
+from fastpipe.runtime.model import check_policy
+from fastpipe.runtime.stage import PER_MICROBATCH, check_overlap
+from fastpipe.runtime.step import check_reduction, check_rules
+from fastpipe.runtime.transport import (
+    CHOICES,
+    NATIVE_ALONE,
+    CoalescedGroups,
+    Loopback,
+    ProcessGroups,
+    Transport,
+    why_not_python,
+)
 from fastpipe.schedule import Schedule
 
 _LONGEST = 1e9

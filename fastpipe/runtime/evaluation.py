@@ -7,11 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from fastpipe.runtime.gathering import gather
-from fastpipe.runtime.group import Membership
-from fastpipe.runtime.inputs import Request
-from fastpipe.runtime.result import StepResult
-from fastpipe.runtime.steps import Settings, Steps
+from fastpipe.runtime.step import Request, Settings, StepResult, Steps, gather
+from fastpipe.runtime.transport import Membership
 
 
 class Evaluates:

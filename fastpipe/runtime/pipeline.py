@@ -14,7 +14,6 @@ from torch import nn
 
 from fastpipe._version import __version__
 from fastpipe.runtime import native
-from fastpipe.runtime.agreement import Postponed, agreeing, building
 from fastpipe.runtime.arguments import (
     alike_text,
     asked_transport,
@@ -25,53 +24,75 @@ from fastpipe.runtime.arguments import (
     find_num_microbatches,
     find_num_ranks,
 )
-from fastpipe.runtime.between import between_processes
-from fastpipe.runtime.carried import names_message, tell_later
-from fastpipe.runtime.clip import GradNorms
-from fastpipe.runtime.control import Alone, Control, Reply
-from fastpipe.runtime.current import Around, checked_contexts
-from fastpipe.runtime.cuts import MEASURED, costs_here, cut_by, cut_text, layer_counts
+from fastpipe.runtime.common import ForkGuard, set_grad_dtype, wants_streams
+from fastpipe.runtime.coordination import Alone, Control, Postponed, Processes, Reply, agreeing, building
+from fastpipe.runtime.data_parallel import check_not_sharded, check_parallel, find_data_parallel, replicate
 from fastpipe.runtime.describe import describe, pairs_text
-from fastpipe.runtime.devices import wants_streams
-from fastpipe.runtime.forked import Home
-from fastpipe.runtime.grad_dtype import set_grad_dtype
-from fastpipe.runtime.group import crowd, membership
-from fastpipe.runtime.known_plans import KnownPlans
-from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.microbatch import Rules, check_split_and_merge
-from fastpipe.runtime.mixed import Mixed
-from fastpipe.runtime.modules import (
+from fastpipe.runtime.executor import LocalRanks, RecordedRanks, executor_class, why_not
+from fastpipe.runtime.model import (
+    MEASURED,
+    NONE,
+    Policy,
+    StageCopies,
     Stages,
+    between_ranks,
     build_modules,
+    check_alike,
     check_device,
+    costs_here,
+    cut_by,
+    cut_text,
     find_device,
     find_ties,
+    from_torch,
+    group_of,
+    kinds_of_ties,
+    layer_counts,
+    make_copies,
+    make_tied,
+    modules_by_rank,
+    named_as_held,
+    names_message,
+    own_modules,
     prefixes_message,
     prefixes_of,
+    share,
+    tell_later,
+    way_of,
 )
-from fastpipe.runtime.pairs import IN_ORDER, pair_policy
-from fastpipe.runtime.plans import Plans, options_with_stages
-from fastpipe.runtime.process_group import ProcessGroups
-from fastpipe.runtime.processes import Processes
-from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers
-from fastpipe.runtime.ranks import LocalRanks, executor_class
-from fastpipe.runtime.recompute import NONE, Policy, way_of
-from fastpipe.runtime.recorded_ranks import RecordedRanks
-from fastpipe.runtime.recording import why_not
 from fastpipe.runtime.replannable import Replannable
-from fastpipe.runtime.replicas import Replicas, make_replicas, modules_by_rank
-from fastpipe.runtime.reports import MetricRules
-from fastpipe.runtime.result import StepResult
-from fastpipe.runtime.shared_memory import SharedMemory
-from fastpipe.runtime.shared_weight import check_alike, kinds_of_ties
-from fastpipe.runtime.stage import Stage
-from fastpipe.runtime.steps import Settings, Steps
-from fastpipe.runtime.tied import between_ranks, make_tied, named_as_held, share
-from fastpipe.runtime.torch_stages import from_torch, group_of
+from fastpipe.runtime.stage import (
+    IN_ORDER,
+    PER_MICROBATCH,
+    ContextFactory,
+    RandomNumbers,
+    Stage,
+    TreespecCache,
+    checked_contexts,
+    pair_policy,
+)
+from fastpipe.runtime.step import (
+    GradNorms,
+    MetricRules,
+    Plans,
+    Rules,
+    Settings,
+    StepResult,
+    Steps,
+    check_split_and_merge,
+    options_with_stages,
+)
 from fastpipe.runtime.training import Trains
-from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.twins import own_modules
-from fastpipe.runtime.wrappers import check_not_sharded, check_parallel, find_data_parallel, replicate
+from fastpipe.runtime.transport import (
+    Loopback,
+    Mixed,
+    ProcessGroups,
+    SharedMemory,
+    Transport,
+    membership,
+    ranks_per_host,
+    select_transport,
+)
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
@@ -128,7 +149,7 @@ class Pipeline(Trains, Replannable):
             ``"cuda_ipc"``: processes of one host copy from GPU to GPU by copy engines; experimental, and never chosen.
             ``"process_group_coalesced"``: sends and receives between two ranks that are due at one time are one
             operation (NCCL). The variable FASTPIPE_TRANSPORT says what "auto" means for several processes; set it
-            alike for all. Or a `fastpipe.runtime.transport.Transport`.
+            alike for all. Or a `fastpipe.runtime.transport.transport.Transport`.
         stage_to_rank: the rank of every stage, where it is not the schedule's own.
         recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`. A transport that
             coalesces has its own rule.
@@ -182,8 +203,8 @@ class Pipeline(Trains, Replannable):
         tied: Sequence[Sequence[str]] | None = None,
         overlap: str = "auto",
         recompute: Policy = NONE,
-        forward_context: Around | None = None,
-        backward_context: Around | None = None,
+        forward_context: ContextFactory | None = None,
+        backward_context: ContextFactory | None = None,
         grad_dtype: torch.dtype | None = None,
         fused_weight_grad: bool = False,
         cuda_graph: bool = False,
@@ -201,7 +222,7 @@ class Pipeline(Trains, Replannable):
         merge_rules: Rules = None if isinstance(merge, bool) else merge
         settings = Settings(loss_fn, loss_reduction, split, merge_rules, merge is not False, metrics, self.device)
         store = self._member.store() if self._member.size > 1 else None
-        self._crowd = crowd(timeout)
+        self._ranks_per_host = ranks_per_host(timeout)
         self._control = self._make_control(store, timeout)
         with building(self._control) as undo:
             with agreeing(self._control, self._plan_message, self._adopt_plan):
@@ -211,7 +232,7 @@ class Pipeline(Trains, Replannable):
                 check_split_and_merge(split, merge_rules)
                 self._contexts = checked_contexts(forward_context, backward_context)
                 self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
-                self._crowd.join(self.num_ranks if self._member.size == 1 else 1)
+                self._ranks_per_host.join(self.num_ranks if self._member.size == 1 else 1)
                 lanes = check_transport(transport, self.num_ranks, self._member.size, executor)
                 options = options_with_stages(schedule, schedule_options, stages_per_rank)
                 plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
@@ -239,13 +260,13 @@ class Pipeline(Trains, Replannable):
         """Make of modules, programs and a transport what runs steps."""
         streams = wants_streams(self.device, self._overlap, self._stages_by_rank.values())
         cores = len(os.sched_getaffinity(0))
-        self._pair_policy = pair_policy(self._overlap, self._crowd.count(), cores, self.device, streams)
+        self._pair_policy = pair_policy(self._overlap, self._ranks_per_host.count(), cores, self.device, streams)
         random = self._make_random()
         exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory | Mixed) else None
         placement = self.schedule.placement
 
-        def copies() -> Replicas:
-            return make_replicas(placement, modules, exchange)
+        def copies() -> StageCopies:
+            return make_copies(placement, modules, exchange)
 
         if exchange is not None and between_ranks(self._ties, placement):
             self.transport.prepare_exchange()
@@ -269,7 +290,7 @@ class Pipeline(Trains, Replannable):
         )
         # not all ranks need all others until here, and nobody is to wait in a step for one that has no pipeline
         self._control.exchange("joining", {})
-        self._finalizer = weakref.finalize(self, _close, self._control, ranks, Home())
+        self._finalizer = weakref.finalize(self, _close, self._control, ranks, ForkGuard())
 
     def _plan_message(self) -> Reply:
         """What must be the same on every rank before there are stages; what rank 0 says by which they are cut."""
@@ -312,7 +333,7 @@ class Pipeline(Trains, Replannable):
         choice = asked_transport(transport)
         member = replace(self._member, lost=self._control.lost)
         exchange, by_python = self._control.exchange, self._executor.__name__ == "PythonExecutor"
-        return between_processes(choice, exchange, member, self.device, timeout, self._crowd.count(), by_python)
+        return select_transport(choice, exchange, member, self.device, timeout, self._ranks_per_host.count(), by_python)
 
     def _build_stages(
         self, stages: Stages, partition: Any, tied: Any, data_parallel: Any
@@ -353,7 +374,7 @@ class Pipeline(Trains, Replannable):
         recompute = way_of(self._recompute, index, module)
         stage = Stage(index, module, num_stages, self.loss_fn, recompute, self._contexts)
         if self.device.type != "cpu":
-            stage.plans = KnownPlans(index, self.device)
+            stage.plans = TreespecCache(index, self.device)
         stage.fused_weight_grad, stage.grad_dtype = self._fused_weight_grad, self.grad_dtype
         if self.grad_dtype is not None:
             check_not_sharded(index, stage.parallel, self.grad_dtype)
@@ -370,7 +391,7 @@ class Pipeline(Trains, Replannable):
         if store is None:
             return Alone()
         member = self._member
-        return Processes(store, member.rank, member.size, timeout, self._crowd, member.identity)
+        return Processes(store, member.rank, member.size, timeout, self._ranks_per_host, member.identity)
 
     def describe(self) -> str:
         """What runs here and how, in a few lines."""
@@ -395,7 +416,7 @@ class Pipeline(Trains, Replannable):
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"
 
 
-def _close(control: Control, ranks: LocalRanks, home: Home) -> None:
+def _close(control: Control, ranks: LocalRanks, home: ForkGuard) -> None:
     if home.here:
         control.close()
         ranks.close()

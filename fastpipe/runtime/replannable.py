@@ -12,22 +12,17 @@ from torch import nn
 
 from fastpipe.cost import CostModel
 from fastpipe.planner import LayerCosts, Plan
-from fastpipe.runtime import replanning
-from fastpipe.runtime.group import Membership
-from fastpipe.runtime.held_model import HeldModel
-from fastpipe.runtime.modules import Stages
-from fastpipe.runtime.plans import Plans
-from fastpipe.runtime.profiling import Measured, profile
-from fastpipe.runtime.recompute import Policy
-from fastpipe.runtime.result import StepResult
+from fastpipe.runtime.model import Policy, Stages
 from fastpipe.runtime.stage import Stage
-from fastpipe.runtime.steps import Steps
+from fastpipe.runtime.step import LocalModelState, Plans, StepResult, Steps
+from fastpipe.runtime.transport import Membership
+from fastpipe.runtime.tune import Measured, profile, replanning
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
 
 
-class Replannable(HeldModel):
+class Replannable(LocalModelState):
     """The part of `fastpipe.Pipeline` that is about plans.
 
     Attributes:

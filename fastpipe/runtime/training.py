@@ -10,16 +10,12 @@ from typing import Any
 import torch
 
 from fastpipe.placement import is_whole
-from fastpipe.runtime.clip import GradNorms, clip_grad_norm
 from fastpipe.runtime.evaluation import Evaluates
-from fastpipe.runtime.held_model import HeldModel
-from fastpipe.runtime.inputs import Request
-from fastpipe.runtime.plans import Plans
-from fastpipe.runtime.result import StepResult
+from fastpipe.runtime.step import GradNorms, LocalModelState, Plans, Request, StepResult, clip_grad_norm
 from fastpipe.schedule import Schedule
 
 
-class Trains(Evaluates, HeldModel):
+class Trains(Evaluates, LocalModelState):
     """The part of `fastpipe.Pipeline` that makes gradients.
 
     Attributes:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.common.failure import Failure, LostError
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fastpipe import Pipeline, StepResult
-from fastpipe.runtime.microbatch import merge
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
+from fastpipe.runtime.step.microbatch import merge
 from fastpipe.schedule import Schedule
 from fastpipe.testing import Reference, backward_order, reference_step
 from tests.runtime.models import CASES, Batch, Case

@@ -14,7 +14,7 @@ from torch import nn
 
 import fastpipe
 from fastpipe import Pipeline, make_schedule
-from fastpipe.runtime.chain import Chain, Layers
+from fastpipe.runtime.model.chain import Chain, Layers
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared
 

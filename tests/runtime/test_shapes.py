@@ -10,7 +10,7 @@ from torch import nn
 
 import fastpipe
 from fastpipe import Pipeline
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
