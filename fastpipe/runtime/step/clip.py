@@ -124,7 +124,7 @@ class GradNorms:
         """The norms of all ranks' gradients, in the order of ``merged.norms``. Called on every rank alike.
 
         Args:
-            meet: see `fastpipe.runtime.step.steps.Steps.meet`.
+            meet: see `fastpipe.runtime.step.Steps.all_gather`.
             call: its first argument.
             held: the gradients of this process.
             make: gives the order of the norm, and what else to tell the others. What it raises is an error on every

@@ -341,7 +341,7 @@ class Steps:
         for stage in self.stages:
             stage.has_split, stage.deferred = False, frozenset()
 
-    def meet(
+    def all_gather(
         self, call: str, make: Callable[[], Reply], then: Callable[[list[Reply]], None] | None = None
     ) -> list[Reply]:
         """Between steps: every process gives a message, and gets those of all.
