@@ -17,7 +17,7 @@ import torch
 
 from fastpipe.runtime.common import waiting as aside
 from fastpipe.runtime.common.failure import DIED, Failure, LostError, TransportError
-from fastpipe.runtime.common.waiting import attended
+from fastpipe.runtime.common.waits import attended
 from fastpipe.runtime.transport.groups import _WATCHDOG, OwnGroups, _unless_set, meet
 from fastpipe.runtime.transport.process_group import ProcessGroups
 from tests.patience import PATIENCE

@@ -40,7 +40,7 @@ from fastpipe.runtime.common.tensors import (
     specs_text,
     tensors_in,
 )
-from fastpipe.runtime.common.waiting import (
+from fastpipe.runtime.common.waits import (
     LOOK_SECONDS,
     SECONDS,
     Patience,
@@ -61,9 +61,9 @@ __all__ = [
     "Interrupts",
     "LOOK_SECONDS",
     "LostError",
-    "ReentrancyGuard",
     "Patience",
     "PatientStore",
+    "ReentrancyGuard",
     "SECONDS",
     "Specs",
     "TensorSpec",

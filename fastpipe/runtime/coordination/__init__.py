@@ -6,7 +6,7 @@ Uses: `common`.
 
 from __future__ import annotations
 
-from fastpipe.runtime.coordination.agreement import Postponed, agreeing, building, prepare_together
+from fastpipe.runtime.coordination.agreement import agree, building, prepare_together
 from fastpipe.runtime.coordination.control import Alone, Control, Reply, tell
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.host import Identity, RanksPerHost, host_name, identify
@@ -15,13 +15,12 @@ from fastpipe.runtime.coordination.processes import Processes
 __all__ = [
     "Alone",
     "Control",
-    "RanksPerHost",
-    "Identity",
     "DeferredResults",
-    "Postponed",
+    "Identity",
     "Processes",
+    "RanksPerHost",
     "Reply",
-    "agreeing",
+    "agree",
     "building",
     "host_name",
     "identify",

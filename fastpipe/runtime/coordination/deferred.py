@@ -37,9 +37,9 @@ Ready = Callable[[], Contents]
 class DeferredResult:
     """What one process found in one step, for another one; read when it is asked for."""
 
-    def __init__(self, mail: DeferredResults, step: int, rank: int) -> None:
+    def __init__(self, results: DeferredResults, step: int, rank: int) -> None:
         self.step = step
-        self._mail = mail
+        self._results = results
         self._rank = rank
         self._found: Contents | None = None
 
@@ -55,7 +55,7 @@ class DeferredResult:
             StepError: when it does not come.
         """
         if self._found is None:
-            self._found = self._mail.fetch(self.step, self._rank)
+            self._found = self._results.fetch(self.step, self._rank)
         return self._found
 
 
@@ -65,7 +65,7 @@ class DeferredResults:
     Args:
         store: that of all processes; what waits makes a connection of its own.
         rank: this process.
-        timeout: seconds to wait for a letter.
+        timeout: seconds to wait for a result.
         dead: who has ended.
     """
 
@@ -76,7 +76,7 @@ class DeferredResults:
         self.rank = rank
         self.timeout = timeout
         self._dead = dead
-        self._letters: weakref.WeakSet[DeferredResult] = weakref.WeakSet()
+        self._given_out: weakref.WeakSet[DeferredResult] = weakref.WeakSet()
         self._reading: Any = None
         self._posted: list[int] = []
         self._jobs: queue.SimpleQueue[tuple[int, Ready | None] | None] = queue.SimpleQueue()
@@ -96,18 +96,18 @@ class DeferredResults:
         """A connection of its own to the store."""
         return attended(self.store.clone, lambda: None, timedelta(seconds=self.timeout))
 
-    def letter(self, step: int, rank: int) -> DeferredResult:
+    def result(self, step: int, rank: int) -> DeferredResult:
         """What another process said it would post."""
         if self._reading is None:
             # not when it is read: to connect takes minutes where the store is gone by then
             self._reading = self._connect()
-        letter = DeferredResult(self, step, rank)
-        self._letters.add(letter)
-        return letter
+        result = DeferredResult(self, step, rank)
+        self._given_out.add(result)
+        return result
 
     def wanted(self) -> int | None:
-        """The first step of which this process may still ask for a letter."""
-        return min((letter.step for letter in self._letters if not letter.is_read), default=None)
+        """The first step of which this process may still ask for a result."""
+        return min((result.step for result in self._given_out if not result.is_read), default=None)
 
     def forget(self, step: int, wanted: Sequence[int | None]) -> None:
         """Drop what nobody will ask for.

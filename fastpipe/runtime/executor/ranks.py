@@ -28,7 +28,7 @@ Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 """Per rank, the start and end of every instruction."""
 
 _CLOSING_SECONDS = 10
-"""How long a device may be behind its host when a pipeline is closed, beside what the mail waits."""
+"""How long a device may be behind its host when a pipeline is closed, beside what deferred results wait."""
 
 
 @dataclass

@@ -50,7 +50,7 @@ from fastpipe.runtime.step.inputs import (
 )
 from fastpipe.runtime.step.microbatch import Rules
 from fastpipe.runtime.step.outputs import OutputExchange, StepOutputs
-from fastpipe.runtime.step.programs import Plans
+from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import MetricRules, Reports, StepResult, Weights, pack_spans, unpack_spans, weights_of
 
 
@@ -163,7 +163,7 @@ class Steps:
     def __init__(
         self,
         settings: Settings,
-        plans: Plans,
+        plans: Programs,
         ranks: LocalRanks,
         control: Control,
         replicas: StageCopies,
@@ -329,7 +329,7 @@ class Steps:
         self.replicas.agreed()
         return inputs, replies
 
-    def follow(self, plans: Plans, *, forward_only: bool) -> None:
+    def follow(self, plans: Programs, *, forward_only: bool) -> None:
         """From the next step on run other programs on the same stages."""
         self.plans, self.forward_only = plans, forward_only
         self.ranks.forget()
