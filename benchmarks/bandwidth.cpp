@@ -20,7 +20,6 @@
 #include "core/common.h"
 #include "core/host_memory.h"
 #include "core/shared_memory_transport.h"
-#include "core/shared_ring.h"
 
 namespace fastpipe {
 

@@ -75,6 +75,18 @@ class CopyEngine {
   virtual CopyQueue& current() = 0;
 };
 
+// A piece of a payload. In a place they lie one after the other, each from a whole block on.
+struct CopyPart {
+  const std::byte* data;
+  std::size_t bytes;
+};
+
+// Tensors begin where an allocator of a device would put them: kernels are chosen by it, and with them the last bits.
+constexpr std::size_t whole_blocks(std::size_t bytes) {
+  constexpr std::size_t kBlock = 512;
+  return (bytes + kBlock - 1) / kBlock * kBlock;
+}
+
 // A place on the receiver's side.
 struct CopyPlace {
   explicit CopyPlace(std::unique_ptr<CopyMark> mark) : unused(std::move(mark)) {}

@@ -1,21 +1,244 @@
 // Transport between processes of one host by the copy engines of their devices: streams wait for streams of other
 // processes, and no host takes part.
+//
+// A rank has one segment of the host's memory with the words of every channel on which it may receive. Places for the
+// messages are the receiver's memory on its device; all programs use the same, which grow as messages do.
 #pragma once
 
+#include <array>
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <set>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
-#include "copy_engine_link.h"
+#include "common.h"
+#include "copy_engine.h"
+#include "host_memory.h"
 #include "program.h"
 #include "shared_memory_transport.h"
-#include "shared_ring.h"
 #include "transport.h"
 
 namespace fastpipe {
+
+// What the two ends of a channel share in the host's memory.
+struct CopyWords {
+  // Counted up by the devices, message by message; the hosts read them, and set them far ahead when they give up.
+  alignas(kSharedLine) SharedWord granted;  // by the receiver: the message's place may be written
+  alignas(kSharedLine) SharedWord arrived;  // by the sender: the message is there
+
+  // The receiver's host.
+  alignas(kSharedLine) SharedNumber num_places;
+  SharedNumber place_bytes;  // of every place; written last
+  CopyTicket ticket;
+  SharedWord refused;  // it could not get as much memory as the step needs
+
+  // The sender's host.
+  alignas(kSharedLine) SharedNumber stand_ins;  // the number of a step's first stand-in, from 1
+  SharedWord holding;                           // it has the places open
+
+  // Either host: it has given up or is done, and whoever waits for more need not wait until the time is over.
+  alignas(kSharedLine) SharedWord given_up;
+};
+
+// Sees to it that no stream waits for good: a thread that looks at the flags which streams wait for, and never calls
+// the device.
+class CopyWatch final {
+ public:
+  // What one queue waits for, again and again, of one peer.
+  class Line final {
+   public:
+    Line(SharedWord& flag, SharedWord& given_up, std::shared_ptr<SharedMemoryPeer> peer)
+        : flag_(flag), given_up_(given_up), peer_(std::move(peer)) {}
+    // By the rank's thread, before the queue gets the wait.
+    void expect(std::uint32_t value) { expected_.store(value, std::memory_order_relaxed); }
+
+   private:
+    friend class CopyWatch;
+    bool waits() const;
+
+    SharedWord& flag_;
+    SharedWord& given_up_;
+    const std::shared_ptr<SharedMemoryPeer> peer_;
+    std::atomic<std::uint32_t> expected_{0};
+    // The watch's own.
+    std::uint32_t seen_ = 0;
+    Clock::time_point since_{};  // of the last progress; zero: it waits for nothing
+    Clock::time_point dead_{};   // the first look at which the peer was dead; zero: it lives, as far as is known
+  };
+
+  // let_go: this rank's word for all others, of LinkBoard. It must outlive the watch.
+  CopyWatch(std::int32_t rank, double timeout_seconds, SharedWord& let_go);
+  CopyWatch(const CopyWatch&) = delete;
+  CopyWatch& operator=(const CopyWatch&) = delete;
+  // In a forked child there is no thread, and nothing is done.
+  ~CopyWatch();
+
+  // The memory of the flags must outlive the watch.
+  Line& add(SharedWord& flag, SharedWord& given_up, std::shared_ptr<SharedMemoryPeer> peer);
+  // Whether any queue waits for a peer. A released one does not.
+  bool waiting();
+  // From any thread: releases what waits for the peer, now and from now on; all others see that this is so, and that it
+  // is because of `blamed`.
+  void give_up(std::int32_t peer, const std::string& why, std::int32_t blamed);
+  bool broken(std::int32_t peer) const;
+  bool any_broken() const { return any_broken_.load(); }
+  // As they are now.
+  BrokenPeers broken_peers() const;
+
+ private:
+  void work();
+  void look(Line& line, Clock::time_point now);
+  void release();
+  void give_up_locked(std::int32_t peer, const std::string& why, std::int32_t blamed);
+
+  const Home home_;
+  const double timeout_seconds_;
+  SharedWord& let_go_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Line> lines_;  // which stay where they are
+  BrokenPeers broken_;
+  std::atomic<bool> any_broken_{false};
+  bool ending_ = false;
+  std::unique_ptr<std::thread> thread_;
+};
+
+// The receiver's end of a channel.
+class CopyIncoming final {
+ public:
+  CopyIncoming(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatch::Line& line);
+  CopyIncoming(const CopyIncoming&) = delete;
+  CopyIncoming& operator=(const CopyIncoming&) = delete;
+  ~CopyIncoming() { words_.given_up.store(1); }
+
+  // Before a step: so many places for messages of so many bytes, shown to the sender. Throws Error, with the sender
+  // told, where there is no memory.
+  void prepare(std::size_t count, std::size_t bytes);
+  void begin_step() { first_ = posted_; }
+  // The next message may come into a place as soon as that is unused. Its number.
+  std::uint64_t post(std::int32_t place);
+  // Makes the current queue, which is that of `stage`, wait for a message. Not active: it is known to be a stand-in.
+  CopyLoan take(std::uint64_t message, std::int32_t place, std::int32_t stage);
+  // Whether no queue has anything to do with the words any more.
+  bool idle() const;
+  // Whether something lies in a place.
+  bool holds(const std::byte* data) const;
+  bool held_by_sender() const { return words_.holding.load() != 0; }
+
+ private:
+  bool is_stand_in(std::uint64_t message) const;
+
+  std::shared_ptr<CopyEngine> engine_;
+  CopyWords& words_;
+  CopyWatch::Line& line_;
+  std::unique_ptr<CopyQueue> queue_;
+  std::unique_ptr<CopyMark> granted_;                         // of the last message that was posted
+  std::map<std::int32_t, std::unique_ptr<CopyMark>> waited_;  // by stage, for the last that was taken
+  std::vector<std::shared_ptr<CopyPlace>> places_;
+  std::vector<std::shared_ptr<CopyMemory>> memories_;  // the last is in use; the sender may have opened the others
+  std::size_t place_bytes_ = 0;
+  std::uint64_t posted_ = 0;
+  std::uint64_t first_ = 0;  // of the step
+};
+
+// The sender's end of a channel.
+class CopyOutgoing final {
+ public:
+  CopyOutgoing(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatch::Line& line);
+  CopyOutgoing(const CopyOutgoing&) = delete;
+  CopyOutgoing& operator=(const CopyOutgoing&) = delete;
+  ~CopyOutgoing();
+
+  // Before a step: whether the receiver has shown so many places for messages of so many bytes. They are open then.
+  // Throws Error where it had no memory for them.
+  bool prepare(std::size_t count, std::size_t bytes);
+  void begin_step() { first_ = sent_; }
+  // Copies the pieces when the place is granted and what the current queue has now is done; `copied` comes after that.
+  void send(std::int32_t place, const std::vector<CopyPart>& parts, CopyMark& copied);
+  // In place of a message of so many bytes.
+  void stand_in(std::int32_t place, std::size_t bytes, CopyMark& copied);
+  // Whether all that was sent has been copied.
+  bool idle() const { return last_->reached(); }
+
+ private:
+  std::byte* begin(std::int32_t place);
+  void end(CopyMark& copied);
+
+  std::shared_ptr<CopyEngine> engine_;
+  CopyWords& words_;
+  CopyWatch::Line& line_;
+  std::unique_ptr<CopyQueue> queue_;
+  std::unique_ptr<CopyMark> made_;
+  std::unique_ptr<CopyMark> last_;
+  std::vector<std::shared_ptr<CopyMemory>> memories_;  // the last is in use
+  std::size_t num_places_ = 0;
+  std::size_t place_bytes_ = 0;
+  std::uint64_t sent_ = 0;
+  std::uint64_t first_ = 0;  // of the step
+};
+
+class CopyEngineLink final {
+ public:
+  // timeout_seconds: how long a stream waits for a peer.
+  CopyEngineLink(std::shared_ptr<SharedMemoryLink> host, std::shared_ptr<CopyEngine> engine, double timeout_seconds);
+  CopyEngineLink(const CopyEngineLink&) = delete;
+  CopyEngineLink& operator=(const CopyEngineLink&) = delete;
+  // What was sent arrives, if its receiver takes it; then all is given back. Waits a moment for those who have not
+  // closed what they opened.
+  ~CopyEngineLink();
+
+  const std::shared_ptr<SharedMemoryLink>& host() const { return host_; }
+  const std::shared_ptr<CopyEngine>& engine() const { return engine_; }
+  CopyWatch& watch() { return watch_; }
+  const CopyWatch& watch() const { return watch_; }
+  double timeout_seconds() const { return timeout_seconds_; }
+
+  // This rank's end of a channel, made at its first use.
+  CopyIncoming& incoming(const Channel& channel);
+  // Null as long as the receiver has not shown its words.
+  CopyOutgoing* outgoing(const Channel& channel);
+  // Whether something lies where messages arrive.
+  bool lies_in_place(const std::byte* data) const;
+
+ private:
+  // What a receiver shares with this rank, which sends to it.
+  struct Shown {
+    std::shared_ptr<SharedMemorySegment> segment;
+    std::shared_ptr<void> exposed;
+  };
+  using Key = std::pair<std::int32_t, ChannelKind>;  // a peer, and what it sends or is sent
+
+  static CopyWords& words_in(const SharedMemorySegment& segment, std::int32_t source, ChannelKind kind);
+  void finish();
+  bool busy() const noexcept;
+  bool held() const;
+
+  const Home home_;
+  std::shared_ptr<SharedMemoryLink> host_;
+  std::shared_ptr<CopyEngine> engine_;
+  double timeout_seconds_;
+  // In this order: the watch releases the queues when they end, and looks into the segments.
+  std::shared_ptr<SharedMemorySegment> segment_;
+  std::shared_ptr<void> exposed_;
+  std::map<std::int32_t, Shown> shown_;  // by peer
+  CopyWatch watch_;
+  std::map<Key, std::unique_ptr<CopyIncoming>> incoming_;
+  std::map<Key, std::unique_ptr<CopyOutgoing>> outgoing_;
+};
+
+// Flags in the host's memory: a queue waits for one that the host sets, and writes one that the host reads. Nothing, or
+// what did not work; then the engine must not be used.
+std::optional<std::string> obstacle_to_flags(CopyEngine& engine, double timeout_seconds);
 
 // Where the messages of one channel go: every message of a step has a place in its receiver's memory, known to both
 // ends from the receiver's program.

@@ -1,21 +1,289 @@
 // Transport between processes of one host: messages lie in memory that both map, and the consumer computes on it there.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "common.h"
+#include "copy_engine.h"
 #include "host_memory.h"
 #include "program.h"
-#include "shared_ring.h"
 #include "transport.h"
 
 namespace fastpipe {
+
+// Of one channel. Its entries follow.
+struct RingWords {
+  alignas(kSharedLine) SharedNumber sent;  // entries ever written
+  std::uint64_t num_entries;
+  alignas(kSharedLine) SharedNumber taken;  // entries ever read; the receiver's
+  alignas(kSharedLine) SharedWord starved;  // the sender has a message for which there was no place
+};
+
+// One message, by value: the receiver has read it before it counts it as taken.
+struct alignas(kSharedLine) RingEntry {
+  std::int32_t stage;  // that consumes it
+  std::int32_t microbatch;
+  std::uint32_t stand_in;
+  std::uint32_t announced;
+  std::uint64_t bytes;
+  std::uint64_t segment;  // numbered by the sender, from 1
+  std::uint64_t segment_bytes;
+  std::uint64_t offset;  // of the cell's words in the segment; the message follows them
+  std::int32_t descriptor;
+};
+static_assert(sizeof(RingEntry) == kSharedLine);
+
+// Of a segment with cells.
+struct alignas(kSharedLine) CellSegmentWords {
+  SharedWord retired;  // no further message will come in it
+};
+
+// Free (0), or the message's number and a mark. Made used by the sender, free by the receiver.
+struct alignas(kSharedLine) CellWords {
+  SharedNumber state;
+};
+
+constexpr std::uint64_t kCellFree = 0;
+// Its message waits, or a stage uses it: the program says when it will be free.
+constexpr std::uint64_t used_cell(std::uint64_t message) {
+  return message << 1 | 1;
+}
+// The program has freed it, but somebody holds a tensor in it: nobody knows when it will be free.
+constexpr std::uint64_t kHeldMark = std::uint64_t{1} << 63;
+
+// A message where it arrived. While its lease lives, the sender leaves the cell alone.
+
+// Who has to know when a cell is free.
+struct CellSender {
+  std::shared_ptr<SharedMemorySegment> rings;
+  const RingWords* ring;
+  std::shared_ptr<SharedMemoryPeer> peer;
+
+  // After a change that may make room.
+  void make_known() const {
+    if (ring->starved.load() != 0) peer->doorbell().ring_always();
+  }
+};
+
+class SharedMemoryLease final {
+ public:
+  SharedMemoryLease(std::shared_ptr<const CellSender> sender, std::shared_ptr<SharedMemorySegment> segment,
+                    CellWords& cell);
+  SharedMemoryLease() = default;
+  SharedMemoryLease(SharedMemoryLease&& other) noexcept { swap(other); }
+  SharedMemoryLease& operator=(SharedMemoryLease&& other) noexcept {
+    SharedMemoryLease(std::move(other)).swap(*this);
+    return *this;
+  }
+  // In any thread: the last tensor may die where the user drops it.
+  ~SharedMemoryLease();
+
+ private:
+  void swap(SharedMemoryLease& other) noexcept;
+
+  std::shared_ptr<const CellSender> sender_;
+  std::shared_ptr<SharedMemorySegment> segment_;
+  CellWords* cell_ = nullptr;
+  pid_t process_ = 0;
+};
+
+// Sees whether a cell that the program has freed is really free.
+class SharedMemoryWatch final {
+ public:
+  SharedMemoryWatch() = default;
+  SharedMemoryWatch(std::shared_ptr<const CellSender> sender, std::shared_ptr<SharedMemorySegment> segment,
+                    CellWords& cell)
+      : sender_(std::move(sender)), segment_(std::move(segment)), cell_(&cell), used_(cell.state.load()) {}
+
+  bool empty() const { return cell_ == nullptr; }
+  // The program has freed it: if it is not free, the sender is told not to count on it. Then the watch is over.
+  void end();
+
+ private:
+  std::shared_ptr<const CellSender> sender_;
+  std::shared_ptr<SharedMemorySegment> segment_;
+  CellWords* cell_ = nullptr;
+  std::uint64_t used_ = 0;
+};
+
+// How a payload lies in memory that two processes share: the torch side knows tensors, a stub numbers.
+
+// A message in a cell, aligned to kSharedLine.
+struct CellBytes {
+  std::byte* data;
+  std::size_t size;
+  bool announced;  // it begins with what it looks like
+};
+
+class Codec {
+ public:
+  Codec() = default;
+  Codec(const Codec&) = delete;
+  Codec& operator=(const Codec&) = delete;
+  virtual ~Codec() = default;
+
+  // In a cell of shared memory: how many bytes write() fills.
+  virtual std::size_t size(const Payload& payload, bool announced) const = 0;
+  virtual void write(const Payload& payload, const CellBytes& to) const = 0;
+  // What an announced message looks like.
+  virtual std::unique_ptr<Spec> read_spec(const CellBytes& from) const = 0;
+  // Makes the message the contents of `into`, which looks like `spec`. What goes on using the cell keeps the lease.
+  // Throws Error when the size is not the spec's.
+  virtual void adopt(Payload& into, const Spec& spec, const CellBytes& from, SharedMemoryLease lease) const = 0;
+
+  // In a place of a device's memory, to which an engine copies: the size of a place for such a message.
+  virtual std::size_t size(const Spec& spec) const = 0;
+  virtual void list(const Payload& payload, std::vector<CopyPart>& parts) const = 0;
+  // Replaces the pieces by copies, made in the current queue, in memory that what is returned keeps.
+  virtual std::shared_ptr<const void> duplicate(std::vector<CopyPart>& parts) const = 0;
+  // Makes the message, which is there for the current queue, the contents of `into`. It ends the loan when it is
+  // cleared.
+  virtual void adopt(Payload& into, const Spec& spec, CopyLoan loan) const = 0;
+};
+
+// The memory in which a channel's messages lie, on the sender's side.
+
+// Where a message may be written.
+struct SharedMemoryCell {
+  CellWords* words = nullptr;  // null: there is none now
+  std::byte* data = nullptr;
+  std::uint64_t segment = 0;
+  std::uint64_t offset = 0;
+  int descriptor = -1;
+  std::size_t segment_bytes = 0;
+};
+
+class SharedMemoryCells final {
+ public:
+  // slots: how many of the channel's receives the receiver may have posted and not freed.
+  // num_messages: how many a step sends.
+  SharedMemoryCells(std::int32_t slots, std::int32_t num_messages) : slots_(slots), num_messages_(num_messages) {}
+
+  // A free cell for that many bytes; there is one, or memory for one is made, unless `slots` and a few more cells are
+  // in use that the program will free.
+  SharedMemoryCell find(std::size_t bytes);
+  // Gives back what larger cells have replaced.
+  void sweep();
+
+ private:
+  struct Part {
+    std::shared_ptr<SharedMemorySegment> memory;
+    std::uint64_t number;
+    std::size_t capacity;  // of a cell
+    std::size_t num_cells;
+
+    std::size_t stride() const { return sizeof(CellWords) + capacity; }
+    std::size_t offset(std::size_t cell) const { return sizeof(CellSegmentWords) + cell * stride(); }
+    CellWords& words(std::size_t cell) const { return *memory->at<CellWords>(offset(cell)); }
+    bool retired() const { return memory->at<CellSegmentWords>(0)->retired.load(std::memory_order_relaxed) != 0; }
+    bool idle() const;
+  };
+
+  std::size_t wanted(std::size_t bytes) const;
+  SharedMemoryCell cell_of(const Part& part, std::size_t index) const;
+  void grow(std::size_t bytes, std::size_t num_cells);
+  void retire_below(std::size_t capacity);
+
+  std::int32_t slots_;
+  std::int32_t num_messages_;
+  std::vector<Part> parts_;
+  std::uint64_t num_parts_ = 0;  // ever made
+};
+
+// The receiver's end of a channel.
+
+// A message as it arrives.
+struct SharedMemoryMail {
+  std::int32_t stage = 0;  // that consumes it
+  std::int32_t microbatch = 0;
+  bool stand_in = false;
+  CellBytes bytes{};
+  SharedMemoryLease lease;
+  SharedMemoryWatch watch;
+};
+
+class SharedMemoryInbox final {
+ public:
+  SharedMemoryInbox(std::int32_t channel, std::shared_ptr<SharedMemoryPeer> peer, std::size_t program,
+                    std::uint64_t fingerprint);
+
+  // Whether a message is there; the rings need not be there yet.
+  bool arrived();
+  // To be called when one is.
+  SharedMemoryMail take();
+  const SharedMemoryPeer& peer() const { return *peer_; }
+
+ private:
+  bool open();
+  const std::shared_ptr<SharedMemorySegment>& segment_of(const RingEntry& entry);
+  void open_mail(const RingEntry& entry, SharedMemoryMail& mail);
+  void sweep();
+
+  std::int32_t channel_;
+  std::shared_ptr<SharedMemoryPeer> peer_;
+  std::size_t program_;
+  std::uint64_t fingerprint_;
+  std::shared_ptr<const CellSender> sender_;
+  RingWords* ring_ = nullptr;
+  std::uint64_t taken_ = 0;
+  std::map<std::uint64_t, std::shared_ptr<SharedMemorySegment>> segments_;  // by the sender's number
+};
+
+// The sender's end of a channel.
+
+// One message on its way.
+struct SharedMemorySend {
+  enum class State { kIdle, kPosted, kCopied };
+
+  State state = State::kIdle;
+  std::int32_t channel = 0;
+  std::int32_t stage = 0;  // that consumes it
+  std::int32_t microbatch = 0;
+  const Payload* from = nullptr;  // null: a stand-in
+  bool announced = false;
+  double completed = 0;
+};
+
+class SharedMemoryOutbox final {
+ public:
+  // ring: zeroed memory for the words and `num_entries` entries, kept by the caller.
+  SharedMemoryOutbox(const Codec& codec, std::int32_t channel, RingWords& ring, std::uint64_t num_entries,
+                     SharedMemoryCells cells, std::shared_ptr<SharedMemoryPeer> peer);
+
+  // Copies and goes on; where there is no room the message waits for advance(), and `send` stays posted. When it
+  // throws, nothing has been sent.
+  void post(SharedMemorySend& send);
+  // Copies what has room now. True: nothing waits any more. When it throws, a stand-in takes the message's place.
+  bool advance();
+  bool idle() const { return queue_.empty(); }
+  void drop() { queue_.clear(); }
+  void sweep() { cells_.sweep(); }
+  const SharedMemoryPeer& peer() const { return *peer_; }
+
+ private:
+  bool copy(SharedMemorySend& send);
+  bool copy_payload(const SharedMemorySend& send, RingEntry& entry);
+  void publish(SharedMemorySend& send, const RingEntry& entry);
+  void give_up_front();
+
+  const Codec& codec_;
+  std::int32_t channel_;
+  RingWords& ring_;
+  RingEntry* entries_;
+  SharedMemoryCells cells_;
+  std::shared_ptr<SharedMemoryPeer> peer_;
+  std::uint64_t sent_ = 0;
+  Fifo<SharedMemorySend*> queue_;
+};
 
 // What a rank needs for one program beside the program: made on every rank, in the same order.
 

@@ -13,12 +13,11 @@
 
 #include "codec.h"
 #include "core/common.h"
-#include "core/copy_engine_link.h"
 #include "core/copy_engine_transport.h"
+#include "core/executor.h"
 #include "core/host_memory.h"
 #include "core/loopback.h"
 #include "core/mixed_transport.h"
-#include "core/pairs.h"
 #include "core/program.h"
 #include "core/shared_memory_exchange.h"
 #include "core/shared_memory_transport.h"

@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/shared_ring.h"
+#include "core/shared_memory_transport.h"
 #include "payload.h"
 
 namespace fastpipe {

@@ -15,7 +15,6 @@
 
 #include "core/common.h"
 #include "core/executor.h"
-#include "core/stage.h"
 #include "stage.h"
 #include "streams.h"
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "core/common.h"
+#include "core/executor.h"
 #include "core/program.h"
-#include "core/stage.h"
 #include "graph.h"
 #include "payload.h"
 #include "random_numbers.h"

@@ -12,7 +12,7 @@
 
 #include "copy_engine_ranks.h"
 #include "core/common.h"
-#include "core/copy_engine_link.h"
+#include "core/copy_engine_transport.h"
 #include "harness.h"
 #include "process_ranks.h"
 #include "stream_stage.h"

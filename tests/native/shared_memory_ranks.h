@@ -12,7 +12,6 @@
 #include "core/common.h"
 #include "core/host_memory.h"
 #include "core/shared_memory_transport.h"
-#include "core/shared_ring.h"
 #include "harness.h"
 
 namespace fastpipe::testing {
