@@ -24,11 +24,11 @@
 #ifdef FASTPIPE_WITH_CUDA
 #include "cuda/copy_engine.h"
 #endif
-#include "graph.h"
 #include "process_group.h"
 #include "python_errors.h"
 #include "random_numbers.h"
 #include "runner.h"
+#include "torch_private.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
@@ -221,10 +221,10 @@ py::list deferred(const Runner& runner) {
 }
 
 void split(WeightGradients& weights, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
-  torch::autograd::edge_list roots;
-  for (const at::Tensor& output : outputs) roots.push_back(torch::autograd::impl::gradient_edge(output));
-  std::vector<torch::autograd::Node*> entries;
-  for (const at::Tensor& input : inputs) entries.push_back(torch::autograd::impl::gradient_edge(input).function.get());
+  EdgeList roots;
+  for (const at::Tensor& output : outputs) roots.push_back(gradient_edge(output));
+  std::vector<Node*> entries;
+  for (const at::Tensor& input : inputs) entries.push_back(gradient_edge(input).function.get());
   weights.split(roots, entries);
 }
 

@@ -34,7 +34,7 @@ WorkWaits::~WorkWaits() {
 void WorkWaits::lose(std::int32_t rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (lost_ == kNoRank) lost_ = rank;
-  if (current_ != nullptr) end_wait();
+  if (current_ != nullptr) abort_wait(*current_);
 }
 
 void WorkWaits::wait(const WorkPtr& work, std::chrono::milliseconds timeout) {
@@ -46,7 +46,7 @@ void WorkWaits::wait(const WorkPtr& work, std::chrono::milliseconds timeout) {
   }
 }
 
-bool WorkWaits::wait_once(c10d::Work& work, std::chrono::milliseconds timeout) {
+bool WorkWaits::wait_once(Work& work, std::chrono::milliseconds timeout) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (lost_ != kNoRank) throw Error(lost_ < 0 ? "a rank is gone" : "rank " + std::to_string(lost_) + " is gone");
@@ -69,14 +69,6 @@ bool WorkWaits::wait_once(c10d::Work& work, std::chrono::milliseconds timeout) {
   }
 }
 
-void WorkWaits::end_wait() const {
-  try {
-    current_->abort();
-  } catch (const std::exception&) {
-    // A backend whose waits cannot be ended: its own timeout does it.
-  }
-}
-
 void WorkWaits::tick() {
   std::unique_lock<std::mutex> lock(mutex_);
   std::uint64_t before = 0;
@@ -86,7 +78,7 @@ void WorkWaits::tick() {
       changed_.wait(lock, [this] { return ends_ || current_ != nullptr; });
       sleeps_ = false;
     }
-    if (current_ != nullptr && number_ == before) end_wait();
+    if (current_ != nullptr && number_ == before) abort_wait(*current_);
     before = number_;
     changed_.wait_for(lock, kTick, [this] { return ends_; });
   }
@@ -270,7 +262,7 @@ void ProcessGroupTransport::post_stand_in(const Transfer& transfer, std::int32_t
 }
 
 void ProcessGroupTransport::post(Pending& pending, const std::vector<at::Tensor>& tensors, bool is_send) {
-  c10d::ProcessGroup& group = *groups_[group_of(channel_of(pending))];
+  ProcessGroup& group = *groups_[group_of(channel_of(pending))];
   pending.state = Pending::State::kPosted;
   for (const at::Tensor& tensor : tensors) {
     std::vector<at::Tensor> flat{bytes_of(tensor)};
@@ -323,19 +315,19 @@ void ProcessGroupTransport::begin_together(Pair& pair, const std::vector<Held>& 
     std::vector<at::Tensor> flat = part.flat;
     return part.is_send ? pair.group->send(flat, pair.peer, kTag) : pair.group->recv(flat, pair.peer, kTag);
   };
-  if (!pair.group->getBackend(device_.type())->supportsCoalescing()) {
+  if (!can_coalesce(*pair.group, device_.type())) {
     for (const Held& part : parts) part.pending->works.push_back(begin(part));
     return;
   }
-  pair.group->startCoalescing(device_.type());
+  start_coalescing(*pair.group, device_.type());
   try {
     for (const Held& part : parts) begin(part);
   } catch (...) {
     // What NCCL is given in a group that nobody ends, by whomever on this thread, never begins.
-    pair.group->endCoalescing(device_.type());
+    end_coalescing(*pair.group, device_.type());
     throw;
   }
-  const WorkPtr all = pair.group->endCoalescing(device_.type());
+  const WorkPtr all = end_coalescing(*pair.group, device_.type());
   for (const Held& part : parts) {
     if (part.pending->works.empty()) part.pending->works.push_back(all);
   }
@@ -380,9 +372,7 @@ std::optional<std::string> ProcessGroupTransport::why_let_go() const {
 
 bool ProcessGroupTransport::has_failed() const {
   if (!device_.is_cuda()) return false;  // other backends know no such question
-  const auto failed = [this](c10d::ProcessGroup& group) {
-    return group.getBackend(device_.type())->getError() != c10d::ErrorType::SUCCESS;
-  };
+  const auto failed = [this](ProcessGroup& group) { return fastpipe::has_failed(group, device_.type()); };
   return std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) { return failed(*group); }) ||
          std::any_of(pairs_.begin(), pairs_.end(), [&](const auto& pair) { return failed(*pair.second.group); });
 }

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
 #include <chrono>
@@ -24,10 +22,9 @@
 #include "core/transport.h"
 #include "payload.h"
 #include "streams.h"
+#include "torch_private.h"
 
 namespace fastpipe {
-
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // A rank that is not known, as in a TransportError; none.
 constexpr std::int32_t kUnknownRank = -1;
@@ -53,22 +50,19 @@ class WorkWaits final {
   void wait(const WorkPtr& work, std::chrono::milliseconds timeout);
 
  private:
-  bool wait_once(c10d::Work& work, std::chrono::milliseconds timeout);
-  void end_wait() const;
+  bool wait_once(Work& work, std::chrono::milliseconds timeout);
   // Its thread's: ends a wait that it finds twice.
   void tick();
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<std::int32_t> lost_{kNoRank};
-  c10d::Work* current_ = nullptr;  // what is waited for
-  std::uint64_t number_ = 0;       // of waits so far
-  bool sleeps_ = true;             // the thread, until there is another wait
+  Work* current_ = nullptr;   // what is waited for
+  std::uint64_t number_ = 0;  // of waits so far
+  bool sleeps_ = true;        // the thread, until there is another wait
   bool ends_ = false;
   std::thread ticker_;  // made by the first wait
 };
-
-using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // Shared with Python. Where devices wait, the groups are aborted because of its first lost rank: what streams find then
 // is no message.

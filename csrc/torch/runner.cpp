@@ -161,7 +161,7 @@ void Runner::beside(std::size_t position, FunctionRef<void()> backward) {
   if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
   const at::ThreadLocalStateGuard guard(*state_);
   const InStream stream(streams_.caller());
-  Label label;
+  ProfilerRange label;
   label.begin(labels_of_backwards_.at(position));
   backward();
 }

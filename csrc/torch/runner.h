@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
@@ -17,32 +16,9 @@
 #include "core/executor.h"
 #include "stage.h"
 #include "streams.h"
+#include "torch_private.h"
 
 namespace fastpipe {
-
-// What profilers call an action while it runs.
-
-// A range of torch's profiler; nothing where none runs.
-class Label {
- public:
-  Label() = default;
-  Label(const Label&) = delete;
-  Label& operator=(const Label&) = delete;
-
-  // action: "2F0"; empty for what has no label. The prefix is that of torch's pipelines: without one torch's profiler
-  // takes "2F0" for a mangled C++ name and shows "F0".
-  void begin(const std::string& action) {
-    if (action.empty()) return;
-    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
-      function_.emplace(std::move(*callbacks));
-      function_->before("PP:" + action);
-    }
-  }
-  void end() noexcept { function_.reset(); }
-
- private:
-  std::optional<at::RecordFunction> function_;
-};
 
 // Grad mode, autocast, inference mode and the like of the thread that made it, for a run in another thread.
 class ThreadState {
@@ -108,7 +84,7 @@ class Runner final : public Observer {
   std::optional<DeviceTimes> known_times_;  // made for the first step that is traced
   // Of the step that runs.
   py::handle on_failure_;
-  Label label_;
+  ProfilerRange label_;
   DeviceTimes* times_ = nullptr;  // null where the host's clock is asked
   // For the helper thread. Its own state of Python's lasts as long as it: the engine leaves an error in it.
   PyThreadState* python_state_ = nullptr;

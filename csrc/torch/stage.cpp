@@ -2,20 +2,42 @@
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <optional>
 #include <utility>
 
 #include "core/common.h"
-#include "graph.h"
 #include "python_errors.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
 
 namespace {
+
+// Where received tensors enter a stage's graph. It catches the gradients as autograd made them. (Those of leaves would
+// be laid out like the leaf; what the stage before computes from them could then differ, in its last bits, from the
+// unsplit model.)
+class Entry final : public Node {
+ public:
+  VariableList apply(VariableList&& gradients) override {
+    caught_ = std::move(gradients);
+    return {};
+  }
+  // By the order in which the tensors entered; empty when no gradient reached any of them.
+  VariableList take_caught() { return std::exchange(caught_, {}); }
+
+ private:
+  VariableList caught_;
+};
+
+// The same memory (and the same count of in-place changes, so that these are found out) as an input of the graph.
+at::Tensor enter(const at::Tensor& tensor, const NodePtr& entry) {
+  at::Tensor entered = tensor.detach();
+  attach_new(entered, entry);
+  return entered;
+}
 
 const std::vector<at::Tensor>& tensors_of(const Payload* payload) {
   static const std::vector<at::Tensor> none;
@@ -24,7 +46,7 @@ const std::vector<at::Tensor>& tensors_of(const Payload* payload) {
 
 py::tuple to_tuple(const std::vector<at::Tensor>& tensors) {
   py::tuple tuple(tensors.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, THPVariable_Wrap(tensors[i]));
+  for (std::size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, to_object(tensors[i]));
   return tuple;
 }
 
@@ -40,6 +62,23 @@ std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, c
 }
 
 }  // namespace
+
+Moment::Moment(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch)
+    : step_(step),
+      op_(op),
+      stage_(stage),
+      microbatch_(microbatch),
+      training_(op != Op::kF || c10::GradMode::is_enabled()),
+      note_(NoteKind::kAction, *this) {}
+
+const Moment* Moment::current() {
+  return static_cast<const Moment*>(ThreadNote::find(NoteKind::kAction));
+}
+
+bool Moment::is_last_microbatch() const {
+  const std::size_t kind = op_ == Op::kF ? 0 : op_ == Op::kW ? 2 : 1;
+  return step_.last.at(kind) == microbatch_;
+}
 
 TorchStage::TorchStage(std::int32_t index, bool is_first, bool is_last, bool fused_weight_grad,
                        const RankProgram& program)
@@ -89,14 +128,14 @@ void TorchStage::run(Record& record, Arming::Phase phase, std::int32_t microbatc
   }
   for (const at::Tensor& output : record.outputs) {
     if (!output.requires_grad()) continue;
-    record.roots.push_back(torch::autograd::impl::gradient_edge(output));
+    record.roots.push_back(gradient_edge(output));
     if (calls_.fuse) record.kept.push_back(output);
   }
   if (record.weights) split(record);
 }
 
 void TorchStage::split(const Record& record) {
-  torch::autograd::Node* const entry = record.entry.get();
+  Node* const entry = record.entry.get();
   record.weights->split(record.roots, {&entry, entry == nullptr ? 0UL : 1UL});
 }
 
@@ -105,7 +144,7 @@ void TorchStage::enter_graph(Record& record, const Tensors& inputs) {
   if (!keeps_graph_) return;
   for (at::Tensor& tensor : entered_) {
     if (!tensor.requires_grad()) continue;
-    if (record.inputs.empty()) record.entry = Entry::make();
+    if (record.inputs.empty()) record.entry = make_node<Entry>();
     record.inputs.push_back(tensor);
     tensor = enter(tensor, record.entry);
   }
@@ -118,10 +157,10 @@ void TorchStage::take_outputs(std::int32_t microbatch, const py::object& result,
   }
   outputs.clear();
   for (const py::handle item : py::reinterpret_borrow<py::tuple>(result)) {
-    if (!THPVariable_Check(item.ptr())) {
+    if (!is_tensor(item)) {
       throw ArgumentError(place(microbatch) + complaint + "a " + Py_TYPE(item.ptr())->tp_name + " in it");
     }
-    outputs.push_back(THPVariable_Unpack(item.ptr()));
+    outputs.push_back(tensor_from(item));
   }
 }
 

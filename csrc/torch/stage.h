@@ -1,10 +1,9 @@
 // A stage whose forward is a Python callable and whose backward is torch's engine.
 #pragma once
 
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -15,13 +14,44 @@
 #include "core/common.h"
 #include "core/executor.h"
 #include "core/program.h"
-#include "graph.h"
 #include "payload.h"
 #include "random_numbers.h"
 #include "streams.h"
+#include "torch_private.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
+
+// Which action this thread computes, and the engine's threads that work for it: what fastpipe.current() tells.
+class Moment final : public ThreadNote::Noted {
+ public:
+  // Of one stage in one step.
+  struct Step {
+    std::int64_t number = 0;
+    // The microbatches of the stage's last F, last B or I, and last W; fastpipe/runtime/stage/context.py finds them.
+    std::array<std::int32_t, 3> last{};
+  };
+
+  Moment(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch);
+
+  // What this thread computes; null when it computes nothing.
+  static const Moment* current();
+
+  std::int64_t step() const { return step_.number; }
+  std::int32_t stage() const { return stage_; }
+  std::int32_t microbatch() const { return microbatch_; }
+  Op op() const { return op_; }
+  bool is_last_microbatch() const;
+  bool training() const { return training_; }
+
+ private:
+  const Step& step_;
+  Op op_;
+  std::int32_t stage_;
+  std::int32_t microbatch_;
+  bool training_;
+  ThreadNote note_;
+};
 
 // What Python gives for one step. Handles: the caller of the step keeps the objects alive.
 struct StageCalls {
@@ -87,7 +117,7 @@ class TorchStage final : public Stage {
     NodePtr entry;    // where they enter the graph
     Tensors outputs;  // until they are handed on; on the last stage until the backward
     // Of the outputs that require a gradient. The edge keeps the graph; the output's own memory may go once it is sent.
-    torch::autograd::edge_list roots;
+    EdgeList roots;
     Tensors kept;  // the outputs that require a gradient, where the modules' own method may want them
     Tensors gradients;
     std::shared_ptr<WeightGradients> weights;  // where the backward is split

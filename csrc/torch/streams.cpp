@@ -1,18 +1,13 @@
 #include "streams.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <limits>
 #include <utility>
 
 #include "core/common.h"
+#include "torch_private.h"
 
 namespace fastpipe {
-
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
 
 void Fence::record(c10::Device device) {
   if (!event_) event_.emplace(device.type());
@@ -54,8 +49,7 @@ void StageStreams::join() {
 
 void keep_for_current_stream(const c10::DataPtr& data) {
   if (data.get() == nullptr) return;
-  const c10::Device device = data.device();
-  c10::impl::VirtualGuardImpl(device.type()).recordDataPtrOnStream(data, current_stream(device));
+  record_on_stream(data, current_stream(data.device()));
 }
 
 namespace {
@@ -70,7 +64,7 @@ std::uint64_t key_of(Op op, std::int32_t stage, std::int32_t microbatch) {
 }  // namespace
 
 DeviceTimes::DeviceTimes(const RankProgram& program, c10::Device device)
-    : device_(device), side_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {
+    : device_(device), side_(stream_from_pool(device)) {
   std::unordered_map<std::int32_t, std::size_t> sends;
   for (std::size_t position = 0; position < program.size(); ++position) {
     const Instruction it = program[position];

@@ -17,9 +17,6 @@
 
 namespace fastpipe {
 
-// On which the calling thread's work for the device goes.
-c10::Stream current_stream(c10::Device device);
-
 // A point in a stream that other streams wait for; no host waits.
 class Fence {
  public:
