@@ -14,14 +14,14 @@ namespace fastpipe {
 namespace {
 
 constexpr std::chrono::milliseconds kWatchSlice{50};
-// After a death is seen, in which every process hears of it: what its device has not done by then is given up
-// (fastpipe/runtime/executor/moments.py), and told as the death of that rank. Nobody trusts what comes of a queue that is let
-// go, as LinkBoard says that it is; this is so that what was there before is known to be good.
-constexpr std::chrono::milliseconds kMourning{250};
+// After a death is seen, in which every process learns of it: what its device has not done by then is aborted
+// (fastpipe/runtime/executor/events.py), and reported as the death of that rank. Nobody trusts what comes of an aborted
+// queue, as LinkWords says that it is; this is so that what was there before is known to be good.
+constexpr std::chrono::milliseconds kDeathGrace{250};
 
-// Whom a peer holds to blame that has given up this rank: perhaps this rank.
+// The rank because of which a peer has aborted: perhaps this one.
 std::int32_t blamed_by(const SharedMemoryPeer& peer) {
-  const std::uint32_t word = peer.let_go();
+  const std::uint32_t word = peer.aborted_by();
   return word == 0 ? peer.rank() : static_cast<std::int32_t>(word) - 1;
 }
 
@@ -55,20 +55,21 @@ struct TrialFlags {
 
 }  // namespace
 
-// --- the watch ------------------------------------------------------------------------------------------------------
+// --- the watchdog
+// ------------------------------------------------------------------------------------------------------
 
-bool CopyWatch::Line::waits() const {
+bool CopyWatchdog::Line::waits() const {
   return !has_come(flag_.load(), expected_.load(std::memory_order_relaxed));
 }
 
-CopyWatch::CopyWatch(std::int32_t rank, double timeout_seconds, SharedWord& let_go)
+CopyWatchdog::CopyWatchdog(std::int32_t rank, double timeout_seconds, SharedWord& aborted_by)
     : timeout_seconds_(timeout_seconds),
-      let_go_(let_go),
+      aborted_by_(aborted_by),
       broken_(rank),
       thread_(std::make_unique<std::thread>([this] { work(); })) {}
 
-CopyWatch::~CopyWatch() {
-  if (!home_.here()) {
+CopyWatchdog::~CopyWatchdog() {
+  if (!fork_guard_.same_process()) {
     static_cast<void>(thread_.release());
     return;
   }
@@ -80,46 +81,46 @@ CopyWatch::~CopyWatch() {
   thread_->join();
 }
 
-CopyWatch::Line& CopyWatch::add(SharedWord& flag, SharedWord& given_up, std::shared_ptr<SharedMemoryPeer> peer) {
+CopyWatchdog::Line& CopyWatchdog::add(SharedWord& flag, SharedWord& aborted, std::shared_ptr<SharedMemoryPeer> peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return lines_.emplace_back(flag, given_up, std::move(peer));
+  return lines_.emplace_back(flag, aborted, std::move(peer));
 }
 
-bool CopyWatch::waiting() {
+bool CopyWatchdog::waiting() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::any_of(lines_.begin(), lines_.end(), [](const Line& line) { return line.waits(); });
 }
 
-void CopyWatch::give_up(std::int32_t peer, const std::string& why, std::int32_t blamed) {
+void CopyWatchdog::abort(std::int32_t peer, const std::string& why, std::int32_t blamed) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  give_up_locked(peer, why, blamed);
+  abort_locked(peer, why, blamed);
 }
 
-void CopyWatch::give_up_locked(std::int32_t peer, const std::string& why, std::int32_t blamed) {
+void CopyWatchdog::abort_locked(std::int32_t peer, const std::string& why, std::int32_t blamed) {
   if (broken_.has(peer)) return;
-  // Before anything is released: who has what came of it then sees this, on whatever way it came.
+  // Before anything is released: a rank that has what came of it then sees this, on whatever way it came.
   std::uint32_t nobody = 0;
-  let_go_.compare_exchange_strong(nobody, static_cast<std::uint32_t>(blamed) + 1);
+  aborted_by_.compare_exchange_strong(nobody, static_cast<std::uint32_t>(blamed) + 1);
   broken_.add(peer, why);
   for (Line& line : lines_) {
-    if (line.peer_->rank() == peer) line.given_up_.store(1);
+    if (line.peer_->rank() == peer) line.aborted_.store(1);
   }
   any_broken_.store(true);
   release();
 }
 
-bool CopyWatch::broken(std::int32_t peer) const {
+bool CopyWatchdog::broken(std::int32_t peer) const {
   if (!any_broken_.load()) return false;
   const std::lock_guard<std::mutex> lock(mutex_);
   return broken_.has(peer);
 }
 
-BrokenPeers CopyWatch::broken_peers() const {
+BrokenPeers CopyWatchdog::broken_peers() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return broken_;
 }
 
-void CopyWatch::work() {
+void CopyWatchdog::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!ending_) {
     const Clock::time_point now = Clock::now();
@@ -129,12 +130,12 @@ void CopyWatch::work() {
   }
 }
 
-void CopyWatch::look(Line& line, Clock::time_point now) {
+void CopyWatchdog::look(Line& line, Clock::time_point now) {
   const std::int32_t peer = line.peer_->rank();
   if (broken_.has(peer)) return;
-  // Asked before the last look at the flag, for what it sent before it died counts.
+  // Asked before the last look at the flag, as what it sent before it died counts.
   const bool alive = !line.waits() || line.peer_->alive();
-  const bool given_up = line.given_up_.load() != 0;  // likewise
+  const bool aborted = line.aborted_.load() != 0;  // likewise
   if (alive) line.dead_ = {};
   if (!alive && line.dead_ == Clock::time_point{}) line.dead_ = now;
   const std::uint32_t flag = line.flag_.load();
@@ -144,14 +145,14 @@ void CopyWatch::look(Line& line, Clock::time_point now) {
   }
   if (line.since_ == Clock::time_point{} || line.seen_ != flag) line.since_ = now;
   line.seen_ = flag;
-  if (!alive && now - line.dead_ > kMourning) return give_up_locked(peer, "its process died", peer);
-  if (given_up) return give_up_locked(peer, "it has given up this rank", blamed_by(*line.peer_));
+  if (!alive && now - line.dead_ > kDeathGrace) return abort_locked(peer, "its process died", peer);
+  if (aborted) return abort_locked(peer, "it has given up this rank", blamed_by(*line.peer_));
   if (now - line.since_ < as_duration(timeout_seconds_)) return;
-  give_up_locked(peer, "nothing came of it in " + std::to_string(timeout_seconds_) + " s", peer);
+  abort_locked(peer, "nothing came of it in " + std::to_string(timeout_seconds_) + " s", peer);
 }
 
 // Every time, since what the peer had under way may set a flag back.
-void CopyWatch::release() {
+void CopyWatchdog::release() {
   if (!broken_.any()) return;
   for (Line& line : lines_) {
     if (!broken_.has(line.peer_->rank())) continue;
@@ -162,7 +163,7 @@ void CopyWatch::release() {
 
 // --- the receiver's end ---------------------------------------------------------------------------------------------
 
-CopyIncoming::CopyIncoming(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatch::Line& line)
+CopyIncoming::CopyIncoming(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatchdog::Line& line)
     : engine_(std::move(engine)),
       words_(words),
       line_(line),
@@ -231,7 +232,7 @@ bool CopyIncoming::is_stand_in(std::uint64_t message) const {
 
 // --- the sender's end -----------------------------------------------------------------------------------------------
 
-CopyOutgoing::CopyOutgoing(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatch::Line& line)
+CopyOutgoing::CopyOutgoing(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatchdog::Line& line)
     : engine_(std::move(engine)),
       words_(words),
       line_(line),
@@ -241,7 +242,7 @@ CopyOutgoing::CopyOutgoing(std::shared_ptr<CopyEngine> engine, CopyWords& words,
 
 CopyOutgoing::~CopyOutgoing() {
   memories_.clear();
-  words_.given_up.store(1);
+  words_.aborted.store(1);
   words_.holding.store(0);
 }
 
@@ -256,7 +257,7 @@ bool CopyOutgoing::prepare(std::size_t count, std::size_t bytes) {
     num_places_ = places;
     return true;
   }
-  if (words_.given_up.load() != 0) throw Error("it has given up this rank");
+  if (words_.aborted.load() != 0) throw Error("it has given up this rank");
   if (words_.refused.load() == 0) return false;
   throw Error("it has no memory on its device for " + std::to_string(count) + " messages of " + std::to_string(bytes) +
               " bytes");
@@ -302,12 +303,12 @@ CopyEngineLink::CopyEngineLink(std::shared_ptr<SharedMemoryLink> host, std::shar
       timeout_seconds_(timeout_seconds),
       segment_(SharedMemorySegment::make(host_->num_ranks() * kKinds * sizeof(CopyWords))),
       exposed_(engine_->expose(segment_)),
-      watch_(host_->rank(), timeout_seconds, host_->let_go()) {
+      watchdog_(host_->rank(), timeout_seconds, host_->aborted_by()) {
   host_->publish_copies(*segment_);
 }
 
 CopyEngineLink::~CopyEngineLink() {
-  if (home_.here()) {
+  if (fork_guard_.same_process()) {
     finish();
     return;
   }
@@ -318,12 +319,12 @@ CopyEngineLink::~CopyEngineLink() {
 
 void CopyEngineLink::finish() {
   const double patience = std::min(timeout_seconds_, kLastSeconds);
-  comes_true(patience, [&] { return watch_.any_broken() || (!watch_.waiting() && !busy()); });
+  comes_true(patience, [&] { return watchdog_.any_broken() || (!watchdog_.waiting() && !busy()); });
   std::vector<std::int32_t> peers;
   for (const auto& [key, outgoing] : outgoing_) peers.push_back(key.first);
   for (const auto& [key, incoming] : incoming_) peers.push_back(key.first);
   for (const std::int32_t peer : peers) {
-    if (watch_.waiting()) watch_.give_up(peer, "the transport is gone", host_->rank());
+    if (watchdog_.waiting()) watchdog_.abort(peer, "the transport is gone", host_->rank());
   }
   // What was released runs out. Until then it needs the flags.
   comes_true(patience, [&] { return !busy(); });
@@ -357,7 +358,7 @@ CopyIncoming& CopyEngineLink::incoming(const Channel& channel) {
   const Key key{channel.source, channel.kind};
   if (const auto found = incoming_.find(key); found != incoming_.end()) return *found->second;
   CopyWords& words = words_in(*segment_, channel.source, channel.kind);
-  CopyWatch::Line& line = watch_.add(words.arrived, words.given_up, host_->peer(channel.source));
+  CopyWatchdog::Line& line = watchdog_.add(words.arrived, words.aborted, host_->peer(channel.source));
   return *incoming_.emplace(key, std::make_unique<CopyIncoming>(engine_, words, line)).first->second;
 }
 
@@ -373,7 +374,7 @@ CopyOutgoing* CopyEngineLink::outgoing(const Channel& channel) {
     shown = shown_.emplace(channel.destination, Shown{std::move(segment), std::move(exposed)}).first;
   }
   CopyWords& words = words_in(*shown->second.segment, host_->rank(), channel.kind);
-  auto made = std::make_unique<CopyOutgoing>(engine_, words, watch_.add(words.granted, words.given_up, peer));
+  auto made = std::make_unique<CopyOutgoing>(engine_, words, watchdog_.add(words.granted, words.aborted, peer));
   return outgoing_.emplace(key, std::move(made)).first->second.get();
 }
 
@@ -415,7 +416,7 @@ constexpr std::chrono::microseconds kPause{100};  // where a host waits for anot
 
 }  // namespace
 
-Connect over_copy_engines(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<const SharedMemoryPlan> announced,
+Connect over_copy_engines(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<const SharedMemoryChannels> announced,
                           std::vector<CopyPlaces> places) {
   return [link = std::move(link), announced = std::move(announced), places = std::move(places)](
              const RankProgram& program, double timeout_seconds) {
@@ -436,7 +437,7 @@ void add_places(const RankProgram& program, std::vector<CopyPlaces>& places) {
   }
 }
 
-CopyEngineTransport::CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemoryPlan& announced,
+CopyEngineTransport::CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemoryChannels& announced,
                                          std::vector<CopyPlaces> places, const RankProgram& program,
                                          double timeout_seconds)
     : link_(std::move(link)),
@@ -455,7 +456,7 @@ CopyEngineTransport::CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, c
 }
 
 void CopyEngineTransport::begin_step(std::int64_t signature, bool announce) {
-  link_->watch().broken_peers().require_none();
+  link_->watchdog().broken_peers().require_none();
   specs_.open(signature, announce);
   signature_ = signature;
   announcing_ = announce;
@@ -469,7 +470,7 @@ void CopyEngineTransport::make_room(std::int64_t signature) {
   const auto used = [&](std::size_t i, std::int32_t end) {
     return !channels[i].local() && end == program_.rank() && places_[i].count > 0;
   };
-  if (known_.count(signature) == 0) {
+  if (prepared_.count(signature) == 0) {
     const std::vector<std::size_t> bytes = count_bytes();
     for (std::size_t i = 0; i < channels.size(); ++i) {
       if (!used(i, channels[i].destination)) continue;
@@ -477,13 +478,13 @@ void CopyEngineTransport::make_room(std::int64_t signature) {
         incoming_[i] = &link_->incoming(channels[i]);
         incoming_[i]->prepare(static_cast<std::size_t>(places_[i].count), bytes[i]);
       } catch (const std::exception& error) {
-        give_up(channels[i].source, error.what());
+        abort_peer(channels[i].source, error.what());
       }
     }
     for (std::size_t i = 0; i < channels.size(); ++i) {
       if (used(i, channels[i].source)) wait_for_room(i, bytes[i]);
     }
-    known_.insert(signature);
+    prepared_.insert(signature);
   }
   for (CopyIncoming* incoming : incoming_) {
     if (incoming != nullptr) incoming->begin_step();
@@ -514,28 +515,28 @@ void CopyEngineTransport::wait_for_room(std::size_t channel, std::size_t bytes) 
       CopyOutgoing* const outgoing = outgoing_[channel] = link_->outgoing(program_.channels()[channel]);
       if (outgoing != nullptr && outgoing->prepare(static_cast<std::size_t>(places_[channel].count), bytes)) return;
     } catch (const std::exception& error) {
-      give_up(peer, error.what());
+      abort_peer(peer, error.what());
     }
-    if (!alive) give_up(peer, "its process died");
-    if (Clock::now() >= deadline) give_up(peer, "it did not begin the step");
+    if (!alive) abort_peer(peer, "its process died");
+    if (Clock::now() >= deadline) abort_peer(peer, "it did not begin the step");
     std::this_thread::sleep_for(kPause);
   }
 }
 
 bool CopyEngineTransport::usable(std::int32_t channel) {
-  if (!link_->watch().broken(peer_of(channel))) return true;
-  tell();
+  if (!link_->watchdog().broken(peer_of(channel))) return true;
+  report_broken();
   return false;
 }
 
-void CopyEngineTransport::tell() {
-  if (link_->watch().any_broken() && !std::exchange(told_, true)) fail();
+void CopyEngineTransport::report_broken() {
+  if (link_->watchdog().any_broken() && !std::exchange(reported_, true)) fail();
 }
 
-// Of all ranks, since what came of a queue that another one has let go may have come through others to this one.
+// Of all ranks, as what came of a queue that another rank aborted may have come through others to this one.
 void CopyEngineTransport::check() const {
-  if (link_->watch().any_broken()) fail();
-  if (const auto found = link_->host()->find_let_go()) {
+  if (link_->watchdog().any_broken()) fail();
+  if (const auto found = link_->host()->find_abort()) {
     const auto [rank, blamed] = *found;
     throw TransportError(blamed, "rank " + std::to_string(program_.rank()) + ": what rank " + std::to_string(rank) +
                                      " sent may be no message, as it waits no more for rank " + std::to_string(blamed) +
@@ -543,14 +544,14 @@ void CopyEngineTransport::check() const {
   }
 }
 
-void CopyEngineTransport::give_up(std::int32_t peer, const std::string& why) {
-  link_->watch().give_up(peer, why, peer);
-  told_ = true;
+void CopyEngineTransport::abort_peer(std::int32_t peer, const std::string& why) {
+  link_->watchdog().abort(peer, why, peer);
+  reported_ = true;
   fail();
 }
 
 void CopyEngineTransport::fail() const {
-  const BrokenPeers broken = link_->watch().broken_peers();
+  const BrokenPeers broken = link_->watchdog().broken_peers();
   BrokenPeers::refuse(broken.first(), "rank " + std::to_string(program_.rank()), broken.why());
 }
 
@@ -563,7 +564,7 @@ void CopyEngineTransport::post_receive(const Transfer& transfer, std::int32_t sl
     receive.place = next_place(transfer.channel);
     receive.message = incoming_[transfer.channel]->post(receive.place);
   } catch (const std::exception& error) {
-    give_up(peer_of(transfer.channel), error.what());
+    abort_peer(peer_of(transfer.channel), error.what());
   }
   receive.posted = true;
 }
@@ -625,7 +626,7 @@ void CopyEngineTransport::hand_over(const Transfer& transfer, std::int32_t send,
   try {
     body(*outgoing_[transfer.channel], it);
   } catch (const std::exception& error) {
-    give_up(peer_of(transfer.channel), error.what());
+    abort_peer(peer_of(transfer.channel), error.what());
   }
   it.posted = true;
 }
@@ -643,14 +644,14 @@ double CopyEngineTransport::wait_send(std::int32_t send) {
 void CopyEngineTransport::end_step(bool complete) {
   specs_.close(complete);
   if (announcing_) {
-    known_.erase(signature_);
+    prepared_.erase(signature_);
     return announced_.end_step(complete);
   }
-  tell();
+  report_broken();
   const auto posted = [](const auto& it) { return it.posted; };
   const bool left =
       std::any_of(receives_.begin(), receives_.end(), posted) || std::any_of(sends_.begin(), sends_.end(), posted);
-  if (!left || link_->watch().any_broken()) return;
+  if (!left || link_->watchdog().any_broken()) return;
   throw Error("rank " + std::to_string(program_.rank()) +
               ": a channel is not empty at the end of the step; lower the schedule again and validate it");
 }

@@ -32,7 +32,7 @@ namespace fastpipe {
 
 // What the two ends of a channel share in the host's memory.
 struct CopyWords {
-  // Counted up by the devices, message by message; the hosts read them, and set them far ahead when they give up.
+  // Incremented by the devices, message by message; the hosts read them, and set them far ahead when they abort.
   alignas(kSharedLine) SharedWord granted;  // by the receiver: the message's place may be written
   alignas(kSharedLine) SharedWord arrived;  // by the sender: the message is there
 
@@ -46,50 +46,50 @@ struct CopyWords {
   alignas(kSharedLine) SharedNumber stand_ins;  // the number of a step's first stand-in, from 1
   SharedWord holding;                           // it has the places open
 
-  // Either host: it has given up or is done, and whoever waits for more need not wait until the time is over.
-  alignas(kSharedLine) SharedWord given_up;
+  // Either host: it has aborted or is done, so nobody need wait for more until the time is over.
+  alignas(kSharedLine) SharedWord aborted;
 };
 
 // Sees to it that no stream waits for good: a thread that looks at the flags which streams wait for, and never calls
 // the device.
-class CopyWatch final {
+class CopyWatchdog final {
  public:
   // What one queue waits for, again and again, of one peer.
   class Line final {
    public:
-    Line(SharedWord& flag, SharedWord& given_up, std::shared_ptr<SharedMemoryPeer> peer)
-        : flag_(flag), given_up_(given_up), peer_(std::move(peer)) {}
+    Line(SharedWord& flag, SharedWord& aborted, std::shared_ptr<SharedMemoryPeer> peer)
+        : flag_(flag), aborted_(aborted), peer_(std::move(peer)) {}
     // By the rank's thread, before the queue gets the wait.
     void expect(std::uint32_t value) { expected_.store(value, std::memory_order_relaxed); }
 
    private:
-    friend class CopyWatch;
+    friend class CopyWatchdog;
     bool waits() const;
 
     SharedWord& flag_;
-    SharedWord& given_up_;
+    SharedWord& aborted_;
     const std::shared_ptr<SharedMemoryPeer> peer_;
     std::atomic<std::uint32_t> expected_{0};
-    // The watch's own.
+    // The watchdog's own.
     std::uint32_t seen_ = 0;
     Clock::time_point since_{};  // of the last progress; zero: it waits for nothing
     Clock::time_point dead_{};   // the first look at which the peer was dead; zero: it lives, as far as is known
   };
 
-  // let_go: this rank's word for all others, of LinkBoard. It must outlive the watch.
-  CopyWatch(std::int32_t rank, double timeout_seconds, SharedWord& let_go);
-  CopyWatch(const CopyWatch&) = delete;
-  CopyWatch& operator=(const CopyWatch&) = delete;
+  // aborted_by: this rank's word in LinkWords, which must outlive the watchdog.
+  CopyWatchdog(std::int32_t rank, double timeout_seconds, SharedWord& aborted_by);
+  CopyWatchdog(const CopyWatchdog&) = delete;
+  CopyWatchdog& operator=(const CopyWatchdog&) = delete;
   // In a forked child there is no thread, and nothing is done.
-  ~CopyWatch();
+  ~CopyWatchdog();
 
-  // The memory of the flags must outlive the watch.
-  Line& add(SharedWord& flag, SharedWord& given_up, std::shared_ptr<SharedMemoryPeer> peer);
+  // The memory of the flags must outlive the watchdog.
+  Line& add(SharedWord& flag, SharedWord& aborted, std::shared_ptr<SharedMemoryPeer> peer);
   // Whether any queue waits for a peer. A released one does not.
   bool waiting();
-  // From any thread: releases what waits for the peer, now and from now on; all others see that this is so, and that it
-  // is because of `blamed`.
-  void give_up(std::int32_t peer, const std::string& why, std::int32_t blamed);
+  // From any thread: releases what waits for the peer, now and from now on. All others see that, and that it is because
+  // of `blamed`.
+  void abort(std::int32_t peer, const std::string& why, std::int32_t blamed);
   bool broken(std::int32_t peer) const;
   bool any_broken() const { return any_broken_.load(); }
   // As they are now.
@@ -99,11 +99,11 @@ class CopyWatch final {
   void work();
   void look(Line& line, Clock::time_point now);
   void release();
-  void give_up_locked(std::int32_t peer, const std::string& why, std::int32_t blamed);
+  void abort_locked(std::int32_t peer, const std::string& why, std::int32_t blamed);
 
-  const Home home_;
+  const ForkGuard fork_guard_;
   const double timeout_seconds_;
-  SharedWord& let_go_;
+  SharedWord& aborted_by_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Line> lines_;  // which stay where they are
@@ -116,13 +116,13 @@ class CopyWatch final {
 // The receiver's end of a channel.
 class CopyIncoming final {
  public:
-  CopyIncoming(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatch::Line& line);
+  CopyIncoming(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatchdog::Line& line);
   CopyIncoming(const CopyIncoming&) = delete;
   CopyIncoming& operator=(const CopyIncoming&) = delete;
-  ~CopyIncoming() { words_.given_up.store(1); }
+  ~CopyIncoming() { words_.aborted.store(1); }
 
-  // Before a step: so many places for messages of so many bytes, shown to the sender. Throws Error, with the sender
-  // told, where there is no memory.
+  // Before a step: so many places for messages of so many bytes, shown to the sender. Throws Error, which the
+  // sender can see, where there is no memory.
   void prepare(std::size_t count, std::size_t bytes);
   void begin_step() { first_ = posted_; }
   // The next message may come into a place as soon as that is unused. Its number.
@@ -140,7 +140,7 @@ class CopyIncoming final {
 
   std::shared_ptr<CopyEngine> engine_;
   CopyWords& words_;
-  CopyWatch::Line& line_;
+  CopyWatchdog::Line& line_;
   std::unique_ptr<CopyQueue> queue_;
   std::unique_ptr<CopyMark> granted_;                         // of the last message that was posted
   std::map<std::int32_t, std::unique_ptr<CopyMark>> waited_;  // by stage, for the last that was taken
@@ -154,7 +154,7 @@ class CopyIncoming final {
 // The sender's end of a channel.
 class CopyOutgoing final {
  public:
-  CopyOutgoing(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatch::Line& line);
+  CopyOutgoing(std::shared_ptr<CopyEngine> engine, CopyWords& words, CopyWatchdog::Line& line);
   CopyOutgoing(const CopyOutgoing&) = delete;
   CopyOutgoing& operator=(const CopyOutgoing&) = delete;
   ~CopyOutgoing();
@@ -176,7 +176,7 @@ class CopyOutgoing final {
 
   std::shared_ptr<CopyEngine> engine_;
   CopyWords& words_;
-  CopyWatch::Line& line_;
+  CopyWatchdog::Line& line_;
   std::unique_ptr<CopyQueue> queue_;
   std::unique_ptr<CopyMark> made_;
   std::unique_ptr<CopyMark> last_;
@@ -193,14 +193,14 @@ class CopyEngineLink final {
   CopyEngineLink(std::shared_ptr<SharedMemoryLink> host, std::shared_ptr<CopyEngine> engine, double timeout_seconds);
   CopyEngineLink(const CopyEngineLink&) = delete;
   CopyEngineLink& operator=(const CopyEngineLink&) = delete;
-  // What was sent arrives, if its receiver takes it; then all is given back. Waits a moment for those who have not
-  // closed what they opened.
+  // What was sent arrives, if its receiver takes it; then all is given back. Waits a moment for peers
+  // that have not closed what they opened.
   ~CopyEngineLink();
 
   const std::shared_ptr<SharedMemoryLink>& host() const { return host_; }
   const std::shared_ptr<CopyEngine>& engine() const { return engine_; }
-  CopyWatch& watch() { return watch_; }
-  const CopyWatch& watch() const { return watch_; }
+  CopyWatchdog& watchdog() { return watchdog_; }
+  const CopyWatchdog& watchdog() const { return watchdog_; }
   double timeout_seconds() const { return timeout_seconds_; }
 
   // This rank's end of a channel, made at its first use.
@@ -223,15 +223,15 @@ class CopyEngineLink final {
   bool busy() const noexcept;
   bool held() const;
 
-  const Home home_;
+  const ForkGuard fork_guard_;
   std::shared_ptr<SharedMemoryLink> host_;
   std::shared_ptr<CopyEngine> engine_;
   double timeout_seconds_;
-  // In this order: the watch releases the queues when they end, and looks into the segments.
+  // In this order: the watchdog releases the queues when they end, and looks into the segments.
   std::shared_ptr<SharedMemorySegment> segment_;
   std::shared_ptr<void> exposed_;
   std::map<std::int32_t, Shown> shown_;  // by peer
-  CopyWatch watch_;
+  CopyWatchdog watchdog_;
   std::map<Key, std::unique_ptr<CopyIncoming>> incoming_;
   std::map<Key, std::unique_ptr<CopyOutgoing>> outgoing_;
 };
@@ -264,7 +264,7 @@ void add_places(const RankProgram& program, std::vector<CopyPlaces>& places);
 // What streams share beside that, a queue of the hardware say, is the engine's care.
 class CopyEngineTransport final : public Transport {
  public:
-  CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemoryPlan& announced,
+  CopyEngineTransport(std::shared_ptr<CopyEngineLink> link, const SharedMemoryChannels& announced,
                       std::vector<CopyPlaces> places, const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
@@ -303,8 +303,8 @@ class CopyEngineTransport final : public Transport {
   // False: the peer of a channel is broken, there is nothing to do.
   bool usable(std::int32_t channel);
   // In a step, once: it is drained with the others.
-  void tell();
-  [[noreturn]] void give_up(std::int32_t peer, const std::string& why);
+  void report_broken();
+  [[noreturn]] void abort_peer(std::int32_t peer, const std::string& why);
   [[noreturn]] void fail() const;
 
   std::shared_ptr<CopyEngineLink> link_;
@@ -316,8 +316,8 @@ class CopyEngineTransport final : public Transport {
   SharedMemoryTransport announced_;
   bool announcing_ = false;
   std::int64_t signature_ = 0;
-  std::set<std::int64_t> known_;           // the signatures for which there is room
-  bool told_ = false;                      // in a step that a peer is broken; the rank's thread alone
+  std::set<std::int64_t> prepared_;        // the signatures for which there is room
+  bool reported_ = false;                  // in a step that a peer is broken; the rank's thread alone
   std::vector<CopyIncoming*> incoming_;    // by channel; the link's
   std::vector<CopyOutgoing*> outgoing_;    // from the first known step on
   std::vector<std::size_t> num_messages_;  // by channel, so far in the step
@@ -327,7 +327,7 @@ class CopyEngineTransport final : public Transport {
 };
 
 // announced: how the messages of a step go that announces them; it carries every channel between ranks.
-Connect over_copy_engines(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<const SharedMemoryPlan> announced,
+Connect over_copy_engines(std::shared_ptr<CopyEngineLink> link, std::shared_ptr<const SharedMemoryChannels> announced,
                           std::vector<CopyPlaces> places);
 
 }  // namespace fastpipe

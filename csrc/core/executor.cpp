@@ -37,7 +37,7 @@ void Pairs::run(std::int32_t pair, const PairPart& forward, const PairPart& back
     ++counts_.fused;
     return;
   }
-  if (way_ == PairWay::kInOrder || !forward.stage.may_run_beside(backward.stage)) return in_order(forward, backward);
+  if (way_ == PairWay::kInOrder || !forward.stage.can_overlap(backward.stage)) return in_order(forward, backward);
   if (way_ == PairWay::kTogether) return together(forward, backward, position, observer);
   PairClock& clock = clocks_[pair];
   const double begin = now_seconds();
@@ -59,7 +59,7 @@ void Pairs::together(const PairPart& forward, const PairPart& backward, std::siz
   ++counts_.together;
   if (!helper_) helper_ = std::make_unique<Helper>();
   const auto part = [&backward] { backward.stage.backward(backward.microbatch, backward.given); };
-  const auto job = [&] { observer.beside(position, part); };
+  const auto job = [&] { observer.run_overlapped(position, part); };
   helper_->start(job);
   std::exception_ptr error;
   try {
@@ -104,7 +104,7 @@ class Resolver {
               {position_, it.channel, it.stage, it.microbatch}};
     if (is_compute(it.op)) {
       compute(it, step);
-    } else if (is_meeting(it.op)) {
+    } else if (is_collective(it.op)) {
       step.stage = &stage(it.stage);
     } else {
       move(it, step);
@@ -281,7 +281,7 @@ void Executor::perform(const Step& step, std::size_t position) {
     case Op::kUnshard:
     case Op::kReshard:
     case Op::kReduceGrad:
-      return step.stage->meet(step.op, false);
+      return step.stage->run_collective(step.op, false);
     default:
       return compute(step, position);
   }
@@ -307,7 +307,7 @@ void Executor::compute(const Step& step, std::size_t position) {
 }
 
 void Executor::wait_receive(const Step& step) {
-  // The stand-in's sender has failed and has told everybody why: here there is nothing to report.
+  // The stand-in's sender has failed and reported why: here there is nothing to report.
   if (!transport_->wait_receive(step.slot)) fail();
 }
 
@@ -348,7 +348,7 @@ void Executor::drain_transfer(const Step& step) {
     case Op::kUnshard:
     case Op::kReshard:
     case Op::kReduceGrad:
-      return step.stage->meet(step.op, true);
+      return step.stage->run_collective(step.op, true);
     default:
       return;
   }

@@ -36,11 +36,11 @@ class Stage {
   virtual void backward(std::int32_t microbatch, const Payload* gradient) = 0;
   virtual void backward_input(std::int32_t microbatch, const Payload* gradient) = 0;
   virtual void backward_weight(std::int32_t microbatch) = 0;
-  // UNSHARD, RESHARD or REDUCE_GRAD: the stage and its replicas in other pipelines meet. In a failed step, too, since
-  // they wait for one another; `failed` says so. Nothing for a stage without replicas.
-  virtual void meet(Op, bool /*failed*/) {}
+  // UNSHARD, RESHARD or REDUCE_GRAD: runs a collective of the stage and its replicas in other pipelines. In a failed
+  // step, too, since they wait for one another; `failed` says so. Nothing for a stage without replicas.
+  virtual void run_collective(Op, bool /*failed*/) {}
   // Whether this stage's forward may run while the other's backward does.
-  virtual bool may_run_beside(const Stage&) const { return true; }
+  virtual bool can_overlap(const Stage&) const { return true; }
   // Runs a forward and another stage's full backward in a way of their own, or does nothing and returns false.
   virtual bool fuse(std::int32_t, const Payload*, Stage&, std::int32_t, const Payload*) { return false; }
   // Moves what the microbatch's last forward (activation) or backward (gradient) produced into `into`.
@@ -49,11 +49,11 @@ class Stage {
   // behind the stage's work. By the rank's own thread, never one in another.
   virtual void begin_turn() {}
   virtual void end_turn() noexcept {}
-  // Lets go of all that is kept, of every microbatch.
+  // Frees all that is kept, of every microbatch.
   virtual void release() noexcept = 0;
 };
 
-// Who is told how a step goes, while it goes.
+// Follows a step while it runs.
 class Observer {
  public:
   Observer() = default;
@@ -64,7 +64,7 @@ class Observer {
   virtual void starts(std::size_t position) noexcept = 0;
   virtual void ends(std::size_t position) noexcept = 0;
   // Runs the backward of a pair, in the helper thread, as the rank's own thread would.
-  virtual void beside(std::size_t, FunctionRef<void()> backward) { backward(); }
+  virtual void run_overlapped(std::size_t, FunctionRef<void()> backward) { backward(); }
   // Called once for the compute that failed, and once for every peer that broke.
   virtual void failed(std::size_t position, const std::exception_ptr& error) noexcept = 0;
 };
@@ -145,7 +145,7 @@ struct Step {
   std::int32_t gradient_slot;
   std::int32_t pair;  // of an OVERLAP_F_B: the number of its two stages, from 0; else kNone
   ChannelKind kind;
-  Stage* stage;       // who computes, produces what is sent or handed over, or consumes what is received
+  Stage* stage;       // computes, produces what is sent or handed over, or consumes what is received
   Stage* pair_stage;  // whose backward an OVERLAP_F_B runs
   Transfer transfer;  // for WAIT_SEND: that of its SEND
 };
@@ -167,7 +167,7 @@ class Executor {
            PairWay pairs = PairWay::kInOrder);
 
   // One step. `start` and `end` receive program().size() times each, in seconds of the steady clock. Only what is
-  // wrong before the first instruction is thrown; what fails later is told to `observer`, and the step is drained:
+  // wrong before the first instruction is thrown; what fails later is reported to `observer`, and the step is drained:
   // every transfer still takes place, so that all channels are empty and in step afterwards.
   Outcome run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end,
               bool drain = false);
@@ -176,7 +176,7 @@ class Executor {
   void forget_failure() { failed_ = false; }
   // The first error of the last step. It is not kept: it may hold on to all that the failed call was working on.
   std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
-  // After a step, when its device has come to its end: throws what the transport has found out since.
+  // After a step, when its device has come to its end: throws what the transport has noticed since.
   void check() const { transport_->check(); }
   const RankProgram& program() const { return program_; }
   const PairCounts& pair_counts() const { return pairs_.counts(); }

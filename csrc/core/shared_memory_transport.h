@@ -1,4 +1,52 @@
 // Transport between processes of one host: messages lie in memory that both map, and the consumer computes on it there.
+//
+// The protocol. Every channel has a ring of entries, and cells for messages in segments; both are memory of its sender.
+//   sender    finds a free cell, in a segment of the channel or in a new one; writes the message; marks the cell used;
+//             writes the ring's next entry, which says where the message is; increments `sent`; wakes the receiver if
+//             that waits for this channel.
+//   receiver  sees `sent`; copies the entry; increments `taken`. Its tensors lie in the cell, and hold a lease of it.
+//             It frees the cell when the last of them dies, in whatever thread. If the program has freed the message
+//             and a tensor still lives, it marks the cell held: nobody knows when it will be free.
+//   sender    with no free cell, or no place in the ring, queues the message, and sets `starved`. A receiver that makes
+//             room wakes a starved sender, which goes on with its queue when it sends or blocks.
+//
+// Shared words, who writes them, and what a write publishes to which read. A write is a release and a read an acquire,
+// all sequentially consistent but for what is called relaxed.
+//   sent      sender    the entry, the message and the cell's state; to Inbox::arrived()
+//   taken     receiver  that it has copied the entry, whose place is free; to Outbox::copy()
+//   state     sender    free -> used. Relaxed: `sent` publishes it
+//             receiver  used -> held; to Cells::find(), which counts on the cell no more
+//             receiver  used or held -> free: that nobody uses the message any more, as the reference counts of tensors
+//                       order their uses before it; to Cells::find() and Part::idle()
+//             So a free cell is the sender's to write and any other the receiver's. Within the receiver the last
+//             tensor may free a cell while the program frees the message, and the sender may then use it anew: so
+//             "used" has the message's number, and "held" is set by compare and exchange.
+//   starved   sender    nothing. Set before it looks for room once more. Unset relaxed: a receiver that still sees it
+//                       set wakes a sender that does not sleep, which does no harm
+//   retired   sender    nothing: the receiver unmaps the segment sooner. Read relaxed by the sender itself
+//   others    sender    plain words: entries are published by `sent`, the rest by PublishedSegment::ready
+// Wake-ups are those of host_memory.h. For a message `sent` is (a). For room `taken` or `state` is; the receiver then
+// reads `starved`, and of a starved sender `waiting_for`. The sender sets `starved`, and then `waiting_for`, and looks
+// for room after each: so as there, either its look sees (a), or the receiver sees what it has set.
+//
+// Killed processes. An entry is there as a whole or not at all, by `sent`: what a sender published before it died is
+// received, and nothing else. Its memory stays as long as tensors of the receiver lie in it. A receiver that dies
+// leaves cells used for good: when the sender has waited for a slice it finds the peer dead, and drops what is queued
+// for it. From then on the peer is broken. A forked child has copies of the receiver's tensors, and frees nothing.
+//
+// Why it cannot hang on a program that is proved. The proof lets a send match as soon as its receive is posted, with
+// nobody's help, and blocks ranks in WAIT_SEND and WAIT_RECV alone. Here
+// 1. post_send never blocks. Where there is no room the message waits in a queue, which is served whenever the rank
+//    blocks (and at its next send): so a rank that blocks copies all that has room, as the proof has it.
+// 2. There is room once the receive is posted. Say message n waits and its receive is posted: then at most `slots` - 1
+//    of the messages before it are posted and not freed, since that is how `slots` was counted in the receiver's
+//    program, and every other one has been freed by the program. A cell is free when its last tensor has died. One that
+//    the program has freed and a tensor still holds is marked before the receiver sleeps (report_held_cells), and the
+//    sender makes another. So one of `slots` + 2 cells is free, or there is memory for one, and the ring has more
+//    entries than a step has messages on the channel. (Those of an earlier step are taken by a receiver that is on its
+//    way through it.)
+// 3. A receiver that makes room wakes a starved sender.
+// So every send that would match in the proof is copied here, at the latest when its rank blocks, and the ranks go on.
 #pragma once
 
 #include <sys/types.h>
@@ -20,15 +68,17 @@
 
 namespace fastpipe {
 
+// --- the words in shared memory; see above for who writes them -------------------------------------------------------
+
 // Of one channel. Its entries follow.
 struct RingWords {
   alignas(kSharedLine) SharedNumber sent;  // entries ever written
   std::uint64_t num_entries;
-  alignas(kSharedLine) SharedNumber taken;  // entries ever read; the receiver's
+  alignas(kSharedLine) SharedNumber taken;  // entries ever read
   alignas(kSharedLine) SharedWord starved;  // the sender has a message for which there was no place
 };
 
-// One message, by value: the receiver has read it before it counts it as taken.
+// One message.
 struct alignas(kSharedLine) RingEntry {
   std::int32_t stage;  // that consumes it
   std::int32_t microbatch;
@@ -47,7 +97,7 @@ struct alignas(kSharedLine) CellSegmentWords {
   SharedWord retired;  // no further message will come in it
 };
 
-// Free (0), or the message's number and a mark. Made used by the sender, free by the receiver.
+// Free, used for a message of some number, or held.
 struct alignas(kSharedLine) CellWords {
   SharedNumber state;
 };
@@ -60,20 +110,21 @@ constexpr std::uint64_t used_cell(std::uint64_t message) {
 // The program has freed it, but somebody holds a tensor in it: nobody knows when it will be free.
 constexpr std::uint64_t kHeldMark = std::uint64_t{1} << 63;
 
-// A message where it arrived. While its lease lives, the sender leaves the cell alone.
+// --- a message where it arrived --------------------------------------------------------------------------------------
 
-// Who has to know when a cell is free.
+// The sender of a cell, which has to know when the cell is free.
 struct CellSender {
   std::shared_ptr<SharedMemorySegment> rings;
   const RingWords* ring;
   std::shared_ptr<SharedMemoryPeer> peer;
 
   // After a change that may make room.
-  void make_known() const {
-    if (ring->starved.load() != 0) peer->doorbell().ring_always();
+  void wake_if_starved() const {
+    if (ring->starved.load() != 0) peer->wakeup().notify_any();
   }
 };
 
+// While it lives, the sender leaves the cell alone.
 class SharedMemoryLease final {
  public:
   SharedMemoryLease(std::shared_ptr<const CellSender> sender, std::shared_ptr<SharedMemorySegment> segment,
@@ -96,17 +147,17 @@ class SharedMemoryLease final {
   pid_t process_ = 0;
 };
 
-// Sees whether a cell that the program has freed is really free.
-class SharedMemoryWatch final {
+// Reports a cell that the program has freed and a tensor still holds.
+class HeldCellReport final {
  public:
-  SharedMemoryWatch() = default;
-  SharedMemoryWatch(std::shared_ptr<const CellSender> sender, std::shared_ptr<SharedMemorySegment> segment,
-                    CellWords& cell)
+  HeldCellReport() = default;
+  HeldCellReport(std::shared_ptr<const CellSender> sender, std::shared_ptr<SharedMemorySegment> segment,
+                 CellWords& cell)
       : sender_(std::move(sender)), segment_(std::move(segment)), cell_(&cell), used_(cell.state.load()) {}
 
   bool empty() const { return cell_ == nullptr; }
-  // The program has freed it: if it is not free, the sender is told not to count on it. Then the watch is over.
-  void end();
+  // The program has freed the message: marks the cell if it is not free. Once.
+  void send();
 
  private:
   std::shared_ptr<const CellSender> sender_;
@@ -115,15 +166,16 @@ class SharedMemoryWatch final {
   std::uint64_t used_ = 0;
 };
 
-// How a payload lies in memory that two processes share: the torch side knows tensors, a stub numbers.
+// --- how a payload lies in shared memory -----------------------------------------------------------------------------
 
 // A message in a cell, aligned to kSharedLine.
 struct CellBytes {
   std::byte* data;
   std::size_t size;
-  bool announced;  // it begins with what it looks like
+  bool announced;  // it begins with its spec
 };
 
+// The torch side knows tensors, a stub of the tests numbers.
 class Codec {
  public:
   Codec() = default;
@@ -134,9 +186,9 @@ class Codec {
   // In a cell of shared memory: how many bytes write() fills.
   virtual std::size_t size(const Payload& payload, bool announced) const = 0;
   virtual void write(const Payload& payload, const CellBytes& to) const = 0;
-  // What an announced message looks like.
+  // Of an announced message.
   virtual std::unique_ptr<Spec> read_spec(const CellBytes& from) const = 0;
-  // Makes the message the contents of `into`, which looks like `spec`. What goes on using the cell keeps the lease.
+  // Makes the message, whose spec is given, the contents of `into`. What uses the cell from then on keeps the lease.
   // Throws Error when the size is not the spec's.
   virtual void adopt(Payload& into, const Spec& spec, const CellBytes& from, SharedMemoryLease lease) const = 0;
 
@@ -150,7 +202,7 @@ class Codec {
   virtual void adopt(Payload& into, const Spec& spec, CopyLoan loan) const = 0;
 };
 
-// The memory in which a channel's messages lie, on the sender's side.
+// --- the sender's end of a channel -----------------------------------------------------------------------------------
 
 // Where a message may be written.
 struct SharedMemoryCell {
@@ -162,6 +214,7 @@ struct SharedMemoryCell {
   std::size_t segment_bytes = 0;
 };
 
+// The memory in which a channel's messages lie.
 class SharedMemoryCells final {
  public:
   // slots: how many of the channel's receives the receiver may have posted and not freed.
@@ -171,7 +224,7 @@ class SharedMemoryCells final {
   // A free cell for that many bytes; there is one, or memory for one is made, unless `slots` and a few more cells are
   // in use that the program will free.
   SharedMemoryCell find(std::size_t bytes);
-  // Gives back what larger cells have replaced.
+  // Unmaps segments that larger cells have replaced.
   void sweep();
 
  private:
@@ -198,47 +251,6 @@ class SharedMemoryCells final {
   std::vector<Part> parts_;
   std::uint64_t num_parts_ = 0;  // ever made
 };
-
-// The receiver's end of a channel.
-
-// A message as it arrives.
-struct SharedMemoryMail {
-  std::int32_t stage = 0;  // that consumes it
-  std::int32_t microbatch = 0;
-  bool stand_in = false;
-  CellBytes bytes{};
-  SharedMemoryLease lease;
-  SharedMemoryWatch watch;
-};
-
-class SharedMemoryInbox final {
- public:
-  SharedMemoryInbox(std::int32_t channel, std::shared_ptr<SharedMemoryPeer> peer, std::size_t program,
-                    std::uint64_t fingerprint);
-
-  // Whether a message is there; the rings need not be there yet.
-  bool arrived();
-  // To be called when one is.
-  SharedMemoryMail take();
-  const SharedMemoryPeer& peer() const { return *peer_; }
-
- private:
-  bool open();
-  const std::shared_ptr<SharedMemorySegment>& segment_of(const RingEntry& entry);
-  void open_mail(const RingEntry& entry, SharedMemoryMail& mail);
-  void sweep();
-
-  std::int32_t channel_;
-  std::shared_ptr<SharedMemoryPeer> peer_;
-  std::size_t program_;
-  std::uint64_t fingerprint_;
-  std::shared_ptr<const CellSender> sender_;
-  RingWords* ring_ = nullptr;
-  std::uint64_t taken_ = 0;
-  std::map<std::uint64_t, std::shared_ptr<SharedMemorySegment>> segments_;  // by the sender's number
-};
-
-// The sender's end of a channel.
 
 // One message on its way.
 struct SharedMemorySend {
@@ -273,7 +285,7 @@ class SharedMemoryOutbox final {
   bool copy(SharedMemorySend& send);
   bool copy_payload(const SharedMemorySend& send, RingEntry& entry);
   void publish(SharedMemorySend& send, const RingEntry& entry);
-  void give_up_front();
+  void replace_front();
 
   const Codec& codec_;
   std::int32_t channel_;
@@ -285,7 +297,46 @@ class SharedMemoryOutbox final {
   Fifo<SharedMemorySend*> queue_;
 };
 
-// What a rank needs for one program beside the program: made on every rank, in the same order.
+// --- the receiver's end of a channel ---------------------------------------------------------------------------------
+
+// A message as it arrives.
+struct SharedMemoryMessage {
+  std::int32_t stage = 0;  // that consumes it
+  std::int32_t microbatch = 0;
+  bool stand_in = false;
+  CellBytes bytes{};
+  SharedMemoryLease lease;
+  HeldCellReport held_cell;
+};
+
+class SharedMemoryInbox final {
+ public:
+  SharedMemoryInbox(std::int32_t channel, std::shared_ptr<SharedMemoryPeer> peer, std::size_t program,
+                    std::uint64_t fingerprint);
+
+  // Whether a message is there; the rings need not be there yet.
+  bool arrived();
+  // To be called when one is.
+  SharedMemoryMessage take();
+  const SharedMemoryPeer& peer() const { return *peer_; }
+
+ private:
+  bool open();
+  const std::shared_ptr<SharedMemorySegment>& segment_of(const RingEntry& entry);
+  void read_cell(const RingEntry& entry, SharedMemoryMessage& message);
+  void sweep();
+
+  std::int32_t channel_;
+  std::shared_ptr<SharedMemoryPeer> peer_;
+  std::size_t program_;
+  std::uint64_t fingerprint_;
+  std::shared_ptr<const CellSender> sender_;
+  RingWords* ring_ = nullptr;
+  std::uint64_t taken_ = 0;
+  std::map<std::uint64_t, std::shared_ptr<SharedMemorySegment>> segments_;  // by the sender's number
+};
+
+// --- the transport ---------------------------------------------------------------------------------------------------
 
 // What a channel needs in a step, by the programs of both its ends.
 struct ChannelNeeds {
@@ -299,11 +350,12 @@ std::vector<bool> channels_between_ranks(const std::vector<Channel>& channels);
 // Adds what a rank's program tells of the channels on which it receives.
 void count_needs(const RankProgram& program, std::vector<ChannelNeeds>& needs);
 
-class SharedMemoryPlan final {
+// The channels of one program, beside the program itself: made on every rank, in the same order.
+class SharedMemoryChannels final {
  public:
   // carried: by channel, whether it goes through shared memory; what stays on a rank does not.
-  SharedMemoryPlan(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
-                   std::vector<ChannelNeeds> needs, std::vector<bool> carried);
+  SharedMemoryChannels(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
+                       std::vector<ChannelNeeds> needs, std::vector<bool> carried);
 
   // Throws ArgumentError for a program that it was not made for.
   void check(const RankProgram& program) const;
@@ -324,25 +376,10 @@ class SharedMemoryPlan final {
   std::size_t number_;
 };
 
-// Transport between processes of one host: messages lie in memory that both map, and the consumer computes on it there.
-
-// Why it cannot hang on a program that is proved. The proof lets a send match as soon as its receive is posted, with
-// nobody's help, and blocks ranks in WAIT_SEND and WAIT_RECV alone. Here
-// 1. post_send never blocks. Where there is no room the message waits in a queue, which is served whenever the rank
-//    blocks (and at its next send): so a rank that blocks copies all that has room, as the proof has it.
-// 2. There is room once the receive is posted. Say message n waits and its receive is posted: then at most `slots` - 1
-//    of the messages before it are posted and not freed, since that is how `slots` was counted in the receiver's
-//    program, and every other one has been freed by the program. A cell is free when its last tensor has died. For one
-//    that the program has freed and somebody still holds, the receiver says so before it sleeps (hold_back), and the
-//    sender makes another. So one of `slots` + 2 cells is free, or there is memory for one, and the ring has more
-//    entries than a step has messages on the channel. (Those of an earlier step are taken by a receiver that is on its
-//    way through it.)
-// 3. Whoever makes room looks whether the sender is starved, and rings; see SharedMemoryDoorbell for why no wake-up is
-//    lost.
-// So every send that would match in the proof is copied here, at the latest when its rank blocks, and the ranks go on.
+// See the top of this file.
 class SharedMemoryTransport final : public Transport {
  public:
-  SharedMemoryTransport(const SharedMemoryPlan& source, const RankProgram& program, double timeout_seconds);
+  SharedMemoryTransport(const SharedMemoryChannels& source, const RankProgram& program, double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -353,15 +390,15 @@ class SharedMemoryTransport final : public Transport {
   void end_step(bool complete) override;
 
   // For a rank that is going to block for something else. First it says what it holds on to, ...
-  void hold_back();
+  void report_held_cells();
   // ... and copies what has room. True: nothing waits any more; else it has to be served while the rank blocks, until
-  // it is over, of which ring_own() is the sign, by another thread. What is thrown is about one message, for which a
-  // stand-in was sent.
+  // it is over, of which wake_own_rank() is the sign, by another thread. What is thrown is about one message, for which
+  // a stand-in was sent.
   bool advance();
   void serve(const std::atomic<bool>& over);
   // The program has freed a slot, and the next message in it may be another transport's.
-  void leave(std::int32_t slot) { receives_[slot].watch.end(); }
-  void ring_own() const { link_->doorbell().ring_always(); }
+  void report_held_cell(std::int32_t slot) { receives_[slot].held_cell.send(); }
+  void wake_own_rank() const { link_->wakeup().notify_any(); }
 
  private:
   struct Receive {
@@ -371,22 +408,22 @@ class SharedMemoryTransport final : public Transport {
     Transfer transfer{};
     Payload* into = nullptr;
     bool stand_in = false;
-    SharedMemoryWatch watch;
+    HeldCellReport held_cell;
   };
 
-  void make_rings(const SharedMemoryPlan& source);
+  void make_rings(const SharedMemoryChannels& source);
   bool prepare(const Transfer& transfer, std::int32_t send, const Payload* from);
   void post(std::int32_t send);
   void receive_next(std::int32_t channel);
   bool arrived(SharedMemoryInbox& inbox, std::size_t position);
-  void deliver(Receive& receive, SharedMemoryMail mail);
-  // Sleeps until `ready` or the peer is given up.
+  void deliver(Receive& receive, SharedMemoryMessage message);
+  // Sleeps until `ready`, or throws when the peer is broken.
   void wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position, FunctionRef<bool()> ready);
   bool look(FunctionRef<bool()> ready);
   bool spin(FunctionRef<bool()> ready);
-  [[noreturn]] void give_up(std::int32_t peer, std::size_t position, const std::string& why);
-  void lose(std::int32_t peer, const std::string& why);
-  void lose_all(const std::string& why);
+  [[noreturn]] void abort_peer(std::int32_t peer, std::size_t position, const std::string& why);
+  void drop_peer(std::int32_t peer, const std::string& why);
+  void drop_all_peers(const std::string& why);
   void check_signals();
   std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
 
@@ -403,9 +440,9 @@ class SharedMemoryTransport final : public Transport {
   std::vector<SharedMemorySend> sends_;
   std::vector<std::size_t> send_positions_;  // for messages
   BrokenPeers broken_;
-  std::vector<std::pair<std::int32_t, std::string>> lost_;  // peers that are broken at the end of the step, and why
+  std::vector<std::pair<std::int32_t, std::string>> dropped_;  // peers that are broken at the end of the step, and why
 };
 
-Connect over_shared_memory(std::shared_ptr<const SharedMemoryPlan> plan);
+Connect over_shared_memory(std::shared_ptr<const SharedMemoryChannels> channels);
 
 }  // namespace fastpipe

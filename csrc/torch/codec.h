@@ -45,6 +45,9 @@ class WordReader {
 constexpr std::size_t kHeaderWords = 512;
 using Header = std::array<std::int64_t, kHeaderWords>;
 
+// What a header can name, each by its place in this list.
+c10::ArrayRef<at::ScalarType> header_dtypes();
+
 // Good or stand-in, the number of tensors, then for each: dtype, requires_grad, number of dimensions, sizes, strides.
 // Throws ArgumentError for tensors that do not fit into it.
 Header encode_header(const std::vector<TensorSpec>& specs);

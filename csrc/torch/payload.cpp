@@ -108,7 +108,7 @@ const std::vector<at::Tensor>& TensorPayload::taken_in() const {
 void TensorPayload::clear() noexcept {
   tensors_.clear();
   try {
-    read_.wait();  // what is made in their memory next comes after who reads it
+    read_.wait();  // what is made in their memory next comes after its last reader
     end_loan();
     note_idle();
   } catch (...) {

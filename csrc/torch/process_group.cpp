@@ -229,7 +229,7 @@ Header ProcessGroupTransport::receive_header(Pending& pending) {
   post(pending, {tensor}, false);
   wait(pending);
   const at::Tensor here = tensor.cpu();
-  if (const auto why = why_let_go()) give_up(pending, why->c_str());
+  if (const auto why = why_aborted()) abort_peer(pending, why->c_str());
   Header header;
   std::memcpy(header.data(), here.const_data_ptr(), sizeof(Header));
   return header;
@@ -275,7 +275,7 @@ void ProcessGroupTransport::post(Pending& pending, const std::vector<at::Tensor>
       pending.works.push_back(is_send ? group.send(flat, peer_of(pending), kTag)
                                       : group.recv(flat, peer_of(pending), kTag));
     } catch (const std::exception& error) {
-      give_up(pending, error.what());
+      abort_peer(pending, error.what());
     }
   }
 }
@@ -299,7 +299,7 @@ void ProcessGroupTransport::posted(const Transfer& transfer) {
   try {
     begin_all(pair);
   } catch (const std::exception& error) {
-    give_up(any, error.what());
+    abort_peer(any, error.what());
   }
   pair.held.clear();
 }
@@ -323,7 +323,7 @@ void ProcessGroupTransport::begin_together(Pair& pair, const std::vector<Held>& 
   try {
     for (const Held& part : parts) begin(part);
   } catch (...) {
-    // What NCCL is given in a group that nobody ends, by whomever on this thread, never begins.
+    // In a group that is never ended NCCL begins nothing, of nobody on this thread.
     end_coalescing(*pair.group, device_.type());
     throw;
   }
@@ -347,7 +347,7 @@ void ProcessGroupTransport::wait(Pending& pending) {
       abandon_all();
       throw;
     } catch (const std::exception& error) {
-      give_up(pending, error.what());
+      abort_peer(pending, error.what());
     }
   }
   pending.works.clear();
@@ -362,7 +362,7 @@ double ProcessGroupTransport::wait_send(std::int32_t send) {
   return 0;
 }
 
-std::optional<std::string> ProcessGroupTransport::why_let_go() const {
+std::optional<std::string> ProcessGroupTransport::why_aborted() const {
   if (const std::int32_t rank = waits_->lost(); rank != kNoRank) {
     return (rank == kUnknownRank ? "a rank" : "rank " + std::to_string(rank)) + " is gone";
   }
@@ -378,14 +378,14 @@ bool ProcessGroupTransport::has_failed() const {
 }
 
 void ProcessGroupTransport::check() const {
-  const auto why = why_let_go();
+  const auto why = why_aborted();
   if (!why) return;
   const std::int32_t lost = waits_->lost();
   throw TransportError(lost == kNoRank ? kUnknownRank : lost,
                        "messages for rank " + std::to_string(program_.rank()) + " did not come (" + *why + ")");
 }
 
-void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
+void ProcessGroupTransport::abort_peer(Pending& pending, const char* why) {
   const std::int32_t peer = peer_of(pending);
   broken_.add(peer, first_line(why));
   const std::string place = program_.place(pending.transfer.position);

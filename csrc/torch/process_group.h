@@ -68,7 +68,8 @@ class WorkWaits final {
 // is no message.
 using Waits = std::shared_ptr<WorkWaits>;
 
-// Where the transfers that two ranks both begin side by side are one operation: fastpipe/runtime/transport/process_group.py.
+// Where the transfers that two ranks both begin side by side are one operation:
+// fastpipe/runtime/transport/process_group.py.
 struct Coalescing {
   // Which operation a transfer is part of, and whether it is the last that its rank has side by side with it.
   using Turn = std::tuple<std::int64_t, bool>;
@@ -139,12 +140,12 @@ class ProcessGroupTransport final : public Transport {
   std::optional<c10::Stream> side_stream_of(const Pending& pending) const;
   const Channel& channel_of(const Pending& pending) const { return program_.channels()[pending.transfer.channel]; }
   std::int32_t peer_of(const Pending& pending) const { return channel_of(pending).peer_of(program_.rank()); }
-  [[noreturn]] void give_up(Pending& pending, const char* why);
+  [[noreturn]] void abort_peer(Pending& pending, const char* why);
   // After a second Ctrl-C no message is waited for.
   void abandon_all();
-  // Where streams wait, and not the host: whether they were let go, on whatever there was.
-  std::optional<std::string> why_let_go() const;
-  // Whether the backend has given up a message by itself.
+  // Where streams wait, and not the host: why the messages that they wait for were aborted.
+  std::optional<std::string> why_aborted() const;
+  // Whether a backend has aborted a message by itself.
   bool has_failed() const;
 
   std::vector<ProcessGroupPtr> groups_;

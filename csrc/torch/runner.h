@@ -62,7 +62,7 @@ class Runner final : public Observer {
 
   void starts(std::size_t position) noexcept override;
   void ends(std::size_t position) noexcept override;
-  void beside(std::size_t position, FunctionRef<void()> backward) override;
+  void run_overlapped(std::size_t position, FunctionRef<void()> backward) override;
   void failed(std::size_t position, const std::exception_ptr& error) noexcept override;
 
  private:
@@ -73,7 +73,7 @@ class Runner final : public Observer {
   bool noted_here(std::size_t position) const;
   void note_broken(const std::exception_ptr& error);
 
-  Home home_;
+  ForkGuard fork_guard_;
   std::vector<TorchStage*> stages_;                                   // owned by the executor
   std::vector<std::string> labels_;                                   // by position; empty where no label is wanted
   std::unordered_map<std::size_t, std::string> labels_of_backwards_;  // of pairs
@@ -81,7 +81,7 @@ class Runner final : public Observer {
   StageStreams streams_;
   std::unique_ptr<Executor> executor_;
   std::string broken_;
-  std::optional<DeviceTimes> known_times_;  // made for the first step that is traced
+  std::optional<DeviceTimes> device_times_;  // made for the first step that is traced
   // Of the step that runs.
   py::handle on_failure_;
   ProfilerRange label_;

@@ -32,7 +32,7 @@ class Entry final : public Node {
   VariableList caught_;
 };
 
-// The same memory (and the same count of in-place changes, so that these are found out) as an input of the graph.
+// The same memory (and the same version counter, so that in-place changes are noticed) as an input of the graph.
 at::Tensor enter(const at::Tensor& tensor, const NodePtr& entry) {
   at::Tensor entered = tensor.detach();
   attach_new(entered, entry);
@@ -63,7 +63,7 @@ std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, c
 
 }  // namespace
 
-Moment::Moment(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch)
+ActionContext::ActionContext(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch)
     : step_(step),
       op_(op),
       stage_(stage),
@@ -71,11 +71,11 @@ Moment::Moment(const Step& step, Op op, std::int32_t stage, std::int32_t microba
       training_(op != Op::kF || c10::GradMode::is_enabled()),
       note_(NoteKind::kAction, *this) {}
 
-const Moment* Moment::current() {
-  return static_cast<const Moment*>(ThreadNote::find(NoteKind::kAction));
+const ActionContext* ActionContext::current() {
+  return static_cast<const ActionContext*>(ThreadNote::find(NoteKind::kAction));
 }
 
-bool Moment::is_last_microbatch() const {
+bool ActionContext::is_last_microbatch() const {
   const std::size_t kind = op_ == Op::kF ? 0 : op_ == Op::kW ? 2 : 1;
   return step_.last.at(kind) == microbatch_;
 }
@@ -106,7 +106,7 @@ Timed TorchStage::timed(Op op, std::int32_t microbatch, const Payload* given) co
 void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
   const InStream stream(stream_);
   const Timed span = timed(Op::kF, microbatch, input);
-  const Moment moment(calls_.moment, Op::kF, index_, microbatch);
+  const ActionContext context(calls_.context, Op::kF, index_, microbatch);
   run(records_[microbatch], Arming::Phase::kForward, microbatch, input,
       [&](const Tensors& inputs) { return calls_.run(microbatch, to_tuple(inputs)); });
 }
@@ -166,7 +166,7 @@ void TorchStage::take_outputs(std::int32_t microbatch, const py::object& result,
 
 template <typename Body>
 void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) const {
-  const Moment moment(calls_.moment, op, index_, microbatch);
+  const ActionContext context(calls_.context, op, index_, microbatch);
   if (!calls_.around) return body();
   const py::gil_scoped_acquire gil;
   calls_.around(py::cpp_function([&body] {
@@ -182,7 +182,7 @@ void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) con
 void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
   const InStream stream(stream_);
   const Timed span = timed(Op::kB, microbatch, gradient);
-  if (microbatch == calls_.last_backward) meet(Op::kB, false);
+  if (microbatch == calls_.last_backward) run_collective(Op::kB, false);
   backwards(Op::kB, microbatch, [&] { differentiate(microbatch, gradient); });
 }
 
@@ -214,9 +214,9 @@ void TorchStage::end(Record& record) {
   record.kept.clear();
 }
 
-bool TorchStage::may_run_beside(const Stage& pair) const {
+bool TorchStage::can_overlap(const Stage& pair) const {
   const StageCalls& others = static_cast<const TorchStage&>(pair).calls_;
-  if (calls_.meet || others.meet) return false;  // replicas meet in the order of the actions
+  if (calls_.collective || others.collective) return false;  // collectives run in the order of the actions
   if (calls_.random == nullptr) return true;
   // What is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too.
   return !calls_.random->exclusive && !(calls_.random->recomputes && this == &pair);
@@ -231,7 +231,7 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
   const bool fits = std::find(partners.begin(), partners.end(), pair.index_) != partners.end();
   if (!fits || theirs.kept.empty()) return false;
   const Timed span = timed(Op::kF, microbatch, input);
-  const Moment moment(calls_.moment, Op::kF, index_, microbatch);
+  const ActionContext context(calls_.context, Op::kF, index_, microbatch);
   const bool from_loss = pair.is_last_ && !pair.calls_.output_grads;
   const Tensors* const gradients = from_loss ? nullptr : &pair.gradients_for(pair_microbatch, theirs, gradient);
   run(records_[microbatch], Arming::Phase::kFused, microbatch, input, [&](const Tensors& inputs) {
@@ -268,7 +268,7 @@ void TorchStage::differentiate_inputs(std::int32_t microbatch, const Payload* gr
 void TorchStage::backward_weight(std::int32_t microbatch) {
   const InStream stream(stream_);
   const Timed span = timed(Op::kW, microbatch, nullptr);
-  if (microbatch == calls_.last_backward) meet(Op::kW, false);
+  if (microbatch == calls_.last_backward) run_collective(Op::kW, false);
   Record& record = records_[microbatch];
   backwards(Op::kW, microbatch, [&] {
     // a weight may come from a checkpoint, whose recompute must be what its forward was
@@ -282,10 +282,10 @@ void TorchStage::backward_weight(std::int32_t microbatch) {
   calls_.fold();
 }
 
-void TorchStage::meet(Op op, bool failed) {
-  if (!calls_.meet) return;
+void TorchStage::run_collective(Op op, bool failed) {
+  if (!calls_.collective) return;
   const py::gil_scoped_acquire gil;
-  calls_.meet(static_cast<int>(op), failed);
+  calls_.collective(static_cast<int>(op), failed);
 }
 
 const TorchStage::Tensors& TorchStage::root_gradients(std::int32_t microbatch, const Record& record) {

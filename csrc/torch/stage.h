@@ -23,7 +23,7 @@
 namespace fastpipe {
 
 // Which action this thread computes, and the engine's threads that work for it: what fastpipe.current() tells.
-class Moment final : public ThreadNote::Noted {
+class ActionContext final : public ThreadNote::Noted {
  public:
   // Of one stage in one step.
   struct Step {
@@ -32,10 +32,10 @@ class Moment final : public ThreadNote::Noted {
     std::array<std::int32_t, 3> last{};
   };
 
-  Moment(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch);
+  ActionContext(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch);
 
   // What this thread computes; null when it computes nothing.
-  static const Moment* current();
+  static const ActionContext* current();
 
   std::int64_t step() const { return step_.number; }
   std::int32_t stage() const { return stage_; }
@@ -58,16 +58,16 @@ struct StageCalls {
   py::handle run;           // (microbatch, tuple of tensors) -> tuple of tensors
   py::handle output_grads;  // (microbatch) -> tuple of tensors or None, or None; null where the root is a loss
   RngGuard* random;         // null where there is nothing to do about random numbers
-  py::handle meet;          // (op, failed), also (B or W, false) before the last of them; null without replicas
+  py::handle collective;    // (op, failed), also (B or W, false) before the last of them; null without replicas
   py::handle fold;          // () after every W; null where it is not wanted
   // (microbatch, its inputs, stage and microbatch of the backward, its roots, their gradients or None for a loss)
   // -> tuple of tensors; null where the module has no method for pairs.
   py::handle fuse;
   std::vector<std::int32_t> partners;  // the stages whose backwards it takes
-  std::int32_t last_backward;          // the microbatch of the last B or W, where `meet` is to know of it; else kNone
+  std::int32_t last_backward;          // the microbatch of the last B or W, if `collective` comes before it; else kNone
   // (call) -> nothing: what is around every B, I and W makes the call; null where there is nothing around them
   py::handle around;
-  Moment::Step moment;
+  ActionContext::Step context;
 };
 
 class TorchStage final : public Stage {
@@ -91,8 +91,8 @@ class TorchStage final : public Stage {
   // All but what linears can leave for W.
   void backward_input(std::int32_t microbatch, const Payload* gradient) override;
   void backward_weight(std::int32_t microbatch) override;
-  void meet(Op op, bool failed) override;
-  bool may_run_beside(const Stage& pair) const override;
+  void run_collective(Op op, bool failed) override;
+  bool can_overlap(const Stage& pair) const override;
   // By the modules' own method.
   bool fuse(std::int32_t microbatch, const Payload* input, Stage& pair, std::int32_t pair_microbatch,
             const Payload* gradient) override;

@@ -54,7 +54,7 @@ void keep_for_current_stream(const c10::DataPtr& data) {
 
 namespace {
 
-constexpr int kMeetings = 8;
+constexpr int kReadings = 8;
 
 std::uint64_t key_of(Op op, std::int32_t stage, std::int32_t microbatch) {
   const auto kind = static_cast<std::uint64_t>(op);
@@ -100,10 +100,10 @@ void DeviceTimes::note(Point& point) noexcept {
 
 // On a stream with nothing to do an event passes as soon as it is recorded: in between the host's two looks at its
 // clock, and the closer these are, the better it is known when.
-DeviceTimes::Meeting DeviceTimes::meet() const {
-  std::optional<Meeting> found;
+DeviceTimes::ClockPair DeviceTimes::read_clocks() const {
+  std::optional<ClockPair> found;
   double shortest = std::numeric_limits<double>::infinity();
-  for (int i = 0; i < kMeetings; ++i) {
+  for (int i = 0; i < kReadings; ++i) {
     c10::Event event(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
     const double before = now_seconds();
     event.record(side_);
@@ -111,7 +111,7 @@ DeviceTimes::Meeting DeviceTimes::meet() const {
     const double after = now_seconds();
     if (after - before >= shortest) continue;
     shortest = after - before;
-    found.emplace(Meeting{std::move(event), (before + after) / 2});
+    found.emplace(ClockPair{std::move(event), (before + after) / 2});
   }
   return std::move(*found);
 }
@@ -120,7 +120,7 @@ void DeviceTimes::read(double* start, double* end) const {
   c10::Event done(device_.type());
   done.record(current_stream(device_));
   done.synchronize();
-  const Meeting now = meet();
+  const ClockPair now = read_clocks();
   const auto seconds = [&](const Point& point) { return now.seconds - point.event->elapsedTime(now.event) * 1e-3; };
   for (std::size_t i = 0; i < spans_.size(); ++i) {
     const Span& span = spans_[i];

@@ -158,8 +158,7 @@ class InRecomputeGroup {
 
 // What this thread, and the engine's threads that work for it, can look up while the note lasts. Of thread-local state
 // the engine hands over, ThreadLocalDebugInfo alone is free for others than torch, under the kinds that torch's own
-// tests use. What those threads do for this one ends before the note does: so nobody shares in owning what is noted,
-// which then needs no memory of its own.
+// tests use. What those threads do for this one ends before the note does, so the note owns nothing.
 enum class NoteKind { kAction, kArming };
 
 class ThreadNote {

@@ -380,7 +380,7 @@ bool fits(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& b
 }
 
 // Reentrant checkpointing runs the graph that it makes anew, in an engine of its own. Any other graph made in I is
-// either thrown away, or run by somebody who may ask it for the weight's gradient: there linears are whole.
+// either thrown away, or run by a user who may ask it for the weight's gradient: there linears are whole.
 bool may_wait_in_backward(const WeightGradients& weights, const at::Tensor& weight) {
   return in_reentrant_checkpoint() && weights.may_wait_recomputed(gradient_edge(weight));
 }
