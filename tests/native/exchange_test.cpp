@@ -111,7 +111,7 @@ void test_foreign_board_is_refused() {
     one.connect(1, address);
     expect(false, "a board with another nonce");
   } catch (const Error& error) {
-    expect(std::string(error.what()).find("is not its board") != std::string::npos, error.what());
+    expect(std::string(error.what()).find("cannot be read") != std::string::npos, error.what());
   }
 }
 
@@ -120,7 +120,7 @@ void test_foreign_board_is_refused() {
 std::unique_ptr<SharedMemoryExchange> meet(Meeting& meeting, std::int32_t own, std::int32_t num_ranks) {
   auto exchange = std::make_unique<SharedMemoryExchange>(own, num_ranks);
   meet(meeting, *exchange, own, num_ranks);
-  // nobody dies before all have found its board
+  // nobody dies before all have opened its words
   meeting.present.fetch_add(1);
   while (meeting.present.load() < 2 * num_ranks) std::this_thread::yield();
   return exchange;
