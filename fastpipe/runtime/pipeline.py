@@ -244,7 +244,7 @@ class Pipeline(Trains, Replannable):
                 modules = self._build_stages(stages, self._partition, tied, data_parallel)
                 self._executor = executor_class(executor, self.device)
             self.transport = self._make_transport(transport, timeout)
-            undo.append(self.transport.leave)
+            undo.append(self.transport.abort)
             self._settings, self._timeout, self._overlap, self._cuda_graph = settings, timeout, overlap, cuda_graph
             self._reduces, self._grad_norms = True, GradNorms()
             self._join(modules)

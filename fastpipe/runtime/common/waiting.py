@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from fastpipe.runtime.common.failure import Failure, LostError, TransportError
+from fastpipe.runtime.common.failure import Failure, FailureError, lost_peer
 
 LOOK_SECONDS = 0.1
 """The longest pause."""
@@ -106,13 +106,13 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
         lost: what keeps another process from coming, if anything does.
 
     Raises:
-        LostError: when somebody is waited for who will not come. Who is merely slow is waited for.
+        FailureError: when somebody is waited for who will not come. Who is merely slow is waited for.
     """
     next_look = time.monotonic()
     for pause in pauses(seconds):
         if time.monotonic() >= next_look:
             if (failure := lost()) is not None:
-                raise LostError(failure)
+                raise FailureError(failure)
             next_look = time.monotonic() + LOOK_SECONDS
         yield pause
 
@@ -131,15 +131,14 @@ def attended(
         peer: the rank that is connected, if it is one.
 
     Raises:
-        LostError: when somebody is dead, or does not build the pipeline.
-        TransportError: when it is not made in time.
+        FailureError: when somebody is dead, does not build the pipeline, or is not there in time.
     """
     made = asked(connect, "fastpipe-connect")
     for pause in waiting(timeout.total_seconds(), lost):
         if wait([made], pause).done:
             return made.result()
     who = "the other ranks did not" if peer is None else f"rank {peer} did not"
-    raise TransportError(
+    raise lost_peer(
         f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer
     )
 
@@ -167,7 +166,7 @@ class PatientStore:
             answer = asked(lambda: method(*args), "fastpipe-ask")
             if not wait([answer], self._timeout).done:
                 text = f"{silent_store(self._timeout)}; see whether the process that holds it is stopped"
-                raise TransportError(text, None)
+                raise lost_peer(text, None)
             return answer.result()
 
         return ask

@@ -1,13 +1,14 @@
-"""What the processes of a pipeline tell each other beside tensors: messages of all to all, and failures.
+"""What the processes of a pipeline exchange beside tensors: messages of all to all, and failures.
 
-Promises: whoever waits for a process that has exited, raised or stopped is told so, or gives up at the timeout.
+Promises: a wait for a process that has exited, raised or stopped ends with a `FailureError`, at the latest at the
+timeout.
 Uses: `common`.
 """
 
 from __future__ import annotations
 
 from fastpipe.runtime.coordination.agreement import Postponed, agreeing, building, prepare_together
-from fastpipe.runtime.coordination.control import Alone, Control, Reply, tell
+from fastpipe.runtime.coordination.control import Alone, Control, Reply, agree
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.host import Identity, RanksPerHost, host_name, identify
 from fastpipe.runtime.coordination.processes import Processes
@@ -21,10 +22,10 @@ __all__ = [
     "Postponed",
     "Processes",
     "Reply",
+    "agree",
     "agreeing",
     "building",
     "host_name",
     "identify",
     "prepare_together",
-    "tell",
 ]

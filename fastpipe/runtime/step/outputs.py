@@ -91,7 +91,7 @@ class OutputExchange:
     @property
     def _mail(self) -> DeferredResults | None:
         """Where what is on a device goes; None where nothing waits for one, or there is nobody to tell."""
-        return None if self._device.type == "cpu" else self._control.mail
+        return None if self._device.type == "cpu" else self._control.deferred
 
     def tell(self, found: StepOutputs) -> Reply:
         """What this process found, or that it will tell: to pack it is to wait for the device."""
@@ -117,7 +117,7 @@ class OutputExchange:
             if "later" in reply and rank == self._control.rank:
                 parts.append(self._here)
             elif "later" in reply and mail is not None:
-                parts.append(mail.letter(self._control.step, rank))
+                parts.append(mail.result(self._control.step, rank))
         if mail is not None:
             mail.forget(self._control.step, [reply["wanted"] for reply in replies])
         return parts

@@ -74,7 +74,7 @@ class Mixed(Transport):
         """Swap tensors with another rank, between steps: its tensors, which look like these.
 
         Raises:
-            TransportError: when the peer is dead or silent.
+            FailureError: when the peer is dead or silent.
         """
         return self.groups.exchange(peer, tensors)
 
@@ -82,9 +82,9 @@ class Mixed(Transport):
         """Let go of the groups. The memory goes with the last tensor in it."""
         self.groups.close()
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """The same when a rank is lost."""
-        self.groups.leave()
+        self.groups.abort()
 
     def unblock(self, failure: Failure) -> None:
         """See `Transport.unblock`."""

@@ -64,7 +64,7 @@ class SharedMemory(Transport):
         It is for the copies of a stage that two ranks hold, of which every rank has some, and for tied weights.
 
         Raises:
-            TransportError: when the peer is dead or silent.
+            FailureError: when the peer is dead or silent.
         """
         try:
             group = self._exchange_group()
@@ -87,7 +87,7 @@ class SharedMemory(Transport):
             self._own.close()
         self._own = None
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """The same when a rank is lost."""
         if self._own is not None:
             self._own.end()
@@ -182,10 +182,10 @@ class CudaIpc(SharedMemory):
         self._copies = None
         super().close()
 
-    def leave(self) -> None:
-        """The same when a rank is lost: who waits for this one is told."""
+    def abort(self) -> None:
+        """The same when a rank is lost; peers waiting for this one are unblocked."""
         self._copies = None
-        super().leave()
+        super().abort()
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""
