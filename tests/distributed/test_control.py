@@ -39,7 +39,7 @@ def control(way: str, timeout: float = 20.0, *, bells: bool = True) -> Iterator[
     if way == "store":
         made._shared_gather.offer = lambda: {"no_board": "a test"}  # type: ignore[method-assign]
     if not bells and "FASTPIPE_HOST" not in os.environ:
-        made._neighbours.identity = lambda: {"host": "", "pid": 0, "can_watch": True}  # type: ignore[method-assign]
+        made._local_peers.identity = lambda: {"host": "", "pid": 0, "can_watch": True}  # type: ignore[method-assign]
     try:
         replies = made.setup({"own": member.rank})
         assert [reply["own"] for reply in replies] == list(range(member.size))

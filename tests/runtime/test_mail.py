@@ -42,36 +42,36 @@ def test_nobody_waits_but_who_asks(sender: DeferredResults, reader: DeferredResu
         return {"losses": 3}
 
     sender.post(5, ready)
-    result = reader.result(5, 1)
+    letter = reader.result(5, 1)
     threading.Timer(0.05, there.set).start()
-    assert result() == {"losses": 3}
-    assert there.is_set() and result() is result()
+    assert letter() == {"losses": 3}
+    assert there.is_set() and letter() is letter()
 
 
 def test_what_may_still_be_asked_for_is_kept(
     store: dist.Store, sender: DeferredResults, reader: DeferredResults
 ) -> None:
-    results = {}
+    letters = {}
     for step in range(1, 5):
         sender.post(step, lambda step=step: {"losses": step})
-        results[step] = reader.result(step, 1)
-    results.pop(1)  # the result is gone, and nobody has read it
+        letters[step] = reader.result(step, 1)
+    letters.pop(1)  # the result is gone, and nobody has read it
     gc.collect()
-    results[3]()
+    letters[3]()
     assert reader.wanted() == 2
     sender.forget(4, [None, reader.wanted()])
-    assert results[2]() == {"losses": 2}
+    assert letters[2]() == {"losses": 2}
     assert reader.wanted() == 4
     sender.forget(4, [None, reader.wanted()])
     sender.close()
     assert [store.check([f"{step}/found/1"]) for step in range(1, 5)] == [False, False, False, True]
-    assert results[4]() == {"losses": 4} and reader.wanted() is None
+    assert letters[4]() == {"losses": 4} and reader.wanted() is None
 
 
 def test_what_does_not_come_is_an_error(store: dist.Store) -> None:
-    result = DeferredResults(store, 0, 0.05).result(1, 1)
+    letter = DeferredResults(store, 0, 0.05).result(1, 1)
     with pytest.raises(StepError, match="rank 1 has not told the losses of a step within 0.05 s") as caught:
-        result()
+        letter()
     assert caught.value.rank == 1
 
 
@@ -79,10 +79,10 @@ def test_who_waits_warns_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Torch does so whenever a store is waited for in vain."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     sender, reader = DeferredResults(store, 1, PATIENCE), DeferredResults(store, 0, PATIENCE)
-    result = reader.result(1, 1)
+    letter = reader.result(1, 1)
     later = threading.Timer(0.5, sender.post, (1, lambda: {"losses": 1}))
     later.start()
-    assert result() == {"losses": 1}
+    assert letter() == {"losses": 1}
     later.join()
     sender.close()
     assert capfd.readouterr().err == ""
@@ -114,7 +114,7 @@ def test_what_cannot_be_trusted_is_an_error_for_who_reads_it(sender: DeferredRes
 
 
 def test_whatever_keeps_a_process_from_telling_is_told(sender: DeferredResults, reader: DeferredResults) -> None:
-    """An error of its device, say: nobody waits for the whole timeout. And the next result goes as ever."""
+    """An error of its device, say: nobody waits for the whole timeout. And the next letter goes as ever."""
 
     def ready() -> dict[str, int]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nof which it says more")

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastpipe.runtime.common import waiting as aside
 from fastpipe.runtime.common.failure import DIED, Failure, FailureError
-from fastpipe.runtime.common.waiting import attended
+from fastpipe.runtime.common.waits import attended
 from fastpipe.runtime.transport.groups import _WATCHDOG, OwnGroups, _unless_set, meet
 from fastpipe.runtime.transport.process_group import ProcessGroups
 from tests.patience import PATIENCE
@@ -112,7 +111,7 @@ def exiting(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(aside.threading.Thread, "start", start)
+    monkeypatch.setattr(threading.Thread, "start", start)
 
 
 @pytest.mark.usefixtures("exiting")

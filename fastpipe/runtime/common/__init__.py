@@ -49,7 +49,7 @@ from fastpipe.runtime.common.tensors import (
     specs_text,
     tensors_in,
 )
-from fastpipe.runtime.common.waiting import (
+from fastpipe.runtime.common.waits import (
     LOOK_SECONDS,
     SECONDS,
     Patience,
@@ -70,9 +70,9 @@ __all__ = [
     "ForkGuard",
     "Interrupts",
     "LOOK_SECONDS",
-    "ReentrancyGuard",
     "Patience",
     "PatientStore",
+    "ReentrancyGuard",
     "SECONDS",
     "Specs",
     "TensorSpec",

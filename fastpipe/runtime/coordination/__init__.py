@@ -7,8 +7,8 @@ Uses: `common`.
 
 from __future__ import annotations
 
-from fastpipe.runtime.coordination.agreement import Postponed, agreeing, building, prepare_together
-from fastpipe.runtime.coordination.control import Alone, Control, Reply, agree
+from fastpipe.runtime.coordination.agreement import agree, building, prepare_together
+from fastpipe.runtime.coordination.control import Alone, Control, Reply, exchange_or_refuse
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.host import Identity, RanksPerHost, host_name, identify
 from fastpipe.runtime.coordination.processes import Processes
@@ -16,15 +16,14 @@ from fastpipe.runtime.coordination.processes import Processes
 __all__ = [
     "Alone",
     "Control",
-    "RanksPerHost",
-    "Identity",
     "DeferredResults",
-    "Postponed",
+    "Identity",
     "Processes",
+    "RanksPerHost",
     "Reply",
     "agree",
-    "agreeing",
     "building",
+    "exchange_or_refuse",
     "host_name",
     "identify",
     "prepare_together",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.common import Failure, FailureError, cause_text, first_line, waiting
-from fastpipe.runtime.coordination.control import Control, Reply, agree
+from fastpipe.runtime.coordination.control import Control, Reply, exchange_or_refuse
 
 Value = TypeVar("Value")
 _GRACE_SECONDS = 0.5
@@ -21,49 +21,34 @@ _LOST = (FailureError, dist.DistError)
 _NOT_BUILT = "could not build the pipeline"
 
 
-class Postponed:
-    """What is wrong with arguments that are needed before the other processes can be told; `agreeing` tells them."""
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-
-    def value(self, make: Callable[[], Value], instead: Value) -> Value:
-        """What ``make`` returns, or ``instead``, with which one gets as far as `refuse`."""
-        try:
-            return make()
-        except Exception as error:  # raised by `refuse`, when the others can be told
-            self._error = self._error or error
-            return instead
-
-    def refuse(self) -> None:
-        """Raise the first error, if there was one."""
-        if self._error is not None:
-            raise self._error
-
-
-@contextlib.contextmanager
-def agreeing(
-    control: Control, message: Callable[[], Reply], adopt: Callable[[Sequence[Reply]], None], *, part: str | None = None
-) -> Iterator[None]:
-    """Within this context a pipeline is built; at its end all have built the same, or all raise.
+def agree(
+    control: Control, make: Callable[[], tuple[Value, Reply]], *, part: str | None = None
+) -> tuple[Value, list[Reply]]:
+    """Make something on all processes that must be alike, or raise on all of them.
 
     Args:
         control: the way to the other processes.
-        message: what the others need to know of this process: ``plan``, the same on all, ``seed`` and more.
-        adopt: takes the messages of all.
-        part: what is built, where it is not the first thing that they agree on.
+        make: makes it; also returns what the others need to know: ``plan`` and ``seed``, the same on all, and more.
+        part: what is made, where it is not the first thing that they agree on.
+
+    Returns:
+        What was made here, and the messages of all.
+
+    Raises:
+        ValueError: when the processes did not make the same.
+        StepError: naming a process that could not; on that one, what was raised there comes through.
+        FailureError: when a process is dead or silent.
     """
     error: Exception | None = None
     own: Reply = {}
     try:
-        yield
-        own = message()
+        made, own = make()
     except Exception as found:  # raised below, when the others have been told
         error = found
     exchange = control.setup if part is None else functools.partial(control.exchange, part)
     try:
         failure = None if error is None else Failure(control.rank, cause_text(error))
-        replies, refused = agree(exchange, own, failure)
+        replies, refused = exchange_or_refuse(exchange, own, failure)
     except FailureError as lost:
         if error is None:
             raise
@@ -73,7 +58,7 @@ def agreeing(
     if refused is not None:
         raise refused.error(_NOT_BUILT)
     _check_alike(replies)
-    adopt(replies)
+    return made, replies
 
 
 def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
@@ -90,7 +75,7 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
     except Exception as found:  # raised below, when the others have been told
         error = found
     failure = None if error is None else Failure(control.rank, cause_text(error), is_fatal=True)
-    replies, refused = agree(functools.partial(control.exchange, "program"), {}, failure)
+    replies, refused = exchange_or_refuse(functools.partial(control.exchange, "program"), {}, failure)
     if error is not None and len(replies) == 1:
         raise error
     if refused is not None:

@@ -104,7 +104,7 @@ class Alone(Control):
         """Nothing to stop."""
 
 
-def agree(
+def exchange_or_refuse(
     exchange: Callable[[Reply], list[Reply]], message: Reply, failure: Failure | None
 ) -> tuple[list[Reply], Failure | None]:
     """Exchange messages before something that all processes do or none.

@@ -76,7 +76,7 @@ class DeferredResults:
         self.rank = rank
         self.timeout = timeout
         self._dead = dead
-        self._made: weakref.WeakSet[DeferredResult] = weakref.WeakSet()
+        self._given_out: weakref.WeakSet[DeferredResult] = weakref.WeakSet()
         self._reading: Any = None
         self._posted: list[int] = []
         self._jobs: queue.SimpleQueue[tuple[int, Ready | None] | None] = queue.SimpleQueue()
@@ -102,12 +102,12 @@ class DeferredResults:
             # not when it is read: to connect takes minutes where the store is gone by then
             self._reading = self._connect()
         result = DeferredResult(self, step, rank)
-        self._made.add(result)
+        self._given_out.add(result)
         return result
 
     def wanted(self) -> int | None:
         """The first step of which this process may still read a result."""
-        return min((result.step for result in self._made if not result.is_read), default=None)
+        return min((result.step for result in self._given_out if not result.is_read), default=None)
 
     def forget(self, step: int, wanted: Sequence[int | None]) -> None:
         """Drop what no process will read.

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from fastpipe.runtime.executor.cuda_graph import RecordedRanks, why_not
 from fastpipe.runtime.executor.events import DeviceEvent, DeviceEvents
+from fastpipe.runtime.executor.executor import Executor
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, Spans, executor_class
 
 __all__ = [
-    "LocalRanks",
     "DeviceEvent",
     "DeviceEvents",
+    "Executor",
+    "LocalRanks",
     "Outcome",
     "RecordedRanks",
     "Spans",

@@ -33,7 +33,7 @@ from fastpipe.runtime.common import (
     set_grad_dtype,
     waiting,
 )
-from fastpipe.runtime.coordination import Alone, Control, Reply, agree, prepare_together
+from fastpipe.runtime.coordination import Alone, Control, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.data_parallel import listed
 from fastpipe.runtime.executor import LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, check_told, flags_of
@@ -50,7 +50,7 @@ from fastpipe.runtime.step.inputs import (
 )
 from fastpipe.runtime.step.microbatch import Rules
 from fastpipe.runtime.step.outputs import OutputExchange, StepOutputs
-from fastpipe.runtime.step.programs import Plans
+from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import MetricRules, Reports, StepResult, Weights, pack_spans, unpack_spans, weights_of
 
 
@@ -90,7 +90,7 @@ def settle(control: Control, ranks: LocalRanks, stages: Sequence[Stage], program
                 _adopt(stage)
         except Exception as found:  # raised below, when the others know
             failure, error = Failure(control.rank, cause_text(found)), found
-    _, refused = agree(partial(control.exchange, "replicas"), {}, failure)
+    _, refused = exchange_or_refuse(partial(control.exchange, "replicas"), {}, failure)
     if outcome.failure is not None:
         raise FailureError(outcome.failure) from error
     if error is not None:
@@ -160,7 +160,7 @@ class Steps:
     def __init__(
         self,
         settings: Settings,
-        plans: Plans,
+        plans: Programs,
         ranks: LocalRanks,
         control: Control,
         replicas: StageCopies,
@@ -325,7 +325,7 @@ class Steps:
         self.replicas.agreed()
         return inputs, replies
 
-    def follow(self, plans: Plans, *, forward_only: bool) -> None:
+    def follow(self, plans: Programs, *, forward_only: bool) -> None:
         """From the next step on run other programs on the same stages."""
         self.plans, self.forward_only = plans, forward_only
         self.ranks.forget()
@@ -390,7 +390,7 @@ class Steps:
     def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
         """Exchange what the ranks begin with; a rank that cannot begin is an error on every rank."""
         failure = None if error is None else Failure(self.control.rank, cause_text(error))
-        replies, refused = agree(functools.partial(self.control.exchange, "start"), message, failure)
+        replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
         if error is not None:
             raise error
         calls = [reply["call"] for reply in replies]

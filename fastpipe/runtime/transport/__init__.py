@@ -25,9 +25,9 @@ __all__ = [
     "ProcessGroups",
     "SharedMemory",
     "Transport",
-    "select_transport",
-    "ranks_per_host",
     "membership",
+    "ranks_per_host",
     "registered_group",
+    "select_transport",
     "why_not_python",
 ]
