@@ -149,7 +149,7 @@ def hear_of_losses(closes: bool) -> list[int | None]:
         os.kill(os.getpid(), signal.SIGKILL)
     until = time.monotonic() + PATIENCE
     watcher: Any = pipe._world.control._watcher  # type: ignore[attr-defined]
-    ended = watcher.neighbours.ended
+    ended = watcher.local_peers.ended
     while not (heard or (closes and ended())) and time.monotonic() < until:
         time.sleep(0.01)
     if closes:

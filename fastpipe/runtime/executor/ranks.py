@@ -283,7 +283,7 @@ class LocalRanks:
         try:
             spans: tuple[Seconds, Seconds] | None = executor.run(*how)
         except BaseException as error:  # the step's outcome
-            failure = Failure(executor.rank, cause_text(error))
+            failure = failure_of(error, executor.rank)
             self._note(failure, error, failure)
             return None
         if spans is not None:
@@ -333,7 +333,7 @@ def failure_at(
         stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
     # what is no longer waited for may still come, and would be taken for a message of the next step
     is_fatal = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
-    return Failure(rank, cause_text(error), stage, text, microbatch, is_fatal)
+    return Failure(rank, cause_text(error), stage, text, microbatch, is_fatal=is_fatal)
 
 
 def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
