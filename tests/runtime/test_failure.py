@@ -1,14 +1,17 @@
 """A failing stage, ranks as threads: its own exception comes through, everything is drained, the next step works."""
 
+import json
 import threading
 import traceback
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime.common.failure import Failure, lost_peer
+from fastpipe.runtime.common.failure import Failure, FailureError, failure_of, lost_peer
+from fastpipe.runtime.coordination.control import exchange_or_refuse
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.testing import Loopback
 from tests.patience import PATIENCE
@@ -66,6 +69,19 @@ def test_a_peer_that_is_lost_while_a_step_is_drained_counts_more() -> None:
     for failure in (refused, lost, later):
         local._note(failure, RuntimeError(failure.cause), refused)
     assert local._outcome.failure is lost and str(local._outcome.error) == "gone"
+
+
+def test_a_failure_is_one_record_on_every_way() -> None:
+    failure = Failure(1, "Boom: now", 3, "3F0", 0, is_fatal=True)
+    assert Failure(**json.loads(json.dumps(asdict(failure)))) == failure
+    assert failure_of(FailureError(failure), 2) is failure
+    assert exchange_or_refuse(lambda message: [{}, message], {}, failure)[1] == failure
+    error = failure.error()
+    place = (error.rank, error.stage, error.action, error.microbatch, error.cause)
+    assert place == (1, 3, "3F0", 0, "Boom: now")
+    assert str(error).endswith("action 3F0, microbatch 0: Boom: now; the pipeline cannot go on: build it again")
+    assert str(Failure(1, "no memory").error("refused its input")) == "rank 1 refused its input: no memory"
+    assert failure_of(ValueError("two\nlines"), 2) == Failure(2, "ValueError: two")
 
 
 class UnsayableError(Exception):

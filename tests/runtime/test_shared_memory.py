@@ -236,7 +236,8 @@ def test_a_silent_peer_is_given_up(ranks_of: type[NativeRanks]) -> None:
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
-    assert found and getattr(found[0], "peer", None) == 1 and "no transfer with rank 1" in str(found[0])
+    assert found and isinstance(found[0], FailureError) and found[0].failure.rank == 1
+    assert "no transfer with rank 1" in str(found[0])
 
 
 @needs_extension

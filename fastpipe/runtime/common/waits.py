@@ -61,7 +61,7 @@ def asked(question: Callable[[], _T], name: str) -> Future[_T]:
     def put() -> None:
         try:
             answer.set_result(question())
-        except BaseException as error:  # raised by whoever asks for the answer
+        except BaseException as error:  # raised where the answer is read
             answer.set_exception(error)
 
     aside([put], name)
@@ -83,10 +83,10 @@ class Patience:
         self._seconds, self._answers = seconds, True
 
     def ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
-        """What the store says, or `otherwise` where it does not answer, or is gone.
+        """The store's answer, or `otherwise` where it does not answer, or is gone.
 
         The question is put in a thread of its own, which is left alone if there is no answer. So is the store's client,
-        that is not asked again: who asks while another one waits waits behind it.
+        that is not asked again: a further question would wait behind the first one.
         """
         if not self._answers:
             return otherwise
@@ -106,7 +106,7 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
         lost: what keeps another process from coming, if anything does.
 
     Raises:
-        FailureError: when somebody is waited for who will not come. Who is merely slow is waited for.
+        FailureError: when a process will not come. One that is merely slow is waited for.
     """
     next_look = time.monotonic()
     for pause in pauses(seconds):
@@ -126,12 +126,12 @@ def attended(
 
     Args:
         connect: what makes them. It has nothing of the calling thread, its current device say.
-        lost: what keeps somebody from coming, as a `Membership` has it.
-        timeout: for those who are slow: nobody may know of one that it will not come.
+        lost: what keeps another process from coming, as a `Membership` has it.
+        timeout: for one that is slow, or of which it is not known that it will not come.
         peer: the rank that is connected, if it is one.
 
     Raises:
-        FailureError: when somebody is dead, does not build the pipeline, or is not there in time.
+        FailureError: when a process is dead, does not build the pipeline, or is not there in time.
     """
     made = asked(connect, "fastpipe-connect")
     for pause in waiting(timeout.total_seconds(), lost):
@@ -144,7 +144,7 @@ def attended(
 
 
 def silent_store(seconds: float) -> str:
-    """What is said of a store that does not answer."""
+    """The cause of a failure where the store does not answer."""
     return f"the store of the process group did not answer within {seconds:g} s"
 
 

@@ -84,13 +84,13 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def building(control: Control) -> Iterator[list[Callable[[], None]]]:
-    """Within this context a pipeline is built. Who raises leaves word for the others, so that nobody waits for it.
+    """Within this context a pipeline is built. A process that raises publishes that, so that no other one waits for it.
 
     Args:
         control: the way to the other processes; closed when the pipeline is not built.
 
     Yields:
-        What is to be called when the pipeline is not built, to let go of connections.
+        What is to be called when the pipeline is not built, to end connections.
 
     Raises:
         StepError: for a process that is dead or silent, or does not build the pipeline.

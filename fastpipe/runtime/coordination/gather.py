@@ -2,7 +2,8 @@
 
 Over the store each exchange costs about a millisecond. In the memory of one host every process has a page that it
 alone writes and that all others read; a waiting process sleeps on a futex. That part is C++
-(``csrc/core/shared_memory_exchange.h``); this module says what is written, and what is wrong when nobody answers.
+(``csrc/core/shared_memory_exchange.h``); this module decides what is written, and which failure it is when a process
+does not answer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fastpipe.runtime.coordination.control import Reply
 from fastpipe.runtime.coordination.host import RanksPerHost
 
 _MORE_SECONDS = 5.0
-"""For those who are on their way."""
+"""For processes that are on their way."""
 
 Lost = Callable[[Sequence[int]], Failure | None]
 """What keeps awaited ranks from coming while the pipeline is built, as `Control.lost` has it."""
@@ -138,12 +139,12 @@ class StoreGather(Gather):
         self.store = self.waits = store
         self.gone = gone
         self.lost = lost
-        self.said: list[tuple[int, str]] = []
+        self.written: list[tuple[int, str]] = []
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """One key a process, step and phase. Another thread asks the store, which may not answer any more."""
         keys = [_key(step, phase, rank) for rank in range(self.size)]
-        self.said.append((step, keys[self.rank]))
+        self.written.append((step, keys[self.rank]))
         answer = asked(lambda: self._gather(keys, message, step), "fastpipe-gather")
         deadline, patience = Deadline(self), Patience(min(SECONDS, self.timeout))
         while not wait([answer], LOOK_SECONDS).done:
@@ -172,7 +173,7 @@ class StoreGather(Gather):
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
     def _wait_watching(self, keys: list[str]) -> None:
-        """The same while nobody else watches: the pipeline is being built. (The store warns of each wait in vain.)"""
+        """The same while the pipeline is built, and no watcher runs. (The store warns of each wait in vain.)"""
 
         def lost() -> Failure | None:
             # a process that has come may have failed since, for what all are about to read
@@ -186,12 +187,12 @@ class StoreGather(Gather):
 
     def forget(self, step: int) -> None:
         """Drop the messages of this process up to a step that all have passed; step 0 builds the pipeline."""
-        self.forget_first(sum(said <= step for said, _ in self.said))
+        self.forget_first(sum(number <= step for number, _ in self.written))
 
     def forget_first(self, count: int) -> None:
         """Drop the first messages of this process, which all have read."""
         for _ in range(count):
-            self.store.delete_key(self.said.pop(0)[1])
+            self.store.delete_key(self.written.pop(0)[1])
 
 
 def _key(step: int, phase: str, rank: int | None) -> str:
@@ -199,7 +200,7 @@ def _key(step: int, phase: str, rank: int | None) -> str:
 
 
 _SLICE_SECONDS = 0.1
-"""After which Python is asked whether it has been interrupted, and who is lost."""
+"""After which signals are handled, and lost processes looked for."""
 
 
 class SharedMemoryGather(Gather):

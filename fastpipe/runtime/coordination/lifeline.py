@@ -41,7 +41,7 @@ _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 
 class Ended(NamedTuple):
-    """The end of a process: what became of it, and its last complete step where it said so; 0 where it did not."""
+    """The end of a process: what became of it, and its last complete step if it sent that, else 0."""
 
     cause: str
     last_step: int = 0

@@ -116,7 +116,7 @@ class Processes(Control):
             return self._lost or next(iter(self._watcher.dead), None)
         # in this order: a process that fails publishes that before it closes the pipeline
         dead = self._watcher.find_dead(self.step + 1)
-        # without the store whoever needs it finds out
+        # a store that is gone is reported where it is needed
         if (failure := self._patience.ask(self._find_published, None)) is not None:
             return failure
         return next((failure for failure in dead if awaited is None or failure.rank in awaited), None)
@@ -149,7 +149,7 @@ class Processes(Control):
         self._watcher.on_loss = report
 
     def _note(self, failure: Failure) -> None:
-        """Whoever waits for the others in this step has to know of it."""
+        """End this process's waits for the others in this step."""
         if failure.is_suspected:
             self._gather.suspected = self._gather.suspected or failure
         elif failure.is_fatal:
@@ -169,11 +169,11 @@ class Processes(Control):
 
     def exchange(self, phase: str, message: Reply) -> list[Reply]:
         """Give a message and get those of all processes."""
-        said = len(self._store_gather.said)
+        written = len(self._store_gather.written)
         replies = self._gather.exchange(self.step, phase, message)
         if self.step == 0:
             # all have read what came before
-            self._patience.ask(lambda: self._store_gather.forget_first(said), None)
+            self._patience.ask(lambda: self._store_gather.forget_first(written), None)
         return replies
 
     def publish(self, failure: Failure) -> Failure:

@@ -144,6 +144,6 @@ class DeviceEvents:
         return done
 
     def _open(self) -> list[DeviceEvent]:
-        """Those that nobody has judged yet."""
+        """Those without a verdict."""
         with self._lock:
             return [event for event in self._made if not event._judged]

@@ -2,7 +2,7 @@
 
 Stages whose replicas are to reduce other parameters than before (layers were unfrozen, say) need an agreement first.
 Only the rank with such parameters knows of it, and replicas exchange nothing before a step. So the ranks of its
-pipeline act as if the step had failed before it began: they join every collective of the program and say why. A
+pipeline act as if the step had failed before it began: they join every collective of the program and report why. A
 replica that makes the step learns of it there, and raises. If all came for the same reason, none has computed
 anything yet: they tell their wrappers, and make the step.
 """
@@ -268,7 +268,7 @@ class Steps:
             # to report losses is to wait for the device, which may have waited for a lost rank, and gone on without
             if outcome.failure is None and not self.ranks.check(outcome):
                 report = self._report(outcome, trace)
-        except Exception as error:  # the step's failure: the reports of all say so
+        except Exception as error:  # the step's failure, in the reports of all
             outcome.fail(error, self.ranks.first)
             report = self._report(outcome, trace)
         replies = self.control.exchange("end", report)

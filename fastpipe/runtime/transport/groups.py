@@ -51,7 +51,7 @@ class Membership:
         ranks: the members' global ranks.
         device: what they compute on.
         timeout: seconds to wait for the others.
-        lost: asked by who waits for the others to connect: what keeps one of them from coming.
+        lost: what keeps one of them from coming; asked in a wait for the others to connect.
     """
 
     rank: int = 0
@@ -301,7 +301,7 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
     """Another group of the same processes.
 
     A Gloo group stays outside torch's registry, which has two merits: it ends when nobody holds it, and
-    whoever waits for the others to make it learns that one is dead.
+    a wait for the others to make it ends when one is dead.
     """
     if member.device.type == "cuda":
         # a connection of its own: who waits there for a peer's word, at a first message, lets nobody else ask anything

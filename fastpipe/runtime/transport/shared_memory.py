@@ -50,10 +50,10 @@ class SharedMemory(Transport):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""
-        return runtime.over_shared_memory(self.link, *self.told(program))
+        return runtime.over_shared_memory(self.link, *self.native_arguments(program))
 
     @staticmethod
-    def told(program: Program) -> tuple[list[tuple[int, ...]], list[Any]]:
+    def native_arguments(program: Program) -> tuple[list[tuple[int, ...]], list[Any]]:
         """Channels and instructions of all ranks, as C++ takes them."""
         channels = [tuple(map(int, channel)) for channel in program.channels]
         return channels, [np.ascontiguousarray(of_rank.columns) for of_rank in program]
@@ -175,7 +175,7 @@ class CudaIpc(SharedMemory):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""
-        return runtime.over_copy_engines(self._copies, *self.told(program), self.member.device)
+        return runtime.over_copy_engines(self._copies, *self.native_arguments(program), self.member.device)
 
     def close(self) -> None:
         """Give back what the device has for messages, when what was sent has arrived."""
