@@ -197,7 +197,7 @@ class Pipeline:
             plan = plan_build(arguments, world)
             model, local, made_by = agree_on_stages(arguments, plan, world)
             self.transport = connect(arguments, world, made_by)
-            undo.append(self.transport.leave)
+            undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
             self.num_ranks = plan.num_ranks
             self._arguments, self._world, self._build, self._executor = arguments, world, plan, made_by
