@@ -73,6 +73,7 @@ lint: build  ## check style and formatting, and that generated pages are current
 	$(BIN)/python docs/write_schedules.py --check
 	$(BIN)/python docs/write_waves.py --check
 	$(BIN)/python docs/write_readme.py --check
+	$(BIN)/python docs/write_layout.py --check
 
 types: setup  ## check types
 	$(BIN)/mypy

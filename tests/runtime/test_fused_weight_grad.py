@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime import native, weight_grad
+from fastpipe.runtime import native
+from fastpipe.runtime.stage import weight_grad
 from tests.conftest import skip_without_native
 from tests.runtime.checks import same_bits
 

@@ -17,8 +17,8 @@ from torch import nn  # noqa: E402
 import fastpipe  # noqa: E402
 from fastpipe.program import Op  # noqa: E402
 from fastpipe.runtime import native  # noqa: E402
-from fastpipe.runtime.executor import Drained  # noqa: E402
-from fastpipe.runtime.stage_work import StageWork  # noqa: E402
+from fastpipe.runtime.executor.executor import Drained  # noqa: E402
+from fastpipe.runtime.stage.losses import StageWork  # noqa: E402
 from tests.runtime.native_ranks import Call, NativeRanks, lowered, squares  # noqa: E402
 
 pytestmark = [

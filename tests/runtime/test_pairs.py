@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastpipe.runtime.pairs import IN_ORDER, MEASURED, TOGETHER, pair_policy
+from fastpipe.runtime.stage.pairs import IN_ORDER, MEASURED, TOGETHER, pair_policy
 from fastpipe.testing import Fault
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.paired import PAIRED, WIDTH, Layer, Own, batch, compare, layers_of, make, model_of, num_stages
