@@ -34,8 +34,8 @@ HEAD = """\
 ## How to read it
 
 A **rank** holds one or more **stages** of the model. Every **microbatch** goes forward through all stages (`F`) and
-back. `B` is the full backward. A split backward is `I`, the backward for the stage's input, for which the previous stage
-waits, and `W`, the backward for the weights, for which none waits. `F&B` is a forward and a backward of another
+back. `B` is the full backward. A split backward is `I`, the backward for the stage's input, for which the previous
+stage waits, and `W`, the backward for the weights, for which none waits. `F&B` is a forward and a backward of another
 microbatch, run as one.
 
 | column | meaning |
@@ -43,7 +43,7 @@ microbatch, run as one.
 | stages a rank | stages that a rank holds by default. More stages mean smaller bubbles and more transfers. |
 | bubble | idle fraction of all ranks between the first start and the last end of the step (the makespan) |
 | by span | the same if every rank starts its next step at once, without waiting for the others |
-| peak activations | the most that any rank holds at a time, as a multiple of 1F1B's. An activation is held until the end of `W`. |
+| peak activations | the most that a rank holds at a time, in multiples of 1F1B's. One is held until the end of `W`. |
 | weights | copies of the model that all ranks hold together |
 | transfers | messages between ranks for one microbatch's forward; its backward has as many |
 
@@ -57,8 +57,8 @@ as long as `I` and `W` together, a pair as long as its parts, and free transfers
 `fastpipe.formulas` has the known closed forms, and refuses numbers outside their range:
 `formulas.smallest_num_microbatches("1f1b", 0.1, num_ranks=8)` is how many microbatches bring the bubble to a tenth.
 
-In a real step `W` has the weight gradients of linears, and `I` all the rest. The numbers of schedules with `I` and `W` are
-for stages whose weights are nearly all in linears, as a transformer's are.
+In a real step `W` has the weight gradients of linears, and `I` all the rest. The numbers of schedules with `I` and `W`
+are for stages whose weights are nearly all in linears, as a transformer's are.
 
 ```sh
 fastpipe compare all --ranks {ranks} --microbatches {microbatches}

@@ -53,10 +53,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_named_files_exist(page: Path) -> None:
-    """A source in backticks is a file: a path from the root or from the package, or the bare name of any file."""
+    """A source in backticks is a file: a path from the root, the package or its runtime, or a bare name."""
     names = {path.name for folder in ("fastpipe", "csrc", "tests", "docs") for path in (REPOSITORY / folder).rglob("*")}
     for name in re.findall(r"`([\w/.-]+\.(?:py|cpp|h|md|toml|txt))`", without_code(page.read_text())):
-        known = name in names or any((root / name).exists() for root in (REPOSITORY, PACKAGE))
+        known = name in names or any((root / name).exists() for root in (REPOSITORY, PACKAGE, PACKAGE / "runtime"))
         assert known or name == EXAMPLE, f"{page.name} names {name}"
 
 
