@@ -16,8 +16,8 @@ from fastpipe.runtime.common.failure import DIED, Failure, TransportError  # noq
 from fastpipe.runtime.executor.native_executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.stage.losses import StageWork  # noqa: E402
 from fastpipe.runtime.stage.stage import Stage  # noqa: E402
+from fastpipe.runtime.transport import process_group  # noqa: E402
 from fastpipe.runtime.transport.groups import membership  # noqa: E402
-from fastpipe.runtime.transport.process_group import ProcessGroups  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
@@ -45,7 +45,7 @@ class Rank:
             self.program,
             rank,
             self.stages,
-            ProcessGroups(membership(None, torch.device("cpu"))),
+            process_group.ProcessGroups(membership(None, torch.device("cpu"))),
             on_failure=lambda position, error: self.reports.append((position, error)),
             timeout=timeout,
             num_threads=1,
@@ -136,3 +136,7 @@ def a_death(index, folder):
 @pytest.mark.parametrize("worker", [same_bits, told_of_a_lost_rank, failures, a_death])
 def test_two_processes(worker, tmp_path):
     run_two(worker, tmp_path)
+
+
+def test_headers_are_the_same_in_both_languages():
+    assert native.load().header_format() == (process_group.HEADER, list(process_group._DTYPES))

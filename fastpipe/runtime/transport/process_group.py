@@ -219,7 +219,7 @@ class PlainWaits:
     """Waits without the native extension: nothing but the timeout ends them. (Python's `Work` has no `abort`.)"""
 
     def lose(self, rank: int) -> None:
-        """A rank is gone; see csrc/torch/work_waits.h."""
+        """A rank is gone; see csrc/torch/process_group.h."""
 
     def wait(self, work: Any, seconds: float) -> None:
         """Wait for a message."""
