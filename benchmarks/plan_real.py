@@ -34,10 +34,8 @@ from torch import Tensor, nn
 
 import fastpipe
 from fastpipe import LayerCosts, Schedule
-from fastpipe.planner.budget import memory_of
-from fastpipe.planner.judge import judge
-from fastpipe.planner.model import Problem
-from fastpipe.planner.starts import named
+from fastpipe.planner.candidates import evaluate, named
+from fastpipe.planner.problem import Problem, memory_of
 
 COSTS = ("forward", "backward_input", "backward_weight")
 """Of the kinds F, I and W."""
@@ -120,7 +118,7 @@ def contenders(costs: LayerCosts, num_ranks: int, count: int, fraction: float, e
         if isinstance(schedule, str) or any(schedule == one.schedule for one in found[1:]):
             continue
         setting = problem.setting(schedule.placement, count)
-        row, timeline = judge(problem, name, setting, schedule)
+        row, timeline = evaluate(problem, name, setting, schedule)
         if row.fits:
             assert setting.parts is not None
             stages = slept.stages(setting.parts, count)

@@ -16,18 +16,21 @@ import numpy as np
 from fastpipe import native_plan
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.costs import UNIFORM_COSTS
-from fastpipe.schedules.family import Family, Option, is_count
-from fastpipe.schedules.filling import F, I, Spread, filled, shortest, spread_of
-from fastpipe.schedules.memory_cap import MEMORY, live_limit
+from fastpipe.schedules.family import MEMORY, UNIFORM_COSTS, Family, Option, is_count, live_limit
 from fastpipe.schedules.rounds import (
     NEVER,
+    F,
     Groups,
+    I,
     Rounds,
     Seconds,
+    Spread,
     all_groupings,
+    filled,
     groupings,
     num_timed,
+    shortest,
+    spread_of,
     stream,
     streams,
 )

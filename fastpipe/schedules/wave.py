@@ -15,13 +15,21 @@ import numpy as np
 
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.costs import UNIFORM_COSTS
-from fastpipe.schedules.family import Family, Option, is_count
-from fastpipe.schedules.filling import F, Filled, I, Spread, filled, shortest, spread_of
-from fastpipe.schedules.memory_cap import MEMORY, live_limit
-from fastpipe.schedules.rounds import NEVER, Seconds, all_groupings, num_timed
-from fastpipe.schedules.wave_beam import Beam
-from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, Model, Rule, Starts, compact, slack
+from fastpipe.schedules.family import MEMORY, UNIFORM_COSTS, Family, Option, is_count, live_limit
+from fastpipe.schedules.rounds import (
+    NEVER,
+    F,
+    Filled,
+    I,
+    Seconds,
+    Spread,
+    all_groupings,
+    filled,
+    num_timed,
+    shortest,
+    spread_of,
+)
+from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Beam, Job, Model, Rule, Starts, compact, slack
 
 FORMS = ("auto", "compact", "slack", "even")
 _TICKS = 120_000

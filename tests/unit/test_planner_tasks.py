@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import fastpipe
 from fastpipe import CostModel, Schedule, native_plan
-from fastpipe.planner import engine, listing, native
-from fastpipe.planner.keys import Keys, unordered
-from fastpipe.planner.starts import joined, split
+from fastpipe.planner import engine
+from fastpipe.planner.candidates import joined, split
+from fastpipe.planner.search import Keys, unordered
 from fastpipe.planner.tasks import Tasks, fits, held_peaks, tasks_of
 from tests.unit.planning import improved, random_schedules
 
@@ -55,7 +55,7 @@ def test_an_orders_times_are_the_simulators(case: tuple[str, int, int, dict[str,
     timeline = fastpipe.simulate(schedule, cost)
     assert engine.measure(tasks, tasks.start, span=False) == timeline.makespan
     assert engine.measure(tasks, tasks.start, span=True) == timeline.span
-    times, python = engine.retime(tasks, tasks.start), listing.retime(tasks, tasks.start)
+    times, python = engine.retime(tasks, tasks.start), engine.retime_in_python(tasks, tasks.start)
     assert times is not None and python is not None
     assert [column.tolist() for column in python] == [column.tolist() for column in times]
     for rank in range(schedule.num_ranks):
@@ -80,7 +80,7 @@ def test_an_order_that_cannot_run_has_no_times() -> None:
     order[: tasks.first[1]] = order[: tasks.first[1]][::-1]  # the first rank begins with a backward
     assert engine.retime(tasks, order) is None
     assert engine.measure(tasks, order, span=False) == float("inf")
-    assert listing.retime(tasks, order) is None
+    assert engine.retime_in_python(tasks, order) is None
     arguments = {"span": False, "seed": 0, "attempts": 10, "hot": 1.0, "cold": 0.0}
     assert improved(tasks, order, **arguments) is None  # type: ignore[arg-type]
 
@@ -173,10 +173,9 @@ def test_both_languages_construct_the_same(limit: float) -> None:
     rng = np.random.default_rng(1)
     keys, reserves = rng.random((20, len(tasks))), 0.5 * rng.integers(0, 2, (20, len(tasks)))
     patience = rng.random(20)
-    found = native.construct(tasks, keys, reserves, patience, span=True)
-    assert found is not None
+    found = engine.construct(tasks, list(keys), list(reserves), patience.tolist(), span=True)
     for key, reserve, wait, (order, objective) in zip(keys, reserves, patience, found, strict=True):
-        python = listing.Listing(tasks, key, reserve, wait).run()
+        python = engine.ListScheduling(tasks, key, reserve, wait).run()
         if python is None:
             assert objective == math.inf
         else:

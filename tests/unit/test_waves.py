@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastpipe import ActionKind, CostModel, bounds, formulas, make_schedule, simulate
-from fastpipe.chains import peak
 from fastpipe.schedules import wave as wave_module
-from fastpipe.schedules.filling import fill_weights
-from fastpipe.schedules.rounds import NEVER, groupings
+from fastpipe.schedules.rounds import NEVER, fill_weights, groupings
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, compact, slack
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
@@ -25,7 +23,7 @@ def wave(p, m, v, memory, form="auto", name="wave_zb"):
 
 
 def live(schedule):
-    return max(peak(columns) for columns in schedule.columns)
+    return max(rank.peak_activations for rank in schedule)
 
 
 def is_first_in_first_out(schedule):
