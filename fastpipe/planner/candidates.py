@@ -33,7 +33,7 @@ _LAST_COMPUTE = int(max(COMPUTE_KINDS))
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
-def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
+def from_registry(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
     """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible.
 
     Args:
@@ -59,7 +59,7 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
                     yield label, schedule
 
 
-def smallest(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule]]:
+def least_memory(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule]]:
     """One microbatch after the other, nearly: what a rank holds at once of one is the least that any schedule needs."""
     families = {family.name: family for family in list_schedules()}
     for name in _SMALLEST:
@@ -190,7 +190,7 @@ def _made(
         return label, str(error)
 
 
-def computing(schedule: Schedule) -> Schedule:
+def compute_only(schedule: Schedule) -> Schedule:
     """The same without what names a stage alone, which a loaded schedule may have: a program adds what it lacks."""
     if all((rows[0] <= _LAST_COMPUTE).all() for rows in schedule.columns):
         return schedule
@@ -198,7 +198,7 @@ def computing(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)
 
 
-def split(schedule: Schedule) -> Schedule:
+def split_backwards(schedule: Schedule) -> Schedule:
     """The same with every B as I and W, one after the other: what a search can take apart."""
     columns = []
     for rows in schedule.columns:
@@ -209,7 +209,7 @@ def split(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)
 
 
-def joined(schedule: Schedule) -> Schedule:
+def join_backwards(schedule: Schedule) -> Schedule:
     """The same with every I that its W follows at once as one B."""
     columns = []
     for rows in schedule.columns:

@@ -22,7 +22,7 @@ import numpy as np
 
 from fastpipe import native_plan
 from fastpipe.native_plan import loaded
-from fastpipe.planner.tasks import NOBODY, SLACK, Floats, Ints, Tasks
+from fastpipe.planner.tasks import NO_TASK, SLACK, Floats, Ints, Tasks
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -73,13 +73,13 @@ def _workers() -> int:
     return (os.cpu_count() or 1) if is_native() else 1
 
 
-def turns(count: int) -> int:
+def items_a_worker(count: int) -> int:
     """One after the other, how many items a thread has of so many."""
     return -(-count // _workers())
 
 
 @contextmanager
-def at_once(call: Callable[[T], R], items: Sequence[T], clock: Clock) -> Iterator[Iterator[R]]:
+def parallel_map(call: Callable[[T], R], items: Sequence[T], clock: Clock) -> Iterator[Iterator[R]]:
     """The answers for all items, in their order: by several threads where the library, which releases the GIL, does
     the work. What an answer is does not depend on it. An exception here, Ctrl-C among them, stops the clock, so that
     the calls end soon."""
@@ -215,7 +215,7 @@ class _Lists:
         self.consumers: list[list[int]] = [[] for _ in range(self.size)]
         for task, (sources, seconds) in enumerate(zip(tasks.source.tolist(), tasks.transfer.tolist(), strict=True)):
             for source, transfer in zip(sources, seconds, strict=True):
-                if source != NOBODY:
+                if source != NO_TASK:
                     self.sources[task].append((source, transfer))
                     self.consumers[source].append(task)
 
@@ -224,7 +224,7 @@ def retime_in_python(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
     """What `retime` does without the library."""
     lists, placed = _Lists(tasks), order.tolist()
     starts, ends = [0.0] * lists.size, [_NEVER] * lists.size
-    position, waits_for = lists.first[:-1], [NOBODY] * lists.num_ranks
+    position, waits_for = lists.first[:-1], [NO_TASK] * lists.num_ranks
     ready = list(range(lists.num_ranks))
     while ready:
         rank = ready.pop()
@@ -244,7 +244,7 @@ def retime_in_python(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
             position[rank] += 1
             for other in {lists.rank_of[consumer] for consumer in lists.consumers[task]}:
                 if waits_for[other] == task:
-                    waits_for[other] = NOBODY
+                    waits_for[other] = NO_TASK
                     ready.append(other)
     return (np.array(starts), np.array(ends)) if position == lists.first[1:] else None
 
@@ -292,10 +292,10 @@ class ListScheduling:
 
     def _decide(self, now: float, rank: int) -> None:
         heads, key = self.heads[rank], self.key
-        best = soon = NOBODY
+        best = soon = NO_TASK
         soon_arrival = _NEVER
         for line, task in enumerate(heads):
-            if task == NOBODY or not self._may_run(task, rank):
+            if task == NO_TASK or not self._may_run(task, rank):
                 continue
             arrival = self._arrival(task)
             if arrival <= now:

@@ -29,7 +29,7 @@ from fastpipe.planner import engine
 from fastpipe.planner.engine import Clock
 from fastpipe.planner.problem import Problem, Setting, bound_of
 from fastpipe.planner.search import Member, unordered
-from fastpipe.planner.tasks import NOBODY, Ints, Tasks, fits, tasks_of
+from fastpipe.planner.tasks import NO_TASK, Ints, Tasks, fits, tasks_of
 from fastpipe.schedule import Schedule
 
 FULL = 10**9
@@ -54,7 +54,7 @@ Edge = tuple[int, int]
 """A task, and how long its message or another's to it takes."""
 
 
-def imported() -> Any:
+def import_cp_model() -> Any:
     """OR-Tools' model of constraints.
 
     Raises:
@@ -110,7 +110,7 @@ class Durations:
         return round(Fraction(seconds).limit_denominator(_DENOMINATOR) / self.unit)
 
 
-def lives(tasks: Tasks) -> list[list[tuple[int, int, int]]]:
+def lifetimes(tasks: Tasks) -> list[list[tuple[int, int, int]]]:
     """By rank with a limit: the task that takes memory, the one whose end releases it, and how much of `FULL`."""
     rows = np.concatenate(tasks.schedule.columns, axis=1)
     released = np.where(rows[0] == _PAIR, rows[3:5], rows[1:3])  # a fused pair releases what its backward is of
@@ -156,7 +156,7 @@ def solve(problem: Problem, setting: Setting, known: float, seconds: float = SEC
         ImportError: without OR-Tools.
         ValueError: for costs without a common unit, or stages that recompute.
     """
-    model_of = imported()
+    model_of = import_cp_model()
     refuse_recompute(setting)
     work = unordered(setting.placement, setting.num_microbatches)
     tasks = tasks_of(work, setting.cost, setting.counted, setting.limit, setting.begun)
@@ -190,7 +190,7 @@ class _Builder:
             self.model.add(self.starts[later] >= self._end(earlier))
         for task, sources in enumerate(self.tasks.source.tolist()):
             for part, source in enumerate(sources):
-                if source != NOBODY:
+                if source != NO_TASK:
                     self.model.add(self.starts[task] >= self._end(source) + self.transfer[task][part])
         for rank in range(self.tasks.num_ranks):
             self.model.add_no_overlap([self.intervals[task] for task in self._tasks(rank)])
@@ -200,7 +200,7 @@ class _Builder:
 
     def _memory(self, horizon: int) -> None:
         """From the start of F to the end of its W."""
-        for held in lives(self.tasks):
+        for held in lifetimes(self.tasks):
             intervals = []
             for first, last, _ in held:
                 length = self.model.new_int_var(0, horizon, "")
@@ -254,8 +254,8 @@ def improve_by_windows(
         ImportError: without OR-Tools.
         ValueError: for costs without a common unit.
     """
-    cp_model = imported()
-    case, work, better = Case(one.tasks, problem.span), WINDOW_WORK, True
+    cp_model = import_cp_model()
+    case, work, better = IntegerTasks(one.tasks, problem.span), WINDOW_WORK, True
     least = bound_of(problem, one.setting) * (1 + 1e-9)
     while better:
         better = False
@@ -263,7 +263,7 @@ def improve_by_windows(
             if one.value <= least or work <= 0 or clock.is_over():
                 return one
             say(f"ordering actions {first} to {min(first + size, len(one.tasks))} of {len(one.tasks)} anew")
-            window = Window(Line(case, one.order), first, size)
+            window = Window(Timing(case, one.order), first, size)
             order, spent = solve_window(cp_model, window, min(work, _WINDOW_EACH), clock)
             work -= spent
             if order is None or not fits(one.tasks.peaks(order), one.tasks.limit.tolist()):
@@ -274,18 +274,18 @@ def improve_by_windows(
     return one
 
 
-class Case:
+class IntegerTasks:
     """Tasks in the solver's unit, and their messages both ways."""
 
     def __init__(self, tasks: Tasks, span: bool) -> None:
         self.tasks, self.span = tasks, span
         whole = Durations(tasks)
-        self.length, self.lives = whole.length, lives(tasks)
+        self.length, self.lifetimes = whole.length, lifetimes(tasks)
         self.sources: list[list[Edge]] = [[] for _ in range(len(tasks))]
         self.consumers: list[list[Edge]] = [[] for _ in range(len(tasks))]
         for task, sources in enumerate(tasks.source.tolist()):
             for source, seconds in zip(sources, whole.transfer[task], strict=True):
-                if source != NOBODY:
+                if source != NO_TASK:
                     self.sources[task].append((source, seconds))
                     self.consumers[source].append((task, seconds))
 
@@ -295,7 +295,7 @@ class Case:
             yield order[slice(*self.tasks.first[rank : rank + 2])].tolist()
 
 
-class Line:
+class Timing:
     """An order whose tasks start as soon as they can.
 
     Attributes:
@@ -308,7 +308,7 @@ class Line:
         begins: what is taken off every rank's end: its first start, where the span is the objective.
     """
 
-    def __init__(self, case: Case, order: Ints) -> None:
+    def __init__(self, case: IntegerTasks, order: Ints) -> None:
         self.case, self.ranks = case, list(case.ranks(order))
         self.before, self.behind = [list(edges) for edges in case.sources], [list(edges) for edges in case.consumers]
         for mine in self.ranks:
@@ -354,7 +354,7 @@ class Window:
     For the span it begins behind every rank's first start, which so stays as it is.
 
     Args:
-        line: the order.
+        timing: of the order.
         first: about how many tasks start before the window.
         size: about how many are in it: what starts at one time is not parted.
 
@@ -366,32 +366,32 @@ class Window:
         most: the old objective.
     """
 
-    def __init__(self, line: Line, first: int, size: int) -> None:
-        self.line, starts = line, line.starts
+    def __init__(self, timing: Timing, first: int, size: int) -> None:
+        self.timing, starts = timing, timing.starts
         ranked = sorted(starts)
-        begin = max(ranked[first], 1 + max(line.begins)) if line.case.span else ranked[first]
+        begin = max(ranked[first], 1 + max(timing.begins)) if timing.case.span else ranked[first]
         end = ranked[first + size] if first + size < len(ranked) else inf
         self.before, self.behind = [start < begin for start in starts], [start >= end for start in starts]
         outside = [before or behind for before, behind in zip(self.before, self.behind, strict=True)]
-        self.tasks = [[task for task in mine if not outside[task]] for mine in line.ranks]
-        self.least = line.longest(line.ready(outside), outside)
-        self.most = line.longest(starts, [True] * len(starts))
-        self.release, self.tail = line.ready(self.before), self._tails()
+        self.tasks = [[task for task in mine if not outside[task]] for mine in timing.ranks]
+        self.least = timing.longest(timing.ready(outside), outside)
+        self.most = timing.longest(starts, [True] * len(starts))
+        self.release, self.tail = timing.ready(self.before), self._tails()
         self._follow_ranks()
 
     def _tails(self) -> list[int]:
-        line = self.line
-        tails = [-begin for mine, begin in zip(line.ranks, line.begins, strict=True) for _ in mine]
-        for task in reversed(line.sequence):
-            for later, seconds in line.behind[task]:
+        timing = self.timing
+        tails = [-begin for mine, begin in zip(timing.ranks, timing.begins, strict=True) for _ in mine]
+        for task in reversed(timing.sequence):
+            for later, seconds in timing.behind[task]:
                 if self.behind[later]:
-                    tails[task] = max(tails[task], seconds + line.case.length[later] + tails[later])
+                    tails[task] = max(tails[task], seconds + timing.case.length[later] + tails[later])
         return tails
 
     def _follow_ranks(self) -> None:
         """Any task of the window may become its rank's first there, and any its last."""
-        starts, length = self.line.starts, self.line.case.length
-        for line, mine in zip(self.line.ranks, self.tasks, strict=True):
+        starts, length = self.timing.starts, self.timing.case.length
+        for line, mine in zip(self.timing.ranks, self.tasks, strict=True):
             ends = [starts[task] + length[task] for task in line if self.before[task]]
             rests = [length[task] + self.tail[task] for task in line if self.behind[task]]
             for task in mine:
@@ -401,16 +401,16 @@ class Window:
     def order(self, starts: dict[int, int]) -> Ints:
         """The whole order, the window's tasks by these starts."""
         found: list[int] = []
-        for line, mine in zip(self.line.ranks, self.tasks, strict=True):
+        for line, mine in zip(self.timing.ranks, self.tasks, strict=True):
             found += [task for task in line if self.before[task]]
-            found += by_start(mine, starts, self.line.case.length)
+            found += by_start(mine, starts, self.timing.case.length)
             found += [task for task in line if self.behind[task]]
         return np.array(found, dtype=np.int32)
 
 
 def solve_window(cp_model: Any, window: Window, work: float, clock: Clock) -> tuple[Ints | None, float]:
     """A shorter order, or None, and the work that it took."""
-    length = window.line.case.length
+    length = window.timing.case.length
     inside = [task for mine in window.tasks for task in mine]
     most = window.most - 1
     slack = [most - window.tail[task] - length[task] - window.release[task] for task in inside]
@@ -445,7 +445,7 @@ def _solver(cp_model: Any, work: float, clock: Clock) -> Any:
 
 
 def _add_order(model: Any, window: Window, starts: dict[int, Any]) -> None:
-    case, length = window.line.case, window.line.case.length
+    case, length = window.timing.case, window.timing.case.length
     for earlier, later in case.tasks.local.tolist():
         if earlier in starts and later in starts:
             model.add(starts[later] >= starts[earlier] + length[earlier])
@@ -459,8 +459,8 @@ def _add_order(model: Any, window: Window, starts: dict[int, Any]) -> None:
 
 def _add_memory(model: Any, window: Window, starts: dict[int, Any]) -> None:
     """From the start of F to the end of its W; what begins before the window or ends behind it is held to its edge."""
-    length, never = window.line.case.length, window.most + max(map(abs, window.tail), default=0)
-    for lives_of_rank in window.line.case.lives:
+    length, never = window.timing.case.length, window.most + max(map(abs, window.tail), default=0)
+    for lives_of_rank in window.timing.case.lifetimes:
         held, intervals, sizes = 0, [], []
         for taker, giver, size in lives_of_rank:
             if window.behind[taker] or window.before[giver]:

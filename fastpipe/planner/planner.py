@@ -34,7 +34,7 @@ from fastpipe.planner.problem import (
     read_costs,
 )
 from fastpipe.planner.result import Candidate, Plan
-from fastpipe.planner.search import Listing, Member
+from fastpipe.planner.search import Construction, Member
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
 from fastpipe.validate import validate_schedule
@@ -269,14 +269,14 @@ class _Planner:
     def _smallest(self, counts: list[int], depths: list[int]) -> None:
         """Simulate what needs the least memory: it may fit, and if it does not, it says how much would do."""
         for count in counts:
-            for name, schedule in candidates.smallest(self.problem, count, depths):
+            for name, schedule in candidates.least_memory(self.problem, count, depths):
                 self._consider(name, self.problem.setting(schedule.placement, count), schedule)
 
     def _starts(self, num_microbatches: int, depths: list[int]) -> Iterator[tuple[str, Schedule | str]]:
         """What the user gave, and the registry."""
         if self.first is not None and self.first.num_microbatches == num_microbatches:
             yield f"{self.first.name}, as given", self.first
-        yield from candidates.named(self.problem, num_microbatches, depths)
+        yield from candidates.from_registry(self.problem, num_microbatches, depths)
 
     def _consider(self, name: str, setting: Setting, schedule: Schedule) -> Candidate:
         """Lower and simulate; prove and keep it if it is the best that fits."""
@@ -302,10 +302,10 @@ class _Planner:
             one for one in self.members if one.setting.num_microbatches in counts and self._may_gain(one.setting)
         ]
         listed: list[Member] = []
-        listings = self._listings(counts, depths, least=0 if members else 2)
+        constructions = self._constructions(counts, depths, least=0 if members else 2)
         construct = partial(search.constructed, self.problem, keep=_KEPT, clock=self.clock)
-        with engine.at_once(construct, listings, self.clock) as answers:
-            for one, made in zip(listings, answers, strict=True):
+        with engine.parallel_map(construct, constructions, self.clock) as answers:
+            for one, made in zip(constructions, answers, strict=True):
                 self._say(f"list scheduling on {search.describe(one.setting.placement)}")
                 listed += made
         members += listed
@@ -321,21 +321,22 @@ class _Planner:
             if moved is not better and not row.fits:
                 self._consider(f"plan from {better.name}, not moved", better.setting, better.schedule())
             if moved.setting.cost.backward is not None:
-                self._consider(f"plan from {better.name}, joined", moved.setting, candidates.joined(moved.schedule()))
+                whole = candidates.join_backwards(moved.schedule())
+                self._consider(f"plan from {better.name}, joined", moved.setting, whole)
 
-    def _listings(self, counts: list[int], depths: list[int], least: int) -> list[Listing]:
+    def _constructions(self, counts: list[int], depths: list[int], least: int) -> list[Construction]:
         """What list scheduling is asked for: orders on every placement that may gain, at least so many."""
         found, work = [], _TRIES_WORK if engine.is_native() else _TRIES_WORK_PYTHON
         for number, (count, placement) in enumerate(_placements(self.problem, counts, depths)):
             tries = int(min(_TRIES * min(1.0, self.effort), work / (3 * placement.num_stages * count)))
             setting = self.problem.setting(placement, count)
             if self._may_gain(setting):
-                found.append(Listing(setting, self.seed * 31 + number, max(least, tries)))
+                found.append(Construction(setting, self.seed * 31 + number, max(least, tries)))
         return found
 
     def _may_gain(self, setting: Setting) -> bool:
         """Whether the placement's bound lets an order of it be shorter than the best so far."""
-        return self.best is None or not search.reached(self.best[0], self._bound_of(setting))
+        return self.best is None or not search.reaches_bound(self.best[0], self._bound_of(setting))
 
     def _bound_of(self, setting: Setting) -> float:
         """What no order of a setting is shorter than; 0 where layers may be cut otherwise, which has another bound."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fastpipe.action import NONE, ActionKind
 from fastpipe.placement import Placement
 from fastpipe.planner import engine
-from fastpipe.planner.candidates import computing, split
+from fastpipe.planner.candidates import compute_only, split_backwards
 from fastpipe.planner.engine import Clock
 from fastpipe.planner.problem import Problem, Setting
 from fastpipe.planner.result import family_of
@@ -76,10 +76,10 @@ class Member:
 
 def member(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> Member | None:
     """A schedule as a member; None where it does not fit into memory or cannot run."""
-    schedule = computing(schedule)
+    schedule = compute_only(schedule)
     cost = setting.cost
     if cost.backward is None and schedule.splits_backward is False:
-        schedule = split(schedule)
+        schedule = split_backwards(schedule)
     peaks = held_peaks(schedule, setting.counted, setting.begun)
     if not fits(peaks, setting.limit):
         return None
@@ -190,7 +190,7 @@ class Keys:
         return np.asarray(number * (group * self.depth) + local * group + within)
 
 
-class Listing(NamedTuple):
+class Construction(NamedTuple):
     """What list scheduling is asked for: a setting, the seed of its keys, and how many orders it may try to make."""
 
     setting: Setting
@@ -198,7 +198,7 @@ class Listing(NamedTuple):
     tries: int
 
 
-def constructed(problem: Problem, asked: Listing, keep: int, clock: Clock) -> list[Member]:
+def constructed(problem: Problem, asked: Construction, keep: int, clock: Clock) -> list[Member]:
     """The best orders that list scheduling makes on a placement."""
     setting, placement = asked.setting, asked.setting.placement
     if not asked.tries or clock.is_over():
@@ -241,15 +241,15 @@ def anneal(
     if not pool or not engine.is_native():
         return
     best = min(pool, key=lambda one: one.value)
-    if reached(best.value, bound_of(best.setting)):
+    if reaches_bound(best.value, bound_of(best.setting)):
         yield best
     rounds = _ROUNDS if max(len(one.tasks) for one in pool) > _FEW else _ROUNDS_OF_FEW
-    shares = [part / count * engine.turns(count) for count, part, _ in rounds]  # of the time
+    shares = [part / count * engine.items_a_worker(count) for count, part, _ in rounds]  # of the time
     ranked, shortest = pool, best.value
     for number, (count, part, hot) in enumerate(rounds):
         shortest = min(shortest, *(one.value for one in ranked))
-        ranked = [one for one in ranked if not reached(shortest, bound_of(one.setting))]
-        chosen = spread(ranked, count)
+        ranked = [one for one in ranked if not reaches_bound(shortest, bound_of(one.setting))]
+        chosen = pick_diverse(ranked, count)
         if not chosen:
             return
         seconds = _FOR_ANNEALING * clock.left() * part / count / sum(shares[number:])
@@ -258,7 +258,7 @@ def anneal(
             attempts = int(work * part / len(chosen) / max(1, len(one.tasks)))
             jobs.append(_Annealing(one, attempts, seconds, hot, seed * 1009 + number * 101 + index))
         ranked = []
-        with engine.at_once(lambda job: _annealed(problem, job, clock, bound_of), jobs, clock) as answers:
+        with engine.parallel_map(lambda job: _annealed(problem, job, clock, bound_of), jobs, clock) as answers:
             for better in answers:
                 ranked.append(better)
                 yield better
@@ -266,7 +266,7 @@ def anneal(
                     return
 
 
-def reached(value: float, least: float) -> bool:
+def reaches_bound(value: float, least: float) -> bool:
     """Whether an objective is its bound, but for rounding, so that nothing shorter can be found."""
     return value <= least * (1 + 1e-9)
 
@@ -281,7 +281,7 @@ def _annealed(problem: Problem, job: _Annealing, clock: Clock, bound_of: Bound) 
     while number < slices and not clock.is_over():
         if number * _LEGS // slices > leg:
             one, leg = _found(one, search), number * _LEGS // slices
-            if reached(one.value, bound_of(one.setting)):
+            if reaches_bound(one.value, bound_of(one.setting)):
                 return one
             search = engine.search(one.tasks, one.order, span=problem.span, seed=seed * 17 + leg)
         if search is None:
@@ -302,7 +302,7 @@ def _found(one: Member, search: engine.Search | None) -> Member:
     return replace(one, order=order, value=value) if value < one.value else one
 
 
-def spread(pool: list[Member], count: int) -> list[Member]:
+def pick_diverse(pool: list[Member], count: int) -> list[Member]:
     """The best, but one of each origin and placement before there is a second.
 
     How short an order is says little of how short annealing makes it, which depends on its pattern. What list

@@ -17,7 +17,7 @@ from fastpipe.planner.candidates import evaluate
 from fastpipe.planner.engine import Clock
 from fastpipe.planner.exact import common_unit, solve
 from fastpipe.planner.problem import Problem, memory_of
-from fastpipe.planner.search import Listing, Member, constructed, member
+from fastpipe.planner.search import Construction, Member, constructed, member
 from fastpipe.simulate import simulate_program
 
 pytestmark = pytest.mark.without_torch
@@ -62,7 +62,7 @@ def listed(costs: CostModel, placement: Placement, num_microbatches: int, **opti
     settings["memory"] = memory_of(settings["memory"])
     problem = Problem(costs, placement.num_ranks, **settings)
     setting = problem.setting(placement, num_microbatches)
-    return problem, constructed(problem, Listing(setting, seed=1, tries=20), keep=20, clock=Clock(None))[-1]
+    return problem, constructed(problem, Construction(setting, seed=1, tries=20), keep=20, clock=Clock(None))[-1]
 
 
 def checked(problem: Problem, better: Member) -> float:
@@ -98,7 +98,7 @@ def test_one_window_over_everything_is_the_whole_problem(memory: float | None, c
 def test_releases_and_tails_say_the_makespan() -> None:
     """Wherever the window is, its ends and tails, or what avoids it, are the makespan that the order has."""
     problem, bad = listed(CostModel(1.0, 1.5, 0.5, comm=0.25), Placement.loop(3, 2), 6, memory=1.0)
-    line = exact.Line(exact.Case(bad.tasks, problem.span), bad.order)
+    line = exact.Timing(exact.IntegerTasks(bad.tasks, problem.span), bad.order)
     size, sizes = len(bad.tasks) // 4, []
     for first in range(0, len(bad.tasks) - size):
         window = exact.Window(line, first, size)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fastpipe
 from fastpipe import CostModel, Schedule, native_plan
 from fastpipe.planner import engine
-from fastpipe.planner.candidates import joined, split
+from fastpipe.planner.candidates import join_backwards, split_backwards
 from fastpipe.planner.search import Keys, unordered
 from fastpipe.planner.tasks import Tasks, fits, held_peaks, tasks_of
 from tests.unit.planning import improved, random_schedules
@@ -96,7 +96,7 @@ def test_peaks_are_counted_by_stage_and_released_at_the_end_of_w() -> None:
 @pytest.mark.parametrize("case", NAMED, ids=str)
 @pytest.mark.parametrize("span", [False, True])
 def test_the_search_keeps_what_must_be_kept(case: tuple[str, int, int, dict[str, int]], span: bool) -> None:
-    schedule = split(made(*case))
+    schedule = split_backwards(made(*case))
     cost = uneven(schedule.num_stages)
     tasks = tight(schedule, cost)
     before = engine.measure(tasks, tasks.start, span)
@@ -131,7 +131,7 @@ def test_what_adds_to_weights_keeps_its_order(seed: int) -> None:
 
 def test_the_search_finds_what_a_bad_order_wastes() -> None:
     """GPipe's backwards wait for all forwards; 1F1B's memory allows better, and the search gets nearly there."""
-    tasks = tight(split(made("gpipe", 3, 6, {})), CostModel())
+    tasks = tight(split_backwards(made("gpipe", 3, 6, {})), CostModel())
     found = improved(tasks, tasks.start, span=False, seed=0, attempts=20000, hot=0.5, cold=0.01)
     assert found is not None and found[1] < engine.measure(tasks, tasks.start, span=False)
     assert found[1] <= 3 * 6 + 2  # the optimum: work and the way to the last rank
@@ -200,6 +200,6 @@ def test_list_scheduling_never_stops_with_its_ladder(placement: fastpipe.Placeme
 
 def test_backwards_are_split_and_joined() -> None:
     schedule = made("1f1b", 3, 5, {})
-    apart = split(schedule).validate()
-    assert apart.splits_backward and joined(apart) == schedule
-    assert joined(made("zbv", 3, 5, {})).num_actions < made("zbv", 3, 5, {}).num_actions
+    apart = split_backwards(schedule).validate()
+    assert apart.splits_backward and join_backwards(apart) == schedule
+    assert join_backwards(made("zbv", 3, 5, {})).num_actions < made("zbv", 3, 5, {}).num_actions
