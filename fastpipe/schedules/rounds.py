@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ Rounds = list[tuple[int, int]] | npt.NDArray[np.int64]
 NEVER = 1 << 60
 _PLACES = 3
 """Where among the groups the odd one stands: so many places from the front, and from the back."""
+_EVEN_STEPS = 400_000
+"""Steps that are filled with W in the search for even rounds at most, some tenth of a second; but twelve orders."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,70 @@ def in_slot_order(ranks: Sequence[Sequence[Step]]) -> list[tuple[int, Step]]:
             keyed.append((behind, rank, place))
     keyed.sort()
     return [(rank, ranks[rank][place]) for _, rank, place in keyed]
+
+
+def even(placement: Placement, num_microbatches: int, hops: int, limit: int, seconds: Seconds) -> Iterator[Filled]:
+    """The orders of even rounds that keep the limit: every round takes one and a half slots a hop, there and back.
+
+    Within a group of microbatches the rounds of F start three slots apart (six in a wave, where a round visits every
+    rank twice), and those of I between them, so that a rank has an F, an I and a W in three slots. Every hop has half a
+    slot to spare, in both directions, which hides transfers and what I takes longer than W. What is tried is how far
+    groups, the rounds of a microbatch, and its F and I are apart.
+
+    Args:
+        placement: a loop or a wave.
+        num_microbatches: of a step.
+        hops: stages of a round: as many as ranks in a loop, twice as many in a wave.
+        limit: live stage activations of a rank.
+        seconds: what the orders are compared by.
+    """
+    p, stages = placement.num_ranks, placement.num_stages
+    rounds, last = stages // hops, _even_offsets(hops)[-1]
+    # a wave's next round begins on the rank where the one before ended
+    sooner_by = range(2 if hops > p else 1)
+    choices = []
+    for group in sorted({max(1, p // 2), (p + 1) // 2}):
+        apart = max((3 * hops + 1) // 2, 3 * hops // p * group)  # a round, and a group's first rounds before its second
+        for more, sooner, later in product(range(5), sooner_by, range(7)):
+            backward = (apart - sooner) * (rounds - 1) + last + 1 + later
+            period = max(3 * stages // p * group, rounds * apart) + more
+            choices.append((later, group, period, apart - sooner, backward))
+    choices.sort()
+    most = max(12, _EVEN_STEPS // (2 * num_microbatches * stages))
+    for _, *choice in choices[:most]:
+        order = filled(_even_spread(placement, num_microbatches, hops, *choice), limit, seconds)
+        if order is not None:
+            yield order
+
+
+def _even_offsets(hops: int) -> list[int]:
+    """Of a round's stages: one and a half slots a hop, rounded up."""
+    return [(3 * hop + 1) // 2 for hop in range(hops)]
+
+
+def _even_spread(
+    placement: Placement, num_microbatches: int, hops: int, group: int, period: int, apart: int, backward: int
+) -> Spread:
+    """The F and I of every rank.
+
+    Args:
+        placement: as for `even`, and the next two.
+        num_microbatches: of a step.
+        hops: stages of a round.
+        group: microbatches of a group.
+        period: slots from a group's first start to the next one's.
+        apart: slots between the starts of two rounds of a microbatch, of F or of I.
+        backward: slots from the start of a microbatch's first round of F to that of its first round of I.
+    """
+    microbatch = np.arange(num_microbatches, dtype=np.int64).reshape(-1, 1)
+    number = np.arange(placement.num_stages // hops).reshape(-1, 1, 1)
+    within = microbatch % group * (3 * hops // placement.num_ranks)
+    start = microbatch // group * period + within + number * apart
+    slots = np.stack([start, start + backward]) + np.array(_even_offsets(hops))
+    stages = np.broadcast_to(hops * number + np.arange(hops), slots.shape[1:])
+    kinds = np.array([int(F), int(I)]).reshape(2, 1, 1, 1)
+    stages = np.stack([stages, placement.num_stages - 1 - stages])
+    return spread_of(placement, num_microbatches, slots, kinds, stages, microbatch)
 
 
 def shortest(name: str, placement: Placement, num_microbatches: int, found: Iterable[Filled]) -> Schedule:
