@@ -311,7 +311,7 @@ class _Check:
         (inputs, target), kwargs = self.copies[0]
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         # of this replica alone: the model to compare with has its batch alone
-        with self.pipe.no_sync() if self.pipe._plans.parallel else contextlib.nullcontext():
+        with self.pipe.no_sync() if self.pipe._programs.parallel else contextlib.nullcontext():
             return self.pipe.step(*args, target=target, num_microbatches=self.count, **kwargs)
 
     def _beginning(self, drew: bool) -> Reply:
@@ -394,16 +394,16 @@ class _Check:
             return reference_step(
                 self.given,
                 batch,
-                self.pipe._plans.schedule(self.count),
+                self.pipe._programs.schedule(self.count),
                 settings.loss_fn,
                 loss_reduction=settings.reduction,
                 split_rules=settings.split,
                 kwargs=kwargs,
                 ties=ties,
-                rng=None if self.pipe._seed is None else PER_MICROBATCH,
-                seed=self.pipe._seed,
+                rng=None if self.pipe._build.seed is None else PER_MICROBATCH,
+                seed=self.pipe._build.seed,
                 step_count=self.step_count,
-                partition=self.pipe._partition,
+                partition=self.pipe._model.partition,
                 metrics=settings.metrics,
                 grad_dtype=self.pipe.grad_dtype,
                 loss_scale=self.pipe._steps.scale_now(),

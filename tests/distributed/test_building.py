@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime import pipeline
+from fastpipe.runtime import construction, pipeline
+from fastpipe.runtime.arguments import Arguments
 from fastpipe.runtime.coordination.gather import SharedMemoryGather
 from fastpipe.runtime.coordination.host import LocalPeers, identify
 from fastpipe.runtime.transport import groups as group
@@ -31,13 +32,13 @@ TIMEOUT = PATIENCE / 3
 
 # A name, and what is called at that moment: the victim goes no further than that.
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "began": (pipeline, "check_arguments"),
+    "began": (Arguments, "check"),
     "told who it is": (LocalPeers, "meet"),
     "connecting": (SharedMemoryGather, "connect"),
-    "agreed on the plan": (Pipeline, "_adopt_plan"),
-    "agreed on the stages": (Pipeline, "_adopt"),
+    "agreed on the plan": (pipeline, "agree_on_stages"),
+    "agreed on the stages": (construction, "check_alike"),
     "making groups": (own_groups, "make_group"),
-    "joining": (pipeline, "make_copies"),
+    "joining": (construction, "make_copies"),
 }
 
 

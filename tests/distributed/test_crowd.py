@@ -60,7 +60,7 @@ def several() -> list[int]:
     for options in ({"num_ranks": 3, "group": dist.new_group([dist.get_rank()], use_local_synchronization=True)}, {}):
         pipe = Pipeline([nn.Linear(4, 4) for _ in range(3)], "1f1b", 4, nn.functional.mse_loss, **options)
         dist.barrier()
-        found.append(pipe._ranks_per_host.count())
+        found.append(pipe._world.ranks_per_host.count())
     return found
 
 

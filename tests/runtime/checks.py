@@ -63,7 +63,7 @@ def outputs_here(pipe: Pipeline) -> list[int]:
     """The microbatches whose outputs are on this process: all, or one route's where ranks are processes."""
     placement, count = pipe.schedule.placement, pipe.schedule.num_microbatches
     last = [placement.routes[placement.route_of(i, count)][-1] for i in range(count)]
-    return [i for i in range(count) if last[i] in pipe._stages_by_rank]
+    return [i for i in range(count) if last[i] in pipe._local.by_rank]
 
 
 def reference_of(unsplit: nn.Module, batch: Batch, pipe: Pipeline, case: Case, **options: Any) -> Reference:

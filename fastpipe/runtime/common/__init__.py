@@ -12,7 +12,16 @@ from fastpipe.runtime.common.devices import (
     wait_until_done,
     wants_streams,
 )
-from fastpipe.runtime.common.failure import DIED, Failure, LostError, TransportError, cause_text, first_line, logged
+from fastpipe.runtime.common.failure import (
+    DIED,
+    Failure,
+    FailureError,
+    cause_text,
+    failure_of,
+    first_line,
+    logged,
+    lost_peer,
+)
 from fastpipe.runtime.common.guards import ForkGuard, Interrupts, ReentrancyGuard, keep_in_children
 from fastpipe.runtime.common.modules import (
     alias_of,
@@ -40,7 +49,7 @@ from fastpipe.runtime.common.tensors import (
     specs_text,
     tensors_in,
 )
-from fastpipe.runtime.common.waiting import (
+from fastpipe.runtime.common.waits import (
     LOOK_SECONDS,
     SECONDS,
     Patience,
@@ -57,19 +66,18 @@ __all__ = [
     "CPU",
     "DIED",
     "Failure",
+    "FailureError",
     "ForkGuard",
     "Interrupts",
     "LOOK_SECONDS",
-    "LostError",
-    "ReentrancyGuard",
     "Patience",
     "PatientStore",
+    "ReentrancyGuard",
     "SECONDS",
     "Specs",
     "TensorSpec",
     "Tensors",
     "ThreadState",
-    "TransportError",
     "alias_of",
     "alike",
     "aside",
@@ -83,6 +91,7 @@ __all__ = [
     "dense",
     "dense_all",
     "digest_of",
+    "failure_of",
     "first_line",
     "flat",
     "grad_dtype_of",
@@ -92,6 +101,7 @@ __all__ = [
     "keep_in_children",
     "located",
     "logged",
+    "lost_peer",
     "pauses",
     "recorded",
     "set_grad_dtype",

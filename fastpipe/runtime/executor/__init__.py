@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from fastpipe.runtime.executor.cuda_graph import RecordedRanks, why_not
 from fastpipe.runtime.executor.events import DeviceEvent, DeviceEvents
-from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, Spans, executor_class, failure_of
+from fastpipe.runtime.executor.executor import Executor
+from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, Spans, executor_class
 
 __all__ = [
-    "LocalRanks",
     "DeviceEvent",
     "DeviceEvents",
+    "Executor",
+    "LocalRanks",
     "Outcome",
     "RecordedRanks",
     "Spans",
     "executor_class",
-    "failure_of",
     "why_not",
 ]

@@ -179,7 +179,7 @@ _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items() if kind is not Non
 
 
 _PLAN_BYTES = 256
-"""Plans are as long as a multiple of this, so that one whose text gets a little longer looks as it was announced."""
+"""Treespecs are padded to a multiple of this many bytes, so that a slightly longer one has the announced size."""
 
 _TENSOR, _NONE, _VALUE = "tnv"
 _END = b"\n"

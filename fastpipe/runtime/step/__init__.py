@@ -9,7 +9,6 @@ from __future__ import annotations
 from fastpipe.runtime.step.clip import GradNorms, Held, Norm, clip_grad_norm
 from fastpipe.runtime.step.gathering import gather
 from fastpipe.runtime.step.inputs import Request
-from fastpipe.runtime.step.local_model import LocalModelState
 from fastpipe.runtime.step.microbatch import (
     Rules,
     check_reduction,
@@ -20,7 +19,7 @@ from fastpipe.runtime.step.microbatch import (
     split,
     split_argument,
 )
-from fastpipe.runtime.step.programs import Plans, options_with_stages
+from fastpipe.runtime.step.programs import Programs, options_with_stages
 from fastpipe.runtime.step.result import (
     MetricRules,
     StepResult,
@@ -35,10 +34,9 @@ from fastpipe.runtime.step.steps import Settings, Steps
 __all__ = [
     "GradNorms",
     "Held",
-    "LocalModelState",
     "MetricRules",
     "Norm",
-    "Plans",
+    "Programs",
     "Request",
     "Rules",
     "Settings",

@@ -223,10 +223,10 @@ def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[in
     for (mesh, placements, dtype), places in spread.items():
         local = torch.stack([_local_norm(grads[i], order) for i in places])
         for dimension, placement in enumerate(placements):
-            if placement.is_shard():
-                local = _reduced(local, order, mesh.get_group(dimension))
-            elif not placement.is_replicate():
+            if placement.is_partial():
                 raise ValueError(f"a gradient has the placement {placement}: reduce it before it is clipped")
+            if not placement.is_replicate():  # a shard of any kind: fully_shard over layers that are spread makes its own
+                local = _reduced(local, order, mesh.get_group(dimension))
         yield places, local.to(dtype.to_real())
 
 

@@ -89,19 +89,19 @@ class OutputExchange:
         self._here: Part = dict
 
     @property
-    def _mail(self) -> DeferredResults | None:
+    def _deferred(self) -> DeferredResults | None:
         """Where what is on a device goes; None where nothing waits for one, or there is nobody to tell."""
-        return None if self._device.type == "cpu" else self._control.mail
+        return None if self._device.type == "cpu" else self._control.deferred
 
     def tell(self, found: StepOutputs) -> Reply:
         """What this process found, or that it will tell: to pack it is to wait for the device."""
-        mail = self._mail
-        wanted: Reply = {} if mail is None else {"wanted": mail.wanted()}
+        deferred = self._deferred
+        wanted: Reply = {} if deferred is None else {"wanted": deferred.wanted()}
         if not found:
             return wanted
-        if mail is not None:
+        if deferred is not None:
             moment, ready = found.packed_later(self._device, self._events)
-            mail.post(self._control.step, ready)
+            deferred.post(self._control.step, ready)
             self._here = _given(_Here(found, moment))
         elif isinstance(self._control, Alone):
             self._here = _given(_Here(found, None))
@@ -111,15 +111,15 @@ class OutputExchange:
 
     def parts(self, replies: Sequence[Reply]) -> list[Part]:
         """What every process found, to be asked for."""
-        mail = self._mail
+        deferred = self._deferred
         parts = [_given(reply["found"]) for reply in replies if "found" in reply]
         for rank, reply in enumerate(replies):
             if "later" in reply and rank == self._control.rank:
                 parts.append(self._here)
-            elif "later" in reply and mail is not None:
-                parts.append(mail.letter(self._control.step, rank))
-        if mail is not None:
-            mail.forget(self._control.step, [reply["wanted"] for reply in replies])
+            elif "later" in reply and deferred is not None:
+                parts.append(deferred.result(self._control.step, rank))
+        if deferred is not None:
+            deferred.forget(self._control.step, [reply["wanted"] for reply in replies])
         return parts
 
 

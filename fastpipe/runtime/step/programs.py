@@ -1,4 +1,4 @@
-"""Plans: the schedule and the program for a number of microbatches, made once and kept."""
+"""Programs: the schedule and the program for a number of microbatches, made once and kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastpipe.schedules import find, make_schedule
 from fastpipe.validate_program import validate_program
 
 
-class Plans:
+class Programs:
     """Makes and keeps the programs of a pipeline.
 
     Args:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import Chain, chosen
 from fastpipe.runtime.stage import Stage, StageWork, from_tensors, to_tensors
-from fastpipe.runtime.step import LocalModelState, StepResult, Steps
+from fastpipe.runtime.step import StepResult, Steps
 from fastpipe.timeline import Timeline
 
 _REPEATS = 5
@@ -297,9 +297,10 @@ class Measured:
 
 
 def profile(
-    pipe: LocalModelState,
     steps: Steps,
     call: Callable[[bool, bool], StepResult],
+    modules: Collection[nn.Module],
+    parameters: Sequence[nn.Parameter],
     *,
     inputs: Sequence[Any],
     num_steps: Any,
@@ -309,16 +310,17 @@ def profile(
     """Run a few steps on one batch and measure them; see `Pipeline.profile`.
 
     Args:
-        pipe: whose parameters and buffers are put back.
         steps: of the pipeline.
         call: runs a step, or an `eval_step` where the first argument is false; the second says whether to trace it.
+        modules: whose buffers are put back.
+        parameters: whose gradients are put back.
         inputs: what it is called with.
         num_steps: how many are traced.
         by_layer: whether layers are metered, and not stages.
         num_microbatches: of a step.
     """
     _check(steps, inputs, num_steps, by_layer)
-    with _put_back(pipe, steps):
+    with _put_back(modules, parameters, steps):
         call(True, False)
         timelines = [call(True, True).timeline for _ in range(num_steps)]
         meters = Meters(steps.stages, by_layer=by_layer, trains=not steps.forward_only)
@@ -342,11 +344,10 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
 
 
 @contextlib.contextmanager
-def _put_back(pipe: LocalModelState, steps: Steps) -> Iterator[None]:
+def _put_back(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
     """After this context gradients, buffers, random generators and the count of steps are as they were."""
-    parameters = list(pipe.parameters())
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    put_back = keep_buffers(pipe.stage_modules.values())
+    put_back = keep_buffers(modules)
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     step_count = steps.random.step_count
     for parameter in parameters:

@@ -12,7 +12,7 @@ from fastpipe.planner import Plan
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import FULL, NONE
 from fastpipe.runtime.stage import Stage
-from fastpipe.runtime.step import Plans, Steps
+from fastpipe.runtime.step import Programs, Steps
 from fastpipe.schedule import Schedule
 
 Counts = list[int] | None
@@ -129,9 +129,9 @@ def refusal(reason: str) -> ValueError:
     )
 
 
-def successor(plans: Plans, schedule: Schedule, num_ranks: int) -> Plans:
+def successor(plans: Programs, schedule: Schedule, num_ranks: int) -> Programs:
     """The programs of another schedule for the same transport, the first of them proved."""
-    made = Plans(schedule, num_ranks, {}, None, plans.lanes, plans.recv_lookahead)
+    made = Programs(schedule, num_ranks, {}, None, plans.lanes, plans.recv_lookahead)
     made.parallel = plans.parallel
     made.program(schedule.num_microbatches, forward_only=False)
     return made

@@ -267,7 +267,7 @@ def run(account: Any, case: Case) -> dict[str, Any]:
         result = pipe.step(x, target=target)
         optimizer.step()
     races, waits, events = account.races(), account.host_waits(), account.num_events()
-    operations, program = account.operations(), pipe._plans.program(8, forward_only=False)
+    operations, program = account.operations(), pipe._programs.program(8, forward_only=False)
     assert result.loss.device.type == "cpu"
     pipe.eval_step(x)  # another program
     streams = account.num_streams()
