@@ -146,7 +146,7 @@ def zero_bubble(
     comm: float,
     limit: Sequence[float],
 ) -> list[list[int]] | None:
-    """The searches of `fastpipe.schedules.zb_auto` (``"zb_auto"``) and `fastpipe.schedules.zbv` (``"zbv"``): every rank's kinds.
+    """The searches of the families `zb_auto` and `zbv`, called by these names: every rank's kinds.
 
     Args:
         search: which.
