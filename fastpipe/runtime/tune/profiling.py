@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
-from fastpipe.planner.layer_costs import LayerCosts
+from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, cuda_devices, keep_buffers, time_when_idle
 from fastpipe.runtime.coordination import Reply
