@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
 from fastpipe.runtime.common import check_grad_dtype
@@ -263,6 +264,17 @@ class ExecutionArguments:
         if self.executor == "python" and self.chosen_transport in NATIVE_ALONE:
             raise ValueError(why_not_python(self.chosen_transport))
         return (CoalescedGroups if self.chosen_transport == CoalescedGroups.kind else ProcessGroups).lanes
+
+    def queues(self, device: torch.device, num_processes: int) -> int | None:
+        """How many hardware queues the transport's streams are dealt over; None where it has none on CUDA.
+
+        Ranks that are threads wait for nothing but what was queued before, and copy engines take all queues or nothing.
+        """
+        if isinstance(self.transport, Transport):
+            has_groups = isinstance(self.transport, ProcessGroups)
+        else:
+            has_groups = num_processes > 1 and self.chosen_transport not in NATIVE_ALONE
+        return queues_in_force() if has_groups and device.type == "cuda" else None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fastpipe._version import __version__
+from fastpipe.hardware_queues import why_too_few
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
 from fastpipe.runtime.common import set_grad_dtype, wants_streams
@@ -169,6 +170,7 @@ class BuildPlan:
             program = self.programs.program(self.num_microbatches, forward_only=False)
             text += f", recv_lookahead {self.programs.recv_lookahead}, stages on ranks {program.placement.routes}"
             text += f", program {program.digest()}, fastpipe {__version__}"
+            text += f", {self.programs.queues} hardware queues" if self.programs.queues is not None else ""
         return text
 
 
@@ -185,7 +187,9 @@ def plan_build(arguments: Arguments, world: World) -> BuildPlan:
         world.ranks_per_host.join(num_ranks if world.is_alone else 1)
         lanes = arguments.execution.lanes(num_ranks, size)
         options = options_with_stages(wanted.schedule, wanted.schedule_options, wanted.stages_per_rank)
-        programs = Programs(wanted.schedule, num_ranks, options, wanted.stage_to_rank, lanes, wanted.recv_lookahead)
+        queues = arguments.execution.queues(world.device, size)
+        order = (wanted.schedule, num_ranks, options, wanted.stage_to_rank)
+        programs = Programs(*order, lanes, wanted.recv_lookahead, queues)
         num_microbatches = wanted.find_num_microbatches()
         schedule = programs.schedule(num_microbatches)
         programs.program(num_microbatches, forward_only=False)
@@ -267,6 +271,8 @@ def build_stages(
         for index, module in held.items():
             recompute = way_of(model.recompute, index, module)
             stage = Stage(index, module, placement.num_stages, loss_fn, recompute, plan.contexts)
+            if plan.programs.queues is not None and any(len(set(r[index : index + 2])) > 1 for r in placement.routes):
+                stage.why_one_tensor = why_too_few() or ""
             stages[rank][index] = _equipped(stage, model, world.device)
     movable = layers if world.is_alone and counts is not None else None
     made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied)

@@ -39,7 +39,10 @@ PLANNING = {
     "memory": {"program", "cost"},
     "validate": {"action", "schedule", "dependencies", "errors", "validate_transfers", "native_plan"},
     "validate_transfers": {"action", "schedule", "dependencies", "errors"},
-    "validate_program": {"action", "program", "dependencies", "errors", "machine", "deadlock", "native_plan"},
+    "validate_program": {
+        *("action", "program", "dependencies", "errors", "machine", "deadlock", "native_plan", "shared_queue"),
+    },
+    "shared_queue": {"errors", "hardware_queues", "machine", "placement", "program"},
     "partition": {"errors"},
     "chains": {"action", "placement", "program", "cost", "schedule"},
     "bounds": {"chains", "placement", "cost", "schedule"},
