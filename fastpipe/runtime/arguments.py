@@ -15,6 +15,7 @@ from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
 from fastpipe.runtime.common import check_grad_dtype
+from fastpipe.runtime.coordination import Cores
 from fastpipe.runtime.model import Policy, Stages, check_policy
 from fastpipe.runtime.stage import PER_MICROBATCH, ContextFactory, Stage, check_overlap
 from fastpipe.runtime.step import MetricRules, Rules, Settings, check_reduction, check_rules, check_split_and_merge
@@ -119,11 +120,11 @@ class BatchArguments:
         """How outputs are joined."""
         return None if isinstance(self.merge, bool) else self.merge
 
-    def settings(self, device: torch.device) -> Settings:
-        """The same for steps on a device."""
+    def settings(self, device: torch.device, cores: Cores) -> Settings:
+        """The same for steps on a device, and on such cores."""
         keeps_outputs = self.merge is not False
         return Settings(
-            self.loss_fn, self.loss_reduction, self.split, self.merge_rules, keeps_outputs, self.metrics, device
+            self.loss_fn, self.loss_reduction, self.split, self.merge_rules, keeps_outputs, self.metrics, device, cores
         )
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ from fastpipe.hardware_queues import why_too_few
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
 from fastpipe.runtime.common import set_grad_dtype, wants_streams
-from fastpipe.runtime.coordination import Alone, Control, Processes, RanksPerHost, Reply, agree
+from fastpipe.runtime.coordination import Alone, Control, Cores, Processes, RanksPerHost, Reply, agree, find_cores
 from fastpipe.runtime.data_parallel import check_not_sharded, check_parallel, find_data_parallel, replicate
 from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
@@ -94,6 +94,7 @@ class World:
         member: this process's place among the processes.
         ranks_per_host: how many ranks compute on this host.
         control: the way to the other processes.
+        cores: where steps run.
         error: what was wrong with arguments that were needed to get here; raised once the others can be told.
     """
 
@@ -102,6 +103,7 @@ class World:
     member: Membership
     ranks_per_host: RanksPerHost
     control: Control
+    cores: Cores
     error: Exception | None
 
     @property
@@ -131,7 +133,8 @@ def find_world(arguments: Arguments) -> World:
     control: Control = Alone()
     if store is not None:
         control = Processes(store, member.rank, member.size, timeout, here, member.identity)
-    return World(device, timeout, member, here, control, next(iter(errors), None))
+    cores = valid(lambda: find_cores(member.size, device), Cores())
+    return World(device, timeout, member, here, control, cores, next(iter(errors), None))
 
 
 @dataclass(frozen=True)
@@ -393,7 +396,7 @@ def make_engine(
         local.by_rank, executor, transport, world.timeout, world.control.publish, policy.way, device, streams
     )
     forward_only = not programs.has_backward(num_microbatches)
-    settings = arguments.batch.settings(device)
+    settings = arguments.batch.settings(device, world.cores)
     steps = Steps(settings, programs, ranks, world.control, replicas, random, forward_only=forward_only)
     # until here not all ranks need all others, and no rank is to wait in a step for one that has no pipeline
     world.control.exchange("joining", {})

@@ -566,6 +566,8 @@ class Pipeline:
             text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
         if self._programs.queues is not None:
             text += f"\nqueues      proved for {self._programs.queues} of the hardware's ({VARIABLE})"
+        if where := str(self._world.cores):
+            text += f"\ncores       {where}"
         if self._world.control.remark:
             text += f"\ncontrol     {self._world.control.remark}"
         if self._arguments.execution.cuda_graph:
