@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -57,8 +58,8 @@ def test_only_streams_of_cuda_between_processes_share_queues(monkeypatch: pytest
     monkeypatch.delenv("FASTPIPE_TRANSPORT", raising=False)
 
     def queues(transport: Any, device: Any, num_processes: int) -> int | None:
-        arguments = ExecutionArguments("auto", transport, 60, None, "auto", None, None, False)
-        return arguments.queues(device, num_processes)
+        others: dict[str, Any] = dict.fromkeys(field.name for field in fields(ExecutionArguments))
+        return ExecutionArguments(**{**others, "transport": transport}).queues(device, num_processes)
 
     for transport in ("auto", "process_group", "process_group_coalesced"):
         assert queues(transport, cuda, 2) == 1
