@@ -214,6 +214,7 @@ def test_files_are_written_and_named(command: str, suffix: str, capsys: Any, tmp
 def test_validate_says_what_is_right_and_what_is_wrong(capsys: Any, csv: str) -> None:
     assert "valid: 4 ranks, 8 stages, 8 microbatches" in run(capsys, "validate", csv)
     assert json.loads(run(capsys, "validate", csv, "--json"))["valid"] is True
+    assert "with 1 hardware queues for the streams of a rank" in run(capsys, "validate", csv, "--queues", "1")
     path = Path(csv)
     path.write_text(path.read_text().replace("7I3,", "", 1))
     assert "microbatch 3" in refused(capsys, "validate", csv)

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fastpipe"
 CORE = (
     *("_version", "errors", "hardware_queues", "action", "placement", "dependencies", "schedule", "program"),
     *("timeline", "cost", "native_plan", "machine", "partition", "collectives"),
-    *("lower", "validate", "validate_program", "simulate"),
+    *("lower", "validate", "shared_queue", "validate_program", "simulate"),
 )
 """The modules of planning that are no package, in their order: each imports only those before it."""
 
