@@ -6,9 +6,12 @@ import importlib.util
 import os
 import random
 import signal
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 
 import pytest
+
+from tests.process_state import State
 
 # Before torch is imported: two workers and the processes that they start share the cores already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -101,6 +104,22 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def the_process_is_left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test fails that leaves the process otherwise than it found it; tests/process_state.py says in what.
+
+    The default generator is put back, as tests seed it. What a failed test leaves is held by its traceback.
+    """
+    torch = sys.modules.get("torch")
+    generator = torch.get_rng_state() if torch else None
+    before = State.now()
+    yield
+    if torch:
+        torch.set_rng_state(generator)
+    if not hasattr(sys, "last_value") and (left := before.left_behind()):
+        pytest.fail("the test left behind:\n" + "\n".join(left), pytrace=False)
 
 
 @pytest.fixture(params=["python", "native"])
