@@ -116,6 +116,7 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest) -> Iterator[No
     generator = torch.get_rng_state() if torch else None
     before = State.now()
     yield
+    request.node.funcargs.clear()  # what fixtures gave, pipelines say, is let go
     if torch:
         torch.set_rng_state(generator)
     if not hasattr(sys, "last_value") and (left := before.left_behind()):

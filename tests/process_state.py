@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# pytest says in it which test runs, and in which phase.
-_CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
+# pytest says which test runs, and in which phase; torch's compiler, once it was used, where its cache is.
+_NOT_OF_TESTS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+# How long what ends by itself may take; a test that leaves nothing open never waits.
+_SECONDS = 2.0
 
 _INSTALLED = tuple({f"{os.path.realpath(prefix)}/" for prefix in (sys.prefix, sys.base_prefix)})
 
@@ -40,40 +43,39 @@ class State:
     def now(cls) -> State:
         return cls(dict(os.environ), _settings(), _things())
 
-    def differences(self) -> list[str]:
-        """What is not as it was then, in words. What has been opened and closed since does not count."""
-        now = State.now()
+    def changed(self, now: State) -> list[str]:
+        """The environment and settings that are not as they were, in words."""
         changed = [
             f"{name} in the environment was {self.environment.get(name)!r} and is {now.environment.get(name)!r}"
-            for name in (self.environment | now.environment).keys() - _CHANGES_BY_ITSELF
+            for name in (self.environment | now.environment).keys() - _NOT_OF_TESTS
             if self.environment.get(name) != now.environment.get(name)
         ]
         # torch's are looked at from the first test on that finds it imported
-        changed += [
+        return changed + [
             f"{name} was {value!r} and is {now.settings[name]!r}"
             for name, value in self.settings.items()
             if now.settings[name] != value
         ]
-        left = [
+
+    def left_open(self, now: State) -> list[str]:
+        """What has been opened or started, and not ended, in words."""
+        return [
             f"{kind}: {words}"
             for kind, things in now.things.items()
             for key, words in things.items()
             if key not in self.things[kind] and key not in _shared[kind]
         ]
-        return changed + left
 
-    def left_behind(self, seconds: float = 60.0) -> list[str]:
-        """`differences`, when what ends by itself has had its time: cycles, threads that were told to end."""
-        if not self.differences():
-            return []
-        until = time.monotonic() + seconds
-        pause = 0.001
-        gc.collect()
-        while (found := self.differences()) and time.monotonic() < until:
+    def left_behind(self) -> list[str]:
+        """Both of now, when what ends by itself has had its time: cycles, threads that were told to end."""
+        until, pause = time.monotonic() + _SECONDS, 0.001
+        while open_ones := self.left_open(State.now()):
+            gc.collect()
+            if time.monotonic() > until:
+                break
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-            gc.collect()
-        return found
+        return self.changed(State.now()) + open_ones
 
 
 @contextlib.contextmanager
@@ -135,7 +137,9 @@ def _descriptors() -> Things:
 
 
 def _threads() -> Things:
-    return {thread: str(thread) for thread in threading.enumerate()}
+    """A daemon that is not fastpipe's is a library's, which starts one for good."""
+    alive = threading.enumerate()
+    return {thread: str(thread) for thread in alive if not thread.daemon or thread.name.startswith("fastpipe")}
 
 
 def _children() -> Things:
