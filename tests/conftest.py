@@ -3,11 +3,13 @@
 import contextlib
 import gc
 import importlib.util
+import itertools
 import os
 import random
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -121,6 +123,14 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest) -> Iterator[No
         torch.set_rng_state(generator)
     if not hasattr(sys, "last_value") and (left := before.left_behind()):
         pytest.fail("the test left behind:\n" + "\n".join(left), pytrace=False)
+
+
+def paired(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Each case with one of the executors in turn, as its last value, for parameters with ``indirect=["executor"]``.
+
+    Every schedule meets every executor in test_bits.py; a feature needs not have that again.
+    """
+    return [(*case, executor) for case, executor in zip(cases, itertools.cycle(["native", "python"]), strict=False)]
 
 
 @pytest.fixture(params=["python", "native"])

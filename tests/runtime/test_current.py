@@ -140,13 +140,6 @@ def test_in_an_evaluation_there_is_no_training(executor: str) -> None:
     assert not log.of("loss")
 
 
-def test_elsewhere_it_is_none() -> None:
-    assert fastpipe.current() is None
-    log = Log()
-    build("1f1b", "native", log)
-    assert fastpipe.current() is None
-
-
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_contexts_are_around_every_action(schedule: str, executor: str) -> None:

@@ -104,18 +104,6 @@ def test_one_microbatch_is_the_unsplit_models_to_the_last_bit() -> None:
         assert set(unequal(pipe, unsplit)) == (set() if exact else {EMBEDDING})
 
 
-def test_uses_in_one_stage_are_autograds_own(executor: str) -> None:
-    """Nothing is to be done, and bits are the unsplit model's for any number of microbatches."""
-    embed, head = tied_layers(2)
-    layers = [embed, head, *(Block(WORDS) for _ in range(4))]
-    unsplit = Chain(dict(enumerate(copy.deepcopy(layers))))
-    pipe = Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2, executor=executor)
-    ((x, y),) = batches(1, 9)
-    pipe.step(x, target=y)
-    reference_step(unsplit, (x, y), pipe.schedule, loss_fn)
-    assert not unequal(pipe, unsplit)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_declared_where_a_function_makes_the_stages(schedule: str) -> None:
     """The weights were two; the first one's value counts."""
