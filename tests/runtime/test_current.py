@@ -210,8 +210,8 @@ def test_what_a_context_or_an_action_raises_comes_through(schedule: str, executo
 
 def test_what_is_no_context_is_refused() -> None:
     log = Log()
-    with pytest.raises(TypeError, match="backward_context is a int: give a function"):
+    with pytest.raises(TypeError, match="backward_context .*int: .*function"):
         build("1f1b", "native", log, backward_context=3)
     pipe = build("1f1b", "native", log, forward_context=lambda at: None)
-    with pytest.raises(TypeError, match="forward_context returned a NoneType: return a context manager"):
+    with pytest.raises(TypeError, match="forward_context .*NoneType: .*context manager"):
         pipe.step(*batch()[:1], target=batch()[1])

@@ -68,7 +68,7 @@ def test_what_may_still_be_asked_for_is_kept(store: dist.Store, sender: Mail, re
 
 def test_what_does_not_come_is_an_error(store: dist.Store) -> None:
     letter = Mail(store, 0, 0.05).letter(1, 1)
-    with pytest.raises(StepError, match="rank 1 has not told the losses of a step within 0.05 s") as caught:
+    with pytest.raises(StepError, match="rank 1 .*losses .* 0.05 s") as caught:
         letter()
     assert caught.value.rank == 1
 
@@ -119,7 +119,7 @@ def test_whatever_keeps_a_process_from_telling_is_told(sender: Mail, reader: Mai
 
     sender.post(1, ready)
     sender.post(2, lambda: {"losses": 2})
-    with pytest.raises(StepError, match="failed on rank 1: RuntimeError: CUDA error: an illegal memory access .*again"):
+    with pytest.raises(StepError, match="rank 1: RuntimeError: CUDA error: an illegal .*again"):
         reader.letter(1, 1)()
     assert reader.letter(2, 1)() == {"losses": 2}
 
@@ -127,6 +127,6 @@ def test_whatever_keeps_a_process_from_telling_is_told(sender: Mail, reader: Mai
 def test_what_cannot_be_sent_is_told(sender: Mail, reader: Mail) -> None:
     sender.post(5, lambda: {"losses": object()})  # type: ignore[dict-item]
     sender.post(6, lambda: {"losses": 4})
-    with pytest.raises(StepError, match="rank 1: TypeError: Object of type object is not JSON serializable"):
+    with pytest.raises(StepError, match="rank 1: TypeError: .*JSON"):
         reader.letter(5, 1)()
     assert reader.letter(6, 1)() == {"losses": 4}

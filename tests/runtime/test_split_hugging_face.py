@@ -187,11 +187,11 @@ def test_what_cannot_be_split_is_refused() -> None:
     bert = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model("bert", is_decoder=True, intermediate_size=32, **config)
     )
-    with pytest.raises(ValueError, match="model_type 'bert'.*without an example split knows .*gemma, .*as a list"):
+    with pytest.raises(ValueError, match="model_type 'bert'.*gemma, .*list"):
         fastpipe.split(bert)
-    with pytest.raises(ValueError, match="no single list of blocks; hand over the layers as a list"):
+    with pytest.raises(ValueError, match="blocks.* layers as a list"):
         fastpipe.split(bert, torch.zeros(2, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match="model is a LlamaModel: split takes the causal language model"):
+    with pytest.raises(ValueError, match="LlamaModel: .*causal language model"):
         fastpipe.split(decoder("llama").model)
     odd = decoder("llama")
     odd.model.extra = nn.Linear(2, 2)
@@ -199,7 +199,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         fastpipe.split(odd)
     short = decoder("llama")
     short.config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match="model has 6 blocks and config.num_hidden_layers = 3"):
+    with pytest.raises(ValueError, match="6 blocks .*config.num_hidden_layers = 3"):
         fastpipe.split(short)
     with pytest.raises(ValueError, match="output_router_logits=True.*set it to False"):
         fastpipe.split(decoder("mixtral", output_router_logits=True), torch.zeros(2, 4, dtype=torch.long))
@@ -226,7 +226,7 @@ def test_a_forward_that_changes_hidden_states_between_blocks_is_refused() -> Non
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder("llama")
     monkeypatch.setattr(metadata, "version", lambda name: {"transformers": "4.57.1"}[name])
-    with pytest.raises(ValueError, match=r"transformers 4.57.1 is too old for split: install transformers>=5.4"):
+    with pytest.raises(ValueError, match=r"transformers 4.57.1 .*transformers>=5.4"):
         fastpipe.split(model)
 
 
@@ -243,9 +243,7 @@ def test_a_forward_replaced_on_the_instance_is_refused(part: str) -> None:
             return original(*args, **kwargs)
 
     patched.forward = MethodType(forward, patched)
-    with pytest.raises(
-        ValueError, match=f"model: {part}.forward was replaced on the instance.*keep_fp32_wrapper=False"
-    ):
+    with pytest.raises(ValueError, match=f"{part}.forward .*keep_fp32_wrapper=False"):
         fastpipe.split(model)
 
 
@@ -262,7 +260,7 @@ def test_the_forward_that_accelerate_leaves_behind_is_the_classs() -> None:
 def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
     model = decoder("llama")
     model.compile()
-    with pytest.raises(ValueError, match="LlamaForCausalLM is compiled as a whole.*compile its blocks"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM .*compile its blocks"):
         fastpipe.split(model)
 
 
@@ -279,7 +277,7 @@ def test_a_batch_as_the_unsplit_model_takes_it(kind: str) -> None:
     torch.testing.assert_close(result.loss, expected.detach())
     torch.testing.assert_close(pipe.eval_step(**batch, labels=labels).loss, expected.detach())
     assert result.losses is not None and len(result.losses) == 4
-    with pytest.raises(ValueError, match="token_type_ids: no stage's forward takes this keyword argument"):
+    with pytest.raises(ValueError, match="token_type_ids: "):
         pipe.step(**batch, labels=labels, token_type_ids=torch.zeros_like(ids))
 
 
@@ -332,7 +330,7 @@ def test_classifiers_of_texts(kind: str) -> None:
     model = tried_model(kind, classifies=True).eval()
     ids, mask, _ = padded_batch(6)
     ids, labels = ids.clamp(min=1).masked_fill(mask == 0, 0), torch.tensor([0, 1, 1, 0, 1, 0])
-    with pytest.raises(ValueError, match="ForSequenceClassification .model_type.*give one microbatch"):
+    with pytest.raises(ValueError, match="ForSequenceClassification .model_type.*microbatch"):
         fastpipe.split(model)
     layers = fastpipe.split(model, ids[:2], attention_mask=mask[:2])
     pipe = fastpipe.Pipeline(layers, "zbv", 3, layers.loss_fn, num_ranks=2)
@@ -345,11 +343,11 @@ def test_classifiers_of_texts(kind: str) -> None:
     torch.testing.assert_close(result.outputs, whole.logits.detach())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
-    with pytest.raises(ValueError, match="input_ids: the last stage finds the token to classify by them"):
+    with pytest.raises(ValueError, match="input_ids: .*last stage"):
         pipe.step(ids, attention_mask=mask, target=labels)
 
 
 def test_a_wrapper_of_peft_is_refused_with_what_is_in_it() -> None:
     kind = type("PeftModelForCausalLM", (nn.Module,), {"__module__": "peft.peft_model"})
-    with pytest.raises(ValueError, match="PeftModelForCausalLM of peft: .* peft_model.base_model.model"):
+    with pytest.raises(ValueError, match="PeftModelForCausalLM .* peft_model.base_model.model"):
         fastpipe.split(kind())

@@ -132,7 +132,7 @@ def test_parity_and_checkpoints_know_tied_weights(tmp_path: Any) -> None:
     ((x, y),) = batches(1, 9)
     parity = check_parity(pipe, tied_layers(), (x, y))
     assert parity.ok and parity.num_compared == 13, parity
-    with pytest.raises(ValueError, match=r"7.weight and 0.table.weight are one weight in the pipeline and not in"):
+    with pytest.raises(ValueError, match=r"7.weight and 0.table.weight "):
         model = tied_layers()
         model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())
         reference_step(model, (x, y), pipe.schedule, loss_fn, ties=pipe._ties)
@@ -205,5 +205,5 @@ def test_what_cannot_be_tied(tied: Any, text: str) -> None:
 
 def test_names_of_stages_that_a_function_makes() -> None:
     for name in ("weight", "2.weight", "0"):
-        with pytest.raises(ValueError, match=f"tied: '{name}' names no parameter; names are '<stage>.<name"):
+        with pytest.raises(ValueError, match=f"tied: '{name}' .*'<stage>.<name"):
             Pipeline(lambda stage: Block(), "1f1b", 4, loss_fn, num_ranks=2, tied=[("0.linear.weight", name)])

@@ -30,7 +30,7 @@ def refused(program: Program, message: str) -> None:
 def test_dualpipev_needs_directed_lanes() -> None:
     program = fastpipe.lower(fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8))
     validate_program(program, lanes="directed")
-    with pytest.raises(ProgramError, match="the program can hang, ranks wait in a cycle: rank .* waits for rank"):
+    with pytest.raises(ProgramError, match="wait in a cycle: rank .* waits for rank"):
         validate_program(program, lanes="pair")
 
 
@@ -47,7 +47,7 @@ def test_what_is_lowered_for_coalesced_lanes_cannot_hang_in_them() -> None:
     for schedule in small_schedules():
         validate_program(fastpipe.lower(schedule, coalesce=True), lanes="coalesced")
     ordinary = fastpipe.lower(fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8))
-    with pytest.raises(ProgramError, match="the program can hang, ranks wait in a cycle: rank .* waits for rank"):
+    with pytest.raises(ProgramError, match="wait in a cycle: rank .* waits for rank"):
         validate_program(ordinary, lanes="coalesced")
 
 
@@ -60,7 +60,7 @@ def test_so_it_is_with_any_order(schedule: Schedule) -> None:
 def test_lanes() -> None:
     program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=2))
     validate_program(program, lanes=[3, 9])
-    with pytest.raises(ValueError, match="lanes = 'each': use 'directed', 'pair', 'coalesced' or 'group'"):
+    with pytest.raises(ValueError, match="lanes = 'each': .*'directed', 'pair'"):
         validate_program(program, lanes="each")
     with pytest.raises(ValueError, match="lanes names 1 channels of 2"):
         validate_program(program, lanes=[0])
