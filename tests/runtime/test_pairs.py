@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpipe.runtime.pairs import IN_ORDER, MEASURED, TOGETHER, pair_policy
 from fastpipe.testing import Fault
+from tests.patience import PATIENCE
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.paired import PAIRED, WIDTH, Layer, Own, batch, compare, layers_of, make, model_of, num_stages
 
@@ -259,23 +260,21 @@ def num_threads() -> int:
 
 
 def test_the_helper_ends_with_the_pipeline(executor: str) -> None:
-    def threads_after(pipes: int) -> int:
+    def drop(pipes: int) -> None:
         for _ in range(pipes):
             pipe = make(layers_of(Layer, 2), "dualpipev", executor, overlap="always", num_ranks=1)
             for step in range(2):
                 x, y = batch(step)
                 pipe.step(x, target=y)
             assert pipe._steps.ranks.pair_counts().together > 0
-            del pipe
-        deadline = time.monotonic() + 5
-        while gc.collect() and time.monotonic() < deadline or num_threads() > before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return num_threads()
 
+    drop(1)
     before = num_threads()
-    threads_after(1)
-    before = num_threads()
-    assert threads_after(3) <= before
+    drop(3)
+    deadline = time.monotonic() + PATIENCE
+    while (gc.collect() or num_threads() > before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert num_threads() <= before
 
 
 def test_the_halves_show_in_a_profile(executor: str) -> None:

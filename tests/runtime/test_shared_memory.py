@@ -234,7 +234,7 @@ def test_a_silent_peer_is_given_up(ranks_of: type[NativeRanks]) -> None:
     ranks.stages[0].begin(StageWork(args=data(2)[0]))
     thread = threading.Thread(target=lambda: pytest.raises(TransportError, alone.run, 1, True))
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert found and getattr(found[0], "peer", None) == 1 and "no transfer with rank 1" in str(found[0])
 
