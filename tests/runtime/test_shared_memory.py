@@ -19,7 +19,7 @@ from fastpipe.runtime import native  # noqa: E402
 from fastpipe.runtime.failure import TransportError  # noqa: E402
 from fastpipe.runtime.shared_memory import SharedMemory  # noqa: E402
 from fastpipe.runtime.stage_work import StageWork  # noqa: E402
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE  # noqa: E402
 from tests.runtime import native_ranks  # noqa: E402
 from tests.runtime.checks import same_bits  # noqa: E402
 from tests.runtime.native_ranks import NativeRanks, lowered  # noqa: E402
