@@ -6,6 +6,7 @@ Nothing here imports torch: its state is looked at once something else has impor
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -15,13 +16,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 # pytest says which test runs, and in which phase; torch's compiler, once it was used, where its cache is.
 _NOT_OF_TESTS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 # How long what ends by itself may take; a test that leaves nothing open never waits.
-_SECONDS = 2.0
+_SECONDS = 60.0
 
 _INSTALLED = tuple({f"{os.path.realpath(prefix)}/" for prefix in (sys.prefix, sys.base_prefix)})
 
@@ -37,18 +39,25 @@ class State:
 
     environment: dict[str, str]
     settings: dict[str, Any]
+    code: list[tuple[Any, dict[str, Any]]]
     things: dict[str, Things]
 
     @classmethod
     def now(cls) -> State:
-        return cls(dict(os.environ), _settings(), _things())
+        return cls(dict(os.environ), _settings(), [(owner, dict(vars(owner))) for owner in _owners()], _things())
 
     def changed(self, now: State) -> list[str]:
-        """The environment and settings that are not as they were, in words."""
+        """What is not as it was in the environment, in settings and in the code of fastpipe, in words."""
         changed = [
             f"{name} in the environment was {self.environment.get(name)!r} and is {now.environment.get(name)!r}"
             for name in (self.environment | now.environment).keys() - _NOT_OF_TESTS
             if self.environment.get(name) != now.environment.get(name)
+        ]
+        changed += [
+            f"{name} of {owner} was replaced"
+            for owner, before in self.code
+            for name, value in before.items()
+            if vars(owner).get(name) is not value and isinstance(value, (FunctionType, staticmethod, classmethod, type))
         ]
         # torch's are looked at from the first test on that finds it imported
         return changed + [
@@ -87,6 +96,23 @@ def shared() -> Iterator[None]:
     finally:
         for kind, things in _things().items():
             _shared[kind].update({key: words for key, words in things.items() if key not in before[kind]})
+
+
+def _owners() -> list[Any]:
+    """The modules of fastpipe, and their classes."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "fastpipe"]
+    return _owners_in(tuple(modules))
+
+
+@functools.cache
+def _owners_in(modules: tuple[ModuleType, ...]) -> list[Any]:
+    classes = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    return [*modules, *classes]
 
 
 def _settings() -> dict[str, Any]:
