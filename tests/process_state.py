@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import is_not
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 # pytest says which test runs, and in which phase; torch's compiler, once it was used, where its cache is.
@@ -44,7 +45,12 @@ class State:
 
     @classmethod
     def now(cls) -> State:
-        return cls(dict(os.environ), _settings(), [(owner, dict(vars(owner))) for owner in _owners()], _things())
+        return cls(
+            dict(os.environ),
+            _settings(),
+            [(owner, vars(owner).copy()) for owner in _owners(len(sys.modules))],
+            _things(),
+        )
 
     def changed(self, now: State) -> list[str]:
         """What is not as it was in the environment, in settings and in the code of fastpipe, in words."""
@@ -56,6 +62,7 @@ class State:
         changed += [
             f"{name} of {owner} was replaced"
             for owner, before in self.code
+            if any(map(is_not, before.values(), vars(owner).values()))
             for name, value in before.items()
             if vars(owner).get(name) is not value and isinstance(value, (FunctionType, staticmethod, classmethod, type))
         ]
@@ -78,13 +85,11 @@ class State:
     def left_behind(self) -> list[str]:
         """Both of now, when what ends by itself has had its time: cycles, threads that were told to end."""
         until, pause = time.monotonic() + _SECONDS, 0.001
-        while open_ones := self.left_open(State.now()):
+        while (left := self.left_open(now := State.now())) and time.monotonic() < until:
             gc.collect()
-            if time.monotonic() > until:
-                break
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        return self.changed(State.now()) + open_ones
+        return self.changed(now) + left
 
 
 @contextlib.contextmanager
@@ -98,14 +103,10 @@ def shared() -> Iterator[None]:
             _shared[kind].update({key: words for key, words in things.items() if key not in before[kind]})
 
 
-def _owners() -> list[Any]:
-    """The modules of fastpipe, and their classes."""
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "fastpipe"]
-    return _owners_in(tuple(modules))
-
-
 @functools.cache
-def _owners_in(modules: tuple[ModuleType, ...]) -> list[Any]:
+def _owners(num_modules: int) -> list[Any]:
+    """The modules of fastpipe, and their classes, when so many modules are imported."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "fastpipe"]
     classes = [
         value
         for module in modules
