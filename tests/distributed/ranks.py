@@ -205,8 +205,10 @@ def _serve(
         if good and (changed := before.changed(State.now())):
             good, answer = False, "what ran here left behind:\n" + "\n".join(changed)
         pipe.send((good, answer))
-        # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever
-        gc.collect()
+        # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever;
+        # what it closes when it is collected is in cycles of its own
+        while gc.collect():
+            pass
     dist.destroy_process_group()
 
 
