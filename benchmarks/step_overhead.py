@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime.ranks import LocalRanks
-from fastpipe.runtime.steps import Steps
+from fastpipe.runtime.executor import LocalRanks
+from fastpipe.runtime.step import Steps
 
 WIDTH = 4
 PARTS = ("agreement", "preparation", "execution", "report", "result", "rest", "step")

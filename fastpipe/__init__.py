@@ -23,30 +23,28 @@ from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
 
 if TYPE_CHECKING:
-    from fastpipe.runtime.added_losses import AddedLosses, add_loss
-    from fastpipe.runtime.carried import carry
-    from fastpipe.runtime.check_parity import check_parity
     from fastpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
-    from fastpipe.runtime.current import current
     from fastpipe.runtime.grad_scaler import GradScaler
-    from fastpipe.runtime.layer_costs import layer_costs
+    from fastpipe.runtime.model import carry, layer_costs
     from fastpipe.runtime.native import native_status
     from fastpipe.runtime.pipeline import Pipeline, StepResult
-    from fastpipe.runtime.split.split import split
+    from fastpipe.runtime.split import split
+    from fastpipe.runtime.stage import AddedLosses, add_loss, current
+    from fastpipe.testing import check_parity
 
 _LAZY = {
     "GradScaler": "fastpipe.runtime.grad_scaler",
-    "AddedLosses": "fastpipe.runtime.added_losses",
-    "add_loss": "fastpipe.runtime.added_losses",
+    "AddedLosses": "fastpipe.runtime.stage",
+    "add_loss": "fastpipe.runtime.stage",
     "Pipeline": "fastpipe.runtime.pipeline",
     "StepResult": "fastpipe.runtime.pipeline",
-    "current": "fastpipe.runtime.current",
-    "carry": "fastpipe.runtime.carried",
-    "check_parity": "fastpipe.runtime.check_parity",
+    "current": "fastpipe.runtime.stage",
+    "carry": "fastpipe.runtime.model",
+    "check_parity": "fastpipe.testing",
     "save_checkpoint": "fastpipe.runtime.checkpoint",
-    "layer_costs": "fastpipe.runtime.layer_costs",
+    "layer_costs": "fastpipe.runtime.model",
     "load_checkpoint": "fastpipe.runtime.checkpoint",
-    "split": "fastpipe.runtime.split.split",
+    "split": "fastpipe.runtime.split",
     "native_status": "fastpipe.runtime.native",
 }
 """Names that need torch, or look for it: imported when they are first asked for."""

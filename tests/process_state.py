@@ -144,7 +144,7 @@ def _torch_settings() -> dict[str, Any]:
 
 
 def _python_kernels() -> int:
-    weight_grad = sys.modules.get("fastpipe.runtime.weight_grad")
+    weight_grad = sys.modules.get("fastpipe.runtime.stage.weight_grad")
     return len(weight_grad._libraries) if weight_grad else 0
 
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kWatchSlice{50};
 // After a death is seen, in which every process hears of it: what its device has not done by then is given up
-// (fastpipe/runtime/moments.py), and told as the death of that rank. Nobody trusts what comes of a queue that is let
+// (fastpipe/runtime/executor/moments.py), and told as the death of that rank. Nobody trusts what comes of a queue that is let
 // go, as LinkBoard says that it is; this is so that what was there before is known to be good.
 constexpr std::chrono::milliseconds kMourning{250};
 

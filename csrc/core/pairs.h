@@ -41,7 +41,7 @@ class PairClock {
   bool best_ = false;
 };
 
-// Pairs of a forward and a backward that overlap: which way they run; fastpipe/runtime/pairs.py has the same.
+// Pairs of a forward and a backward that overlap: which way they run; fastpipe/runtime/stage/pairs.py has the same.
 enum class PairWay : std::int32_t { kInOrder = 0, kTogether, kMeasured };
 
 struct PairCounts {

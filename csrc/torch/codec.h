@@ -41,7 +41,7 @@ class WordReader {
 [[noreturn]] void refuse_unreadable();
 
 // What announces a message: the look of its tensors, or that there will be none, as numbers. The format is that of
-// fastpipe/runtime/process_group.py, so that ranks with either executor understand each other.
+// fastpipe/runtime/transport/process_group.py, so that ranks with either executor understand each other.
 constexpr std::size_t kHeaderWords = 512;
 using Header = std::array<std::int64_t, kHeaderWords>;
 

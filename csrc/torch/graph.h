@@ -114,7 +114,7 @@ class Moment final : public c10::DebugInfoBase {
   // Of one stage in one step.
   struct Step {
     std::int64_t number = 0;
-    // The microbatches of the stage's last F, last B or I, and last W; fastpipe/runtime/current.py finds them.
+    // The microbatches of the stage's last F, last B or I, and last W; fastpipe/runtime/stage/context.py finds them.
     std::array<std::int32_t, 3> last{};
   };
 

@@ -29,7 +29,7 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 // is no message.
 using Waits = std::shared_ptr<WorkWaits>;
 
-// Where the transfers that two ranks both begin side by side are one operation: fastpipe/runtime/coalesced.py.
+// Where the transfers that two ranks both begin side by side are one operation: fastpipe/runtime/transport/process_group.py.
 struct Coalescing {
   // Which operation a transfer is part of, and whether it is the last that its rank has side by side with it.
   using Turn = std::tuple<std::int64_t, bool>;

@@ -30,7 +30,7 @@ py::object to_python(const std::exception_ptr& error) {
     return py::reinterpret_borrow<py::object>(PyExc_ValueError)(wrong.what());
   } catch (const TransportError& broken) {
     const py::object peer = broken.peer() < 0 ? py::object(py::none()) : py::int_(broken.peer());
-    return py::module_::import("fastpipe.runtime.failure").attr("TransportError")(broken.what(), peer);
+    return py::module_::import("fastpipe.runtime.common").attr("TransportError")(broken.what(), peer);
   } catch (const Error& wrong) {
     return py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(wrong.what());
   } catch (...) {

@@ -1,5 +1,5 @@
 // Torch's default generators while backwards run: which exclude other actions of the process, and which recompute.
-// fastpipe/runtime/random_numbers.py says why, decides, and guards the forwards.
+// fastpipe/runtime/stage/random_numbers.py says why, decides, and guards the forwards.
 #pragma once
 
 #include <ATen/SequenceNumber.h>

@@ -26,7 +26,7 @@ class WorkWaits final {
   WorkWaits() = default;
   WorkWaits(const WorkWaits&) = delete;
   WorkWaits& operator=(const WorkWaits&) = delete;
-  // Not in a forked child, which has no thread to wait for (fastpipe/runtime/forked.py).
+  // Not in a forked child, which has no thread to wait for (fastpipe/runtime/common/guards.py).
   ~WorkWaits();
 
   // From any thread: a rank is gone, or one that is not known; nothing is waited for any more.

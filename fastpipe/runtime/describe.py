@@ -9,15 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 
 from fastpipe.program import Op, Program
-from fastpipe.runtime.modules import state_prefix
+from fastpipe.runtime.data_parallel import unwrapped
+from fastpipe.runtime.model import NONE, Tie, state_prefix
 from fastpipe.runtime.native import native_status
-from fastpipe.runtime.pairs import IN_ORDER, PairCounts, PairPolicy
-from fastpipe.runtime.random_numbers import RngUsage, describe_random
-from fastpipe.runtime.recompute import NONE
-from fastpipe.runtime.shared_weight import Tie
-from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.stage import IN_ORDER, PairCounts, PairPolicy, RngUsage, Stage, describe_random
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.wrappers import unwrapped
 from fastpipe.schedule import Schedule
 
 

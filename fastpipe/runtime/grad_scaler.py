@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fastpipe.runtime.control import Reply
+from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.pipeline import Pipeline
 
 
@@ -74,7 +74,7 @@ class GradScaler(torch.amp.GradScaler):
             found.update(super(GradScaler, self)._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
             return {"found": any(bool(flag) for flag in found.values()), "inverse": float(inv_scale)}
 
-        replies = self._steps.meet("GradScaler", unscale)
+        replies = self._steps.all_gather("GradScaler", unscale)
         inverses = [reply["inverse"] for reply in replies]
         if not all(math.isclose(inverse, inverses[0]) for inverse in inverses):
             listed = ", ".join(f"{1 / inverse:g} on rank {rank}" for rank, inverse in enumerate(inverses))

@@ -6,6 +6,8 @@ is loaded. Nothing here raises because of a missing or broken library, and torch
 fits: without torch, ``native_status()`` still answers.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import importlib

@@ -2,84 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from fastpipe._version import __version__
-from fastpipe.runtime import native
-from fastpipe.runtime.agreement import Postponed, agreeing, building
+from fastpipe.cost import CostModel
+from fastpipe.placement import is_whole
+from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime.arguments import (
-    alike_text,
-    asked_transport,
-    check_arguments,
-    check_loss_parameters,
-    check_transport,
-    checked_timeout,
-    find_num_microbatches,
-    find_num_ranks,
+    Arguments,
+    BatchArguments,
+    ExecutionArguments,
+    ModelArguments,
+    ScheduleArguments,
 )
-from fastpipe.runtime.between import between_processes
-from fastpipe.runtime.carried import names_message, tell_later
-from fastpipe.runtime.clip import GradNorms
-from fastpipe.runtime.control import Alone, Control, Reply
-from fastpipe.runtime.current import Around, checked_contexts
-from fastpipe.runtime.cuts import MEASURED, costs_here, cut_by, cut_text, layer_counts
+from fastpipe.runtime.common import ForkGuard
+from fastpipe.runtime.construction import (
+    LocalStages,
+    agree_on_stages,
+    build_stages,
+    connect,
+    find_world,
+    make_engine,
+    plan_build,
+)
+from fastpipe.runtime.coordination import Control, building
+from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.describe import describe, pairs_text
-from fastpipe.runtime.devices import wants_streams
-from fastpipe.runtime.executor import executor_class
-from fastpipe.runtime.forked import Home
-from fastpipe.runtime.grad_dtype import set_grad_dtype
-from fastpipe.runtime.group import crowd, membership
-from fastpipe.runtime.known_plans import KnownPlans
-from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.microbatch import Rules, check_split_and_merge
-from fastpipe.runtime.mixed import Mixed
-from fastpipe.runtime.modules import (
-    Stages,
-    build_modules,
-    check_device,
-    find_device,
-    find_ties,
-    prefixes_message,
-    prefixes_of,
+from fastpipe.runtime.executor import LocalRanks
+from fastpipe.runtime.model import NONE, Named, Policy, Stages, first_names, named_parameters, state_prefix
+from fastpipe.runtime.stage import ContextFactory
+from fastpipe.runtime.step import (
+    GradNorms,
+    MetricRules,
+    Programs,
+    Request,
+    Rules,
+    StepResult,
+    clip_grad_norm,
+    gather,
 )
-from fastpipe.runtime.pairs import IN_ORDER, pair_policy
-from fastpipe.runtime.plans import Plans, options_with_stages
-from fastpipe.runtime.process_group import ProcessGroups
-from fastpipe.runtime.processes import Processes
-from fastpipe.runtime.random_numbers import PER_MICROBATCH, RandomNumbers
-from fastpipe.runtime.ranks import LocalRanks
-from fastpipe.runtime.recompute import NONE, Policy, way_of
-from fastpipe.runtime.recorded_ranks import RecordedRanks
-from fastpipe.runtime.recording import why_not
-from fastpipe.runtime.replannable import Replannable
-from fastpipe.runtime.replicas import Replicas, make_replicas, modules_by_rank
-from fastpipe.runtime.reports import MetricRules
-from fastpipe.runtime.result import StepResult
-from fastpipe.runtime.shared_memory import SharedMemory
-from fastpipe.runtime.shared_weight import check_alike, kinds_of_ties
-from fastpipe.runtime.stage import Stage
-from fastpipe.runtime.steps import Settings, Steps
-from fastpipe.runtime.tied import between_ranks, make_tied, named_as_held, share
-from fastpipe.runtime.torch_stages import from_torch, group_of
-from fastpipe.runtime.training import Trains
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.twins import own_modules
-from fastpipe.runtime.wrappers import check_not_sharded, check_parallel, find_data_parallel, replicate
+from fastpipe.runtime.tune import Measured, profile, replanning
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
 __all__ = ["Pipeline", "StepResult"]
 
 
-class Pipeline(Trains, Replannable):
+class Pipeline:
     """A model cut into stages, and the schedule that trains it.
 
     The same script runs alone (the ranks are threads), and as one process a rank under torchrun; it needs no
@@ -129,7 +106,7 @@ class Pipeline(Trains, Replannable):
             ``"cuda_ipc"``: processes of one host copy from GPU to GPU by copy engines; experimental, and never chosen.
             ``"process_group_coalesced"``: sends and receives between two ranks that are due at one time are one
             operation (NCCL). The variable FASTPIPE_TRANSPORT says what "auto" means for several processes; set it
-            alike for all. Or a `fastpipe.runtime.transport.Transport`.
+            alike for all. Or a `fastpipe.runtime.transport.transport.Transport`.
         stage_to_rank: the rank of every stage, where it is not the schedule's own.
         recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`. A transport that
             coalesces has its own rule.
@@ -150,6 +127,15 @@ class Pipeline(Trains, Replannable):
         backward_context: the same around every B, I and W.
         cuda_graph: steps are recorded once for each look of their inputs, as a CUDA graph, and replayed; where that
             cannot be they run as ever, and `describe` says why. docs/training.md says what it changes.
+
+    Attributes:
+        schedule: what runs.
+        num_ranks: the number of ranks.
+        num_microbatches: into how many microbatches a batch is cut.
+        stage_modules: the modules of this process's stages, by index.
+        transport: how the ranks exchange tensors.
+        device: what is computed on.
+        loss_fn, grad_dtype: as given.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what to set instead.
@@ -183,220 +169,416 @@ class Pipeline(Trains, Replannable):
         tied: Sequence[Sequence[str]] | None = None,
         overlap: str = "auto",
         recompute: Policy = NONE,
-        forward_context: Around | None = None,
-        backward_context: Around | None = None,
+        forward_context: ContextFactory | None = None,
+        backward_context: ContextFactory | None = None,
         grad_dtype: torch.dtype | None = None,
         fused_weight_grad: bool = False,
         cuda_graph: bool = False,
     ) -> None:
-        postponed = Postponed()
-        timeout = postponed.value(lambda: checked_timeout(timeout), 600.0)
-        self.device = postponed.value(lambda: find_device(stages, device), torch.device("cpu"))
-        self._member = membership(group_of(stages) if group is None else group, self.device, timeout)
-        self.loss_fn = loss_fn
-        self._partition = partition
-        self._recompute, self.grad_dtype, self._fused_weight_grad = recompute, grad_dtype, fused_weight_grad
-        self._unit = MEASURED.get(partition, "") if isinstance(partition, str) else ""
-        self._also_alike = alike_text(transport, loss_reduction, grad_dtype)
-        self._seed = torch.initial_seed() if rng == PER_MICROBATCH else None
-        merge_rules: Rules = None if isinstance(merge, bool) else merge
-        settings = Settings(loss_fn, loss_reduction, split, merge_rules, merge is not False, metrics, self.device)
-        store = self._member.store() if self._member.size > 1 else None
-        self._crowd = crowd(timeout)
-        self._control = self._make_control(store, timeout)
-        with building(self._control) as undo:
-            with agreeing(self._control, self._plan_message, self._adopt_plan):
-                postponed.refuse()
-                switches = (fused_weight_grad, cuda_graph)
-                check_arguments(loss_fn, loss_reduction, metrics, rng, overlap, recompute, grad_dtype, *switches)
-                check_split_and_merge(split, merge_rules)
-                self._contexts = checked_contexts(forward_context, backward_context)
-                self.num_ranks = find_num_ranks(num_ranks, schedule, self._member.size)
-                self._crowd.join(self.num_ranks if self._member.size == 1 else 1)
-                lanes = check_transport(transport, self.num_ranks, self._member.size, executor)
-                options = options_with_stages(schedule, schedule_options, stages_per_rank)
-                plans = Plans(schedule, self.num_ranks, options, stage_to_rank, lanes, recv_lookahead)
-                self._settle(plans, find_num_microbatches(num_microbatches, schedule))
-                check_loss_parameters(loss_fn, self.schedule)
-                self._costs = costs_here(stages, partition, example, self._member.rank)
-            with agreeing(self._control, self._setup_message, self._adopt, part="stages"):
-                self._partition = cut_by(partition, self._costs, self.schedule.num_stages)
-                modules = self._build_stages(stages, self._partition, tied, data_parallel)
-                self._executor = executor_class(executor, self.device)
-            self.transport = self._make_transport(transport, timeout)
+        arguments = Arguments(
+            ModelArguments(
+                stages, partition, example, tied, recompute, grad_dtype, fused_weight_grad, data_parallel, device
+            ),
+            ScheduleArguments(
+                schedule, num_microbatches, num_ranks, stages_per_rank, schedule_options, stage_to_rank, recv_lookahead
+            ),
+            BatchArguments(loss_fn, loss_reduction, metrics, split, merge, rng),
+            ExecutionArguments(
+                executor, transport, timeout, group, overlap, forward_context, backward_context, cuda_graph
+            ),
+        )
+        world = find_world(arguments)
+        with building(world.control) as undo:
+            plan = plan_build(arguments, world)
+            model, local, made_by = agree_on_stages(arguments, plan, world)
+            self.transport = connect(arguments, world, made_by)
             undo.append(self.transport.leave)
-            self._settings, self._timeout, self._overlap, self._cuda_graph = settings, timeout, overlap, cuda_graph
+            self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
+            self.num_ranks = plan.num_ranks
+            self._arguments, self._world, self._build, self._executor = arguments, world, plan, made_by
             self._reduces, self._grad_norms = True, GradNorms()
-            self._join(modules)
+            self._start(model, local, plan.programs, plan.num_microbatches)
         logger.info("%s", self.describe())
 
-    def _settle(self, plans: Plans, num_microbatches: int) -> None:
-        """Make the schedule, and prove its program, for so many microbatches."""
-        self._plans, self.num_microbatches = plans, num_microbatches
-        self.schedule = plans.schedule(num_microbatches)
-        plans.program(num_microbatches, forward_only=False)
-
-    def _join(self, modules: dict[int, dict[int, nn.Module]]) -> None:
-        """Make of modules, programs and a transport what runs steps."""
-        streams = wants_streams(self.device, self._overlap, self._stages_by_rank.values())
-        cores = len(os.sched_getaffinity(0))
-        self._pair_policy = pair_policy(self._overlap, self._crowd.count(), cores, self.device, streams)
-        random = self._make_random()
-        exchange = self.transport.exchange if isinstance(self.transport, ProcessGroups | SharedMemory | Mixed) else None
-        placement = self.schedule.placement
-
-        def copies() -> Replicas:
-            return make_replicas(placement, modules, exchange)
-
-        if exchange is not None and between_ranks(self._ties, placement):
-            self.transport.prepare_exchange()
-        replicas = make_tied(self._ties, self.stage_modules, placement, self._member.rank, exchange, copies)
-        self._graph_refusal = why_not(self.device, self._stages_by_rank, self.transport, replicas)
-        if self._cuda_graph and self._graph_refusal:
-            logger.warning("cuda_graph: %s; steps run as ever", self._graph_refusal)
-        ranks = (RecordedRanks if self._cuda_graph and not self._graph_refusal else LocalRanks)(
-            self._stages_by_rank,
-            self._executor,
+    def _start(self, model: ModelArguments, local: LocalStages, programs: Programs, num_microbatches: int) -> None:
+        """Run these stages by these programs from now on."""
+        engine = make_engine(
+            self._arguments,
+            programs,
+            num_microbatches,
+            self._build.seed,
+            local,
+            self._world,
             self.transport,
-            self._timeout,
-            self._control.publish,
-            self._pair_policy.way,
-            self.device,
-            streams,
+            self._executor,
         )
-        has_backward = self._plans.has_backward(self.num_microbatches)
-        self._steps = Steps(
-            self._settings, self._plans, ranks, self._control, replicas, random, forward_only=not has_backward
+        self._model, self._local, self._engine = model, local, engine
+        self._steps, self._stages, self._ties = engine.steps, local.stages, local.ties
+        self.stage_modules = local.modules
+        self._follow(programs, num_microbatches)
+        self._finalizer = weakref.finalize(self, _close, self._world.control, engine.steps.ranks, ForkGuard())
+
+    def _follow(self, programs: Programs, num_microbatches: int) -> None:
+        self._programs, self.num_microbatches = programs, num_microbatches
+        self.schedule = programs.schedule(num_microbatches)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        output_grad: Any = None,
+        num_microbatches: int | None = None,
+        trace: bool = False,
+        gather_outputs: bool = False,
+        index: int | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Forward and backward of one batch; adds to ``.grad``. Called on every rank alike.
+
+        Args:
+            args: the model's inputs: whole batches (cut by ``split``), lists of microbatches, or iterators, which are
+                consumed only where they are needed.
+            target: the loss function's second argument, in the same forms.
+            output_grad: gradients of the outputs, in the same forms, instead of a loss.
+            num_microbatches: for this step, if not the pipeline's.
+            trace: gather the times of all ranks into ``result.timeline``.
+            gather_outputs: whether every rank gets the outputs, and not only those with the last stage.
+            index: the number of the batch, counted as you like. Ranks whose numbers differ raise; without it they find
+                out only where they were given the same argument.
+            kwargs: keyword arguments, given to every stage whose forward names them.
+
+        Raises:
+            ValueError: for wrong input, naming it; on the other ranks StepError.
+            StepError: when the step failed on another rank. Where it failed, what was raised there comes through.
+        """
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        request = Request(
+            args,
+            kwargs,
+            target,
+            output_grad,
+            count,
+            training=not self._steps.forward_only,
+            reduces=self._reduces,
+            gathers_outputs=gather_outputs,
+            index=index,
         )
-        # not all ranks need all others until here, and nobody is to wait in a step for one that has no pipeline
-        self._control.exchange("joining", {})
-        self._finalizer = weakref.finalize(self, _close, self._control, ranks, Home())
+        if self._steps.forward_only and output_grad is not None:
+            if not self._programs.has_backward(self.num_microbatches):
+                raise ValueError(f"output_grad: {self.schedule.name} has no backward; leave it out")
+            request = replace(request, training=True)
+        return self._run(request, trace)
 
-    def _plan_message(self) -> Reply:
-        """What must be the same on every rank before there are stages; what rank 0 says by which they are cut."""
-        plan = f"{self.schedule.name} {dict(self.schedule.options)}, {self.num_microbatches} microbatches"
-        plan += f", cut by {self._unit}" if self._unit else ""
-        plan += self._also_alike
-        if self._member.size > 1:
-            program = self._plans.program(self.num_microbatches, forward_only=False)
-            plan += f", recv_lookahead {self._plans.recv_lookahead}, stages on ranks {program.placement.routes}"
-            plan += f", program {program.digest()}, fastpipe {__version__}"
-        return {"plan": plan, "seed": self._seed, "costs": self._costs}
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context steps add to the gradients of this replica alone: nothing is reduced over the replicas.
 
-    def _adopt_plan(self, replies: Sequence[Reply]) -> None:
-        self._costs = replies[0]["costs"]
+        As `DistributedDataParallel.no_sync`, for several steps an optimizer's step. The first step outside averages
+        what all of them added.
 
-    def _setup_message(self) -> Reply:
-        """What must be the same on every rank, and what all need to know."""
-        apart = [list(tie.names) for tie in self._ties if between_ranks([tie], self.schedule.placement)]
-        plan = self._plan_message()["plan"]
-        plan += f", tied {apart}" if apart else ""
-        plan += f", {self._cut.partition(';')[0]}" if self._cut else ""
-        parallel = any(stage.parallel is not None for stage in self._stages)
-        kinds = kinds_of_ties(self._ties, self.stage_modules)
-        names, prefixes = names_message(self._stages), prefixes_message(self.stage_modules)
-        common = {"plan": plan, "seed": self._seed, "parallel": parallel}
-        return {**common, "tied": kinds, "names": names, "prefixes": prefixes}
+        Raises:
+            ValueError: where the schedule holds every stage twice and the stages have replicas.
+        """
+        if self._programs.parallel and self.schedule.placement.num_routes > 1:
+            raise ValueError(
+                f"no_sync: {self.schedule.name} holds every stage twice, and a step's gradients are summed over the "
+                "holders apart from those of earlier steps; let every step reduce, or use a schedule with one route"
+            )
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
 
-    def _adopt(self, replies: Sequence[Reply]) -> None:
-        """Take in what all said."""
-        check_alike([reply["tied"] for reply in replies])
-        self._ties = named_as_held(self._ties, prefixes_of(reply["prefixes"] for reply in replies))
-        self._plans.parallel = any(reply["parallel"] for reply in replies)
-        tell_later(self._stages, [reply["names"] for reply in replies])
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that the norm of all of them together is at most ``max_norm``.
 
-    def _make_transport(self, transport: str | Transport, timeout: float) -> Transport:
-        if isinstance(transport, Transport):
-            return transport
-        if self._member.size == 1:
-            return Loopback()
-        choice = asked_transport(transport)
-        member = replace(self._member, lost=self._control.lost)
-        exchange, by_python = self._control.exchange, self._executor.__name__ == "PythonExecutor"
-        return between_processes(choice, exchange, member, self.device, timeout, self._crowd.count(), by_python)
+        What `torch.nn.utils.clip_grad_norm_` does to the unsplit model, and on a CPU the same to the last bit. Called
+        on every rank alike, between `step` and the optimizer. A stage that two ranks hold counts once, and so does a
+        gradient that FSDP spread over processes (that one to rounding only).
 
-    def _build_stages(
-        self, stages: Stages, partition: Any, tied: Any, data_parallel: Any
-    ) -> dict[int, dict[int, nn.Module]]:
-        """The local stages; their modules by rank."""
-        placement = self.schedule.placement
-        stages, tied = from_torch(stages, placement.num_stages, tied)
-        alone = self._member.size == 1
-        ranks = list(range(self.num_ranks)) if alone else [self._member.rank]
-        local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
-        self._cut = cut_text(stages, placement.num_stages, partition, self._unit, self._costs)
-        self._layer_counts = layer_counts(stages, placement.num_stages, partition)
-        self._declared_ties = tied
-        self._layers = stages if alone and self._layer_counts is not None else None
-        self.stage_modules = own_modules(build_modules(stages, placement.num_stages, local, partition))
-        check_device(self.stage_modules, self.device)
-        self._ties = find_ties(stages, self.stage_modules, placement.num_stages, partition, tied)
-        share(self._ties, self.stage_modules)
-        if data_parallel is not None:
-            self.stage_modules = replicate(self.stage_modules, data_parallel)
-        for stage, module in self.stage_modules.items():
-            parallel = find_data_parallel(module, stage)
-            check_parallel(stage, parallel, len(ranks), placement.num_routes)
-        modules = modules_by_rank(placement, ranks, self.stage_modules)
-        self._stages_by_rank = {
-            rank: {stage: self._stage(stage, module, placement.num_stages) for stage, module in held.items()}
-            for rank, held in modules.items()
-        }
-        self._stages = [stage for held in self._stages_by_rank.values() for stage in held.values()]
-        for made in self._stages:
-            made.bare = data_parallel is not None and made.parallel is None
-        if alone:
-            self._ties = named_as_held(self._ties, prefixes_of([prefixes_message(self.stage_modules)]))
-            tell_later(self._stages, [names_message(self._stages)])
-        return modules
+        Args:
+            max_norm: at least 0; ``float("inf")`` only measures.
+            norm_type: the p of the p-norm, or ``"inf"``.
+            error_if_nonfinite: whether a norm that is infinite or NaN is an error. Otherwise a warning is logged,
+                which names the gradients, and they are scaled by that norm. (With a `fastpipe.GradScaler`, which skips
+                such steps, it is logged as information.)
 
-    def _stage(self, index: int, module: nn.Module, num_stages: int) -> Stage:
-        recompute = way_of(self._recompute, index, module)
-        stage = Stage(index, module, num_stages, self.loss_fn, recompute, self._contexts)
-        if self.device.type != "cpu":
-            stage.plans = KnownPlans(index, self.device)
-        stage.fused_weight_grad, stage.grad_dtype = self._fused_weight_grad, self.grad_dtype
-        if self.grad_dtype is not None:
-            check_not_sharded(index, stage.parallel, self.grad_dtype)
-            set_grad_dtype(module, self.grad_dtype)
-        return stage
+        Returns:
+            The norm before clipping, the same on every rank.
 
-    def _make_random(self) -> RandomNumbers:
-        threads = len(self._stages_by_rank) > 1
-        pairs = self._pair_policy.way != IN_ORDER
-        runtime = native.load() if self._executor.__name__ == "NativeExecutor" else None
-        return RandomNumbers(self.device, seed=self._seed, threads=threads, pairs=pairs, runtime=runtime)
+        Raises:
+            StepError: for such a norm, naming parameter, stage and rank; gradients are left as they were. Or when
+                another rank could not take part.
+            ValueError: for a wrong argument, or one that is not the same on every rank.
+        """
+        named = self._named_parameters()
+        return clip_grad_norm(
+            self._steps, self._grad_norms, named, self.device, max_norm, norm_type, error_if_nonfinite
+        )
 
-    def _make_control(self, store: Any, timeout: float) -> Control:
-        if store is None:
-            return Alone()
-        member = self._member
-        return Processes(store, member.rank, member.size, timeout, self._crowd, member.identity)
+    def eval_step(
+        self,
+        *args: Any,
+        target: Any = None,
+        num_microbatches: int | None = None,
+        trace: bool = False,
+        gather_outputs: bool = False,
+        index: int | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Forward alone, without gradients; the loss too when a target is given. Arguments as for `step`.
+
+        Nothing is kept, and no gradient is touched, so it may come between a step and its optimizer. Whether dropout
+        and BatchNorm train is the modules' own affair: see `eval` and `train`.
+        """
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        request = Request(
+            args, kwargs, target, None, count, training=False, gathers_outputs=gather_outputs, index=index
+        )
+        return self._run(request, trace)
+
+    def _run(self, request: Request, trace: bool) -> StepResult:
+        if request.gathers_outputs and self._arguments.batch.merge is False:
+            raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
+        result = self._steps.run(self._with_target(request), bool(trace))
+        if request.gathers_outputs:
+            result.found = gather(self._steps, self._world.member, self.device, result.found)
+        return result
+
+    def _with_target(self, request: Request) -> Request:
+        """A loss of a model that takes its target by a name finds it among the keyword arguments."""
+        name = getattr(self.loss_fn, "target_name", "")
+        if request.target is not None or name not in request.kwargs:
+            return request
+        kwargs = {other: value for other, value in request.kwargs.items() if other != name}
+        return replace(request, target=request.kwargs[name], kwargs=kwargs)
+
+    @property
+    def step_count(self) -> int:
+        """How many training steps there were; `rng="per_microbatch"` draws from it, so set it when training resumes."""
+        return self._steps.random.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        if not is_whole(count) or count >= 2**63:
+            raise ValueError(f"step_count = {count!r}: give a whole number of steps, 0 or more, the same on every rank")
+        self._steps.random.step_count = int(count)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the pipeline; 0 when all ranks are here."""
+        return self._world.member.rank
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return int(self.schedule.num_stages)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first stage."""
+        return any(stage.is_first for stage in self._stages)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the last stage."""
+        return any(stage.is_last for stage in self._stages)
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether `step` uses its positional arguments here."""
+        return self.is_first
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether `step` uses its target, or output gradient, here."""
+        return self.is_last
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this process's stages."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names in the whole model; a tied weight once, under its first name."""
+        for named in self._named_parameters():
+            yield named.name, named.parameter
+
+    def _named_parameters(self) -> list[Named]:
+        return list(named_parameters(self.stage_modules, first_names(self._ties)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this process's stages, under the keys of the whole model."""
+        state: dict[str, Any] = {}
+        for stage, module in sorted(self.stage_modules.items()):
+            own = unwrapped(module)
+            state.update(own.state_dict(prefix=state_prefix(own, stage)))
+        for tie in self._ties:
+            # of tied shards the first is the one that is trained
+            first, *others = [name for name in tie.names if name in state] or [""]
+            state.update({name: state[first] for name in others})
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the local part of a state under the keys of the whole model.
+
+        Raises:
+            KeyError: for a key that is missing; where all stages are here, also for one that no stage has.
+            TypeError: for what is no state.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state is a {type(state).__name__}: give what state_dict() of the model returns")
+        taken: set[str] = set()
+        for stage, wrapped in self.stage_modules.items():
+            module = unwrapped(wrapped)
+            prefix = state_prefix(module, stage)
+            own = module.state_dict()
+            missing = [prefix + key for key in own if prefix + key not in state]
+            if missing:
+                raise KeyError(f"the state has no {missing[0]!r}, which stage {stage} needs; its keys are the model's")
+            module.load_state_dict({key: state[prefix + key] for key in own})
+            taken.update(prefix + key for key in own)
+        left = [key for key in state if key not in taken]
+        if left and len(self.stage_modules) == self.schedule.num_stages:
+            raise KeyError(f"the state has {left[0]!r}, which is of no stage: is it of another model?")
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the local stages into training mode, or out of it."""
+        for module in self.stage_modules.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the local stages into evaluation mode."""
+        return self.train(False)
+
+    def profile(self, *args: Any, target: Any = None, num_steps: int = 3, **kwargs: Any) -> CostModel:
+        """Measure what the stages cost with one batch: what `fastpipe.plan` asks for. Called on every rank alike.
+
+        Seconds are medians over `num_steps` traced steps, after one to warm up. A pass without backward then meters
+        what stages hold and hand on, in bytes. Where the schedule runs whole backwards, I and W share B's time in the
+        proportion that this pass finds. Latency and bandwidth are told apart where messages differ in size; otherwise
+        all of a transfer is latency. Gradients, buffers, torch's generators and `step_count` are left as they were.
+
+        Args:
+            args: as for `step`, but no iterators.
+            target: as for `step`.
+            num_steps: how many steps are traced.
+            kwargs: as for `step`.
+
+        Returns:
+            The same on every rank.
+        """
+        return self._measured(args, target, kwargs, num_steps, by_layer=False).stage_costs()
+
+    def profile_layers(self, *args: Any, target: Any = None, num_steps: int = 3, **kwargs: Any) -> LayerCosts:
+        """The same by layer, so that a plan may cut the model otherwise; for pipelines made from a list of layers.
+
+        Layers share the seconds of their stage in the proportion in which they take time by themselves. Bytes of
+        parameters are those of weights and gradients: what the optimizer keeps is for the caller to add.
+        """
+        return self._measured(args, target, kwargs, num_steps, by_layer=True).layer_costs()
+
+    def _measured(
+        self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any], num_steps: int, *, by_layer: bool
+    ) -> Measured:
+        def call(training: bool, trace: bool) -> StepResult:
+            run = self.step if training else self.eval_step
+            return run(*args, target=target, trace=trace, **kwargs)
+
+        inputs = (*args, target, *kwargs.values())
+        count = int(kwargs.get("num_microbatches") or self.num_microbatches)
+        modules, parameters = self.stage_modules.values(), list(self.parameters())
+        return profile(
+            self._steps,
+            call,
+            modules,
+            parameters,
+            inputs=inputs,
+            num_steps=num_steps,
+            by_layer=by_layer,
+            num_microbatches=count,
+        )
+
+    def replan(self, plan: Plan | Schedule | None = None) -> None:
+        """Train on by another plan, from the next step on. Called on every rank alike, between steps.
+
+        A plan for the same stages on the same ranks changes the order of the work and nothing else. Where all ranks
+        are threads of this process it may also cut the layers otherwise, put stages elsewhere or have other ones
+        recompute: parameters, optimizers and checkpoints do not notice. Loss and gradients are those of the new
+        schedule.
+
+        Args:
+            plan: what `fastpipe.plan` returned, or a schedule. Only rank 0 has to give one; a rank that gives another
+                one is refused.
+
+        Raises:
+            ValueError: for a plan that does not fit this pipeline, or moves layers where they cannot move; it says how
+                to go on. The pipeline is then as it was.
+        """
+        agreed = replanning.agree(self._steps, plan, self.rank)
+        schedule, counts = agreed.schedule, agreed.counts
+        present = self._local.layer_counts
+        replanning.check_fits(schedule, counts, self.schedule, present)
+        programs = replanning.successor(self._programs, schedule, self.num_ranks)
+        moves = schedule.placement.routes != self.schedule.placement.routes
+        if moves or counts not in (None, present) or not agreed.keeps:
+            reason = replanning.why_it_stays(self._stages, self._world.member.size)
+            if reason is not None:
+                raise replanning.refusal(reason)
+            recompute = self._model.recompute if agreed.keeps else agreed.recompute
+            self._rebuild(
+                programs, schedule, replace(self._model, recompute=recompute, partition=counts or present or "layers")
+            )
+        else:
+            self._follow(programs, schedule.num_microbatches)
+            self._steps.follow(programs, forward_only=not programs.has_backward(schedule.num_microbatches))
+        logger.info("%s", self.describe())
+
+    def _rebuild(self, programs: Programs, schedule: Schedule, model: ModelArguments) -> None:
+        """The same layers as other stages on the ranks of this process."""
+        present = self._local
+        pieces = dict(self.stage_modules) if present.layers is None else present.layers
+        model = replace(model, stages=pieces, tied=present.declared_ties)
+        step_count = self._steps.random.step_count
+        self._finalizer.detach()
+        self._steps.ranks.retire()
+        local = build_stages(replace(model, data_parallel=None), self.loss_fn, schedule, self._build, self._world)
+        self._start(model, local, programs, schedule.num_microbatches)
+        self._steps.random.step_count = step_count
 
     def describe(self) -> str:
         """What runs here and how, in a few lines."""
-        program = self._plans.program(self.num_microbatches, forward_only=False)
-        ranks = {rank: list(stages) for rank, stages in self._stages_by_rank.items()}
-        name = self._executor.__name__
-        with self._steps.replicas.in_place():
-            text = describe(
-                self.schedule, program, ranks, name, self.transport, self._stages, self._seed, self._ties, self._cut
-            )
-        if self._control.remark:
-            text += f"\ncontrol     {self._control.remark}"
-        if self._cuda_graph:
-            text += f"\ncuda graph  {self._steps.ranks.recording_text() or 'no: ' + self._graph_refusal}"
-        counts = self._steps.ranks.pair_counts()
-        if not self._plans.has_pairs(self.num_microbatches) and not counts.total:
+        steps, engine = self._steps, self._engine
+        program = self._programs.program(self.num_microbatches, forward_only=False)
+        ranks = {rank: list(stages) for rank, stages in self._local.by_rank.items()}
+        name, seed, cut = self._executor.__name__, self._build.seed, self._local.cut
+        with steps.replicas.in_place():
+            text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
+        if self._world.control.remark:
+            text += f"\ncontrol     {self._world.control.remark}"
+        if self._arguments.execution.cuda_graph:
+            text += f"\ncuda graph  {steps.ranks.recording_text() or 'no: ' + engine.graph_refusal}"
+        counts = steps.ranks.pair_counts()
+        if not self._programs.has_pairs(self.num_microbatches) and not counts.total:
             return text
-        usage = self._steps.random.in_pairs()
-        return f"{text}\npairs       {pairs_text(self._pair_policy, program, self._stages_by_rank, counts, usage)}"
+        usage = steps.random.in_pairs()
+        return f"{text}\npairs       {pairs_text(engine.pair_policy, program, self._local.by_rank, counts, usage)}"
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Pipeline cannot be copied or pickled, since it has threads and connections: copy or pickle its layers "
+            "or its state_dict(), or use fastpipe.save_checkpoint"
+        )
 
-def _close(control: Control, ranks: LocalRanks, home: Home) -> None:
+
+def _close(control: Control, ranks: LocalRanks, home: ForkGuard) -> None:
     if home.here:
         control.close()
         ranks.close()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, Schedule
 from fastpipe.partition import partition
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from fastpipe.runtime.failure import MAX_TEXT, cause_text, first_line
+from fastpipe.runtime.common.failure import MAX_TEXT, cause_text, first_line
 from fastpipe.testing import Fault
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
 from tests.patience import PATIENCE

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime.tensors import bytes_of
+from fastpipe.runtime.common.tensors import bytes_of
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import train_and_compare

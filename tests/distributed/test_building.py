@@ -13,9 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime import group, own_groups, pipeline
-from fastpipe.runtime.board import Board
-from fastpipe.runtime.host import Neighbours, identify
+from fastpipe.runtime import construction, pipeline
+from fastpipe.runtime.arguments import Arguments
+from fastpipe.runtime.coordination.gather import SharedMemoryGather
+from fastpipe.runtime.coordination.host import LocalPeers, identify
+from fastpipe.runtime.transport import groups as group
+from fastpipe.runtime.transport import groups as own_groups
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
@@ -29,13 +32,13 @@ TIMEOUT = PATIENCE / 3
 
 # A name, and what is called at that moment: the victim goes no further than that.
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "began": (pipeline, "check_arguments"),
-    "told who it is": (Neighbours, "meet"),
-    "connecting": (Board, "connect"),
-    "agreed on the plan": (Pipeline, "_adopt_plan"),
-    "agreed on the stages": (Pipeline, "_adopt"),
+    "began": (Arguments, "check"),
+    "told who it is": (LocalPeers, "meet"),
+    "connecting": (SharedMemoryGather, "connect"),
+    "agreed on the plan": (pipeline, "agree_on_stages"),
+    "agreed on the stages": (construction, "check_alike"),
     "making groups": (own_groups, "make_group"),
-    "joining": (pipeline, "make_replicas"),
+    "joining": (construction, "make_copies"),
 }
 
 
@@ -217,25 +220,25 @@ def test_what_all_do_wrong_is_everybodys_own_error(group_of: Callable[[int], Ran
 
 
 def test_another_process_with_a_number_that_was_free_again() -> None:
-    neighbours = Neighbours()
+    local_peers = LocalPeers()
     try:
         mine = identify()
-        neighbours.watch(1, mine)
-        neighbours.watch(2, mine | {"started": "1"})
-        neighbours.watch(3, mine | {"host": "elsewhere", "started": "1"})
-        assert neighbours.ended() == {2} and set(neighbours.processes) == {1}
+        local_peers.watch(1, mine)
+        local_peers.watch(2, mine | {"started": "1"})
+        local_peers.watch(3, mine | {"host": "elsewhere", "started": "1"})
+        assert local_peers.ended() == {2} and set(local_peers.processes) == {1}
     finally:
-        neighbours.close()
+        local_peers.close()
 
 
 def test_who_parts_is_heard_whatever_is_rung_before_and_by_whom() -> None:
-    one, other = Neighbours(), Neighbours()
+    one, other = LocalPeers(), LocalPeers()
     try:
         assert other.meet(1, [one.identity(), other.identity()]) == [0]
         for _ in range(100):
             other.ring()
         one.quiet()
-        other._send((one.bell.getsockname(), "guessed"), "3 4")
+        other._send((one.wakeup.getsockname(), "guessed"), "3 4")
         other.part(1, 12)
         one.quiet()
         assert one.parted == {1: 12}
@@ -246,14 +249,14 @@ def test_who_parts_is_heard_whatever_is_rung_before_and_by_whom() -> None:
 
 def test_no_process_is_taken_for_ended_because_its_age_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mount of /proc may hide other users' processes."""
-    neighbours = Neighbours()
+    local_peers = LocalPeers()
     mine = identify()
-    monkeypatch.setattr("fastpipe.runtime.host._started", lambda pid: "")
+    monkeypatch.setattr("fastpipe.runtime.coordination.host._started", lambda pid: "")
     try:
-        neighbours.watch(1, mine)
-        assert not neighbours.ended()
+        local_peers.watch(1, mine)
+        assert not local_peers.ended()
     finally:
-        neighbours.close()
+        local_peers.close()
 
 
 def tell_nobody() -> bool:

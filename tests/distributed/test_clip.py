@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fastpipe.runtime.clip import Held, norms_of
+from fastpipe.runtime.step.clip import Held, norms_of
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
 from tests.runtime.models import CASES
 from tests.runtime.test_clip import assert_clipped_alike, gathered

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastpipe.runtime.failure import Failure, LostError
-from fastpipe.runtime.group import crowd, membership
-from fastpipe.runtime.processes import Processes
+from fastpipe.runtime.common.failure import Failure, LostError
+from fastpipe.runtime.coordination.processes import Processes
+from fastpipe.runtime.transport.groups import membership, ranks_per_host
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
@@ -35,15 +35,15 @@ def way(request: pytest.FixtureRequest) -> str:
 def control(way: str, timeout: float = 20.0, *, bells: bool = True) -> Iterator[Processes]:
     """This process's, connected to the others."""
     member = membership(None, torch.device("cpu"))
-    made = Processes(member.store(), member.rank, member.size, timeout, crowd())
+    made = Processes(member.store(), member.rank, member.size, timeout, ranks_per_host())
     if way == "store":
-        made._board.offer = lambda: {"no_board": "a test"}  # type: ignore[method-assign]
+        made._shared_gather.offer = lambda: {"no_board": "a test"}  # type: ignore[method-assign]
     if not bells and "FASTPIPE_HOST" not in os.environ:
         made._neighbours.identity = lambda: {"host": "", "pid": 0, "can_watch": True}  # type: ignore[method-assign]
     try:
         replies = made.setup({"own": member.rank})
         assert [reply["own"] for reply in replies] == list(range(member.size))
-        assert (made._meeting is made._board) == (way == "board")
+        assert (made._gather is made._shared_gather) == (way == "board")
         assert made._watcher.polls != bells
         yield made
     finally:
@@ -76,7 +76,7 @@ def lose(call: Callable[[], Any]) -> tuple[str, int | None]:
 
 def stay_away(way: str) -> tuple[str, int | None] | None:
     with control(way) as own:
-        own._meeting.timeout = 0.5
+        own._gather.timeout = 0.5
         own.begin(lambda failure: None)
         return None if dist.get_rank() == 1 else lose(lambda: own.exchange("start", {}))
 
@@ -90,7 +90,7 @@ def test_who_does_not_come_is_named(way: str, group_of: Callable[[int], Ranks]) 
 
 def go_elsewhere(way: str) -> tuple[str, int | None]:
     with control(way) as own:
-        own._meeting.timeout = 1.0
+        own._gather.timeout = 1.0
         own.begin(lambda failure: None)
         return lose(lambda: own.exchange("start" if dist.get_rank() else "end", {}))
 

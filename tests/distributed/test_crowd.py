@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime import native
-from fastpipe.runtime.group import crowd
+from fastpipe.runtime.transport.groups import ranks_per_host
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
@@ -35,7 +35,7 @@ def replicas(hosts: str) -> tuple[int, list[int], str]:
             pipe = Pipeline(layers, "dualpipev", 4, nn.functional.mse_loss, **options)
             x = torch.randn(8, 4)
             pipe.step(x, target=x)
-            return crowd().count(), counted, pipe.describe()
+            return ranks_per_host().count(), counted, pipe.describe()
     finally:
         runtime.SharedMemoryLink = make_link
 
@@ -60,7 +60,7 @@ def several() -> list[int]:
     for options in ({"num_ranks": 3, "group": dist.new_group([dist.get_rank()], use_local_synchronization=True)}, {}):
         pipe = Pipeline([nn.Linear(4, 4) for _ in range(3)], "1f1b", 4, nn.functional.mse_loss, **options)
         dist.barrier()
-        found.append(pipe._crowd.count())
+        found.append(pipe._world.ranks_per_host.count())
     return found
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import fastpipe
 from fastpipe import Pipeline
-from fastpipe.runtime import stage as stage_module
+from fastpipe.runtime.stage import stage as stage_module
 from tests.distributed.meshes import (
     Reference,
     batch,
@@ -159,7 +159,7 @@ def by_argument(executor: str) -> list[str]:
 def test_data_parallel_by_argument(executor: str, group_of: GroupOf) -> None:
     answers = group_of(4).run(by_argument, executor)
     assert answers[0] == answers[2] and answers[1] == answers[3]
-    keys = fastpipe.runtime.stage.Chain(dict(enumerate(layers()))).state_dict()
+    keys = fastpipe.runtime.stage.stage.Chain(dict(enumerate(layers()))).state_dict()
     assert sorted(answers[0] + answers[1]) == sorted(keys)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline
-from fastpipe.runtime.replicated import Replicated
+from fastpipe.runtime.data_parallel.ddp import Replicated
 from tests.distributed.meshes import Block, Reference, batch, build, mesh, wrong_gradients
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_data_parallel_wrappers import SPLIT, WHOLE, by_hand

@@ -15,9 +15,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, Placement, Schedule
-from fastpipe.runtime.data_parallel import DataParallel
-from fastpipe.runtime.replicated import Replicated
-from fastpipe.runtime.sharded import Sharded
+from fastpipe.runtime.data_parallel.ddp import Replicated
+from fastpipe.runtime.data_parallel.fsdp import Sharded
+from fastpipe.runtime.data_parallel.interface import DataParallel
 from tests.distributed.meshes import WIDTH, Block, Reference, batch, build, mesh, shard, squared, wrong_gradients
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import same_bits

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime.failure import Failure, LostError
+from fastpipe.runtime.common.failure import Failure, LostError
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
@@ -140,7 +140,7 @@ def hear_of_losses(closes: bool) -> list[int | None]:
     case = CASES["plain"]
     pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn)
     heard: list[Failure] = []
-    pipe._control.on_loss(heard.append)
+    pipe._world.control.on_loss(heard.append)
     (batch,) = case.batches(1, rows_for(COUNT))
     pipe.step(*batch.args, target=batch.target)
     if dist.get_rank() == 1:
@@ -148,7 +148,7 @@ def hear_of_losses(closes: bool) -> list[int | None]:
             pipe._finalizer()
         os.kill(os.getpid(), signal.SIGKILL)
     until = time.monotonic() + PATIENCE
-    watcher: Any = pipe._control._watcher  # type: ignore[attr-defined]
+    watcher: Any = pipe._world.control._watcher  # type: ignore[attr-defined]
     ended = watcher.neighbours.ended
     while not (heard or (closes and ended())) and time.monotonic() < until:
         time.sleep(0.01)
@@ -171,7 +171,7 @@ def lose_the_store(executor: str) -> str:
     pipe = Pipeline(case.layers(SIZE), "1f1b", COUNT, case.loss_fn, executor=executor, transport="process_group")
     first, second = case.batches(2, rows_for(COUNT))
     pipe.step(*first.args, target=first.target)
-    exchange = pipe._control.exchange
+    exchange = pipe._world.control.exchange
 
     def lost(phase: str, message: Any) -> Any:
         replies = exchange(phase, message) if phase == "start" else []
@@ -179,7 +179,7 @@ def lose_the_store(executor: str) -> str:
             return replies
         raise LostError(Failure(0, "its process died", dead=True))
 
-    pipe._control.exchange = lost  # type: ignore[method-assign]
+    pipe._world.control.exchange = lost  # type: ignore[method-assign]
     with pytest.raises(StepError) as caught:
         pipe.step(*second.args, target=second.target)
     return str(caught.value)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import StepError
-from fastpipe.runtime import steps
+from fastpipe.runtime.step import steps
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline

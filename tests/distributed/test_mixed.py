@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline
-from fastpipe.runtime import between, native
+from fastpipe.runtime import native
+from fastpipe.runtime.transport import selection as between
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, others, train_until
@@ -99,7 +100,7 @@ def test_auto_never_chooses_copy_engines(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(between, "ProcessGroups", lambda member, timeout: "process groups")
     member: Any = SimpleNamespace(rank=0, size=2)
     offers: Any = pytest.fail  # nothing is offered to the others, either
-    assert between.between_processes("auto", offers, member, torch.device("cuda"), 60, 2) == "process groups"
+    assert between.select_transport("auto", offers, member, torch.device("cuda"), 60, 2) == "process groups"
 
 
 def test_shared_memory_alone_is_refused(group_of: Callable[[int], Ranks]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from fastpipe import check_parity
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
 from tests.distributed.test_step import GroupOf, batch, caught, pipeline
 from tests.runtime.models import CASES

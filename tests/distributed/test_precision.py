@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fastpipe import GradScaler, Pipeline
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.conftest import WAYS
 from tests.distributed import meshes

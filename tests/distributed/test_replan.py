@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fastpipe
 from fastpipe import Pipeline, make_schedule
-from fastpipe.runtime.chain import Chain
+from fastpipe.runtime.model.chain import Chain
 from tests.conftest import WAYS
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import assert_same, reference_of

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
-from fastpipe.runtime.parity import Parity
+from fastpipe.testing.parity import Parity
 from tests.distributed.meshes import batch, layers, mesh, squared, whole_grad
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_tied_data_parallel import batch as text
@@ -56,7 +56,7 @@ def parity_of(pipe: Pipeline, replica: int) -> Parity:
     """Against the unsplit model with the parameters of now."""
     whole = [nn.Sequential(*layers())] if pipe.rank == 0 else [None]
     state = {key: value.full_tensor() for key, value in pipe.state_dict().items()}
-    found = pipe._steps.meet("state", lambda: {"state": {key: value.tolist() for key, value in state.items()}})
+    found = pipe._steps.all_gather("state", lambda: {"state": {key: value.tolist() for key, value in state.items()}})
     for model in whole:
         if model is not None:
             merged = {key: torch.tensor(value) for reply in found for key, value in reply["state"].items()}

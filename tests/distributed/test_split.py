@@ -44,12 +44,14 @@ def cut_apart(folder: str) -> dict[str, Any]:
     layers = fastpipe.split(model)
     ids, mask, labels = padded_batch(8)
     seconds = [1.0, 1, 1, 1, 9, 1, 1, 1] if rank else [9.0, 1, 1, 1, 1, 1, 1, 1]
-    measured = fastpipe.runtime.cuts.layer_costs
-    fastpipe.runtime.cuts.layer_costs = lambda given, *args, by: seconds if by == "seconds" else measured(given, by=by)
+    measured = fastpipe.runtime.model.cuts.layer_costs
+    fastpipe.runtime.model.cuts.layer_costs = lambda given, *args, by: (
+        seconds if by == "seconds" else measured(given, by=by)
+    )
     try:
         pipe = fastpipe.Pipeline(layers, "1f1b", 4, layers.loss_fn, partition="seconds", example=ids[:2])
     finally:
-        fastpipe.runtime.cuts.layer_costs = measured
+        fastpipe.runtime.model.cuts.layer_costs = measured
     pipe.step(ids, attention_mask=mask, target=labels)
     fastpipe.save_checkpoint(folder, pipe)
     options = {"partition": "flops", "example": ids[:2]}

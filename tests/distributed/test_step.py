@@ -15,7 +15,7 @@ from torch import nn
 
 import fastpipe
 from fastpipe import Pipeline
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from tests import scripts
 from tests.conftest import WAYS
 from tests.distributed.ranks import Ranks, ranks

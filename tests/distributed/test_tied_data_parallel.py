@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpipe import Pipeline
-from fastpipe.runtime.chain import Chain
-from fastpipe.runtime.shared_weight import Shared, Tie
+from fastpipe.runtime.model.chain import Chain
+from fastpipe.runtime.model.shared_weight import Shared, Tie
 from fastpipe.testing import reference_step
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
 from tests.distributed.ranks import Ranks

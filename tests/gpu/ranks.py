@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastpipe
-from fastpipe.runtime.process_group import ProcessGroups
+from fastpipe.runtime.transport.process_group import ProcessGroups
 from fastpipe.testing import reference_step
 from tests.gpu.models import batch, layers, loss_fn
 from tests.runtime.checks import same_bits

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fastpipe import Pipeline, StepResult
-from fastpipe.runtime.microbatch import merge
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
+from fastpipe.runtime.step.microbatch import merge
 from fastpipe.schedule import Schedule
 from fastpipe.testing import Reference, backward_order, reference_step
 from tests.runtime.models import CASES, Batch, Case
@@ -63,7 +63,7 @@ def outputs_here(pipe: Pipeline) -> list[int]:
     """The microbatches whose outputs are on this process: all, or one route's where ranks are processes."""
     placement, count = pipe.schedule.placement, pipe.schedule.num_microbatches
     last = [placement.routes[placement.route_of(i, count)][-1] for i in range(count)]
-    return [i for i in range(count) if last[i] in pipe._stages_by_rank]
+    return [i for i in range(count) if last[i] in pipe._local.by_rank]
 
 
 def reference_of(unsplit: nn.Module, batch: Batch, pipe: Pipeline, case: Case, **options: Any) -> Reference:

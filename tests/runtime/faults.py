@@ -9,7 +9,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.action import ActionKind
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
 from tests.runtime.checks import assert_same, reference_of, rows_for
 from tests.runtime.models import CASES, DEVICE

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import add_loss
-from fastpipe.runtime.microbatch import Rules
+from fastpipe.runtime.step.microbatch import Rules
 from tests.runtime.tree_models import BytesFirst, OneDict, Tree, decoder, u_net
 
 WIDTH = 6

@@ -12,11 +12,11 @@ from torch import nn
 
 import fastpipe
 from fastpipe.program import Program
-from fastpipe.runtime.executor import Drained
-from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.native_executor import NativeExecutor
-from fastpipe.runtime.stage import Stage
-from fastpipe.runtime.stage_work import StageWork
+from fastpipe.runtime.executor.executor import Drained
+from fastpipe.runtime.executor.native_executor import NativeExecutor
+from fastpipe.runtime.stage.losses import StageWork
+from fastpipe.runtime.stage.stage import Stage
+from fastpipe.runtime.transport.loopback import Loopback
 from tests.patience import PATIENCE
 
 Modules = Sequence[Callable[..., Any]]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import Pipeline
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
 

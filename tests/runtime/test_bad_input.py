@@ -13,8 +13,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastpipe import Pipeline, make_schedule
-from fastpipe.runtime import coalesced
-from fastpipe.runtime.group import Membership
+from fastpipe.runtime.transport import process_group as coalesced
+from fastpipe.runtime.transport.groups import Membership
 from fastpipe.testing import Fault
 from tests.runtime.models import CASES, WIDTH, Block, squared
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastpipe import Pipeline, list_schedules, make_schedule
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Loopback, backward_order, reference_step
 from tests.runtime.checks import reference_of, rows_for, same_bits, train_and_compare
 from tests.runtime.models import CASES, Case, squared

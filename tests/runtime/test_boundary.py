@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 import fastpipe
 from fastpipe import Pipeline
-from fastpipe.runtime.boundary import from_tensors, plan_tensor, to_tensors
-from fastpipe.runtime.carried import names_later
-from fastpipe.runtime.losses import names_of
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.model.chain import names_later
+from fastpipe.runtime.stage.boundary import from_tensors, plan_tensor, to_tensors
+from fastpipe.runtime.stage.losses import names_of
+from fastpipe.runtime.stage.stage import Chain
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, Case, squared
 from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpipe.runtime.buffers import keep_buffers
+from fastpipe.runtime.common.modules import keep_buffers
 
 
 class Replaces(nn.Module):

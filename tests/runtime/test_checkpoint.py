@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fastpipe import Pipeline, load_checkpoint, make_schedule, save_checkpoint
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared

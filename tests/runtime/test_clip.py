@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import GradScaler, Pipeline, StepError
-from fastpipe.runtime.clip import GradNorms, Held, Merged
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
+from fastpipe.runtime.step.clip import GradNorms, Held, Merged
 from tests.runtime.checks import reference_of, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, Block, Case
 
@@ -210,8 +210,8 @@ def test_names_are_gathered_where_they_have_changed() -> None:
     """What is gathered in every step is one tensor; a gradient more, or one of another dtype, is a table anew."""
     pipe = Pipeline([nn.Linear(4, 4) for _ in range(4)], "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
     calls: list[tuple[str, Any]] = []
-    meet = pipe._steps.meet
-    pipe._steps.meet = lambda call, make: calls.append((call, replies := meet(call, make))) or replies
+    meet = pipe._steps.all_gather
+    pipe._steps.all_gather = lambda call, make: calls.append((call, replies := meet(call, make))) or replies
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     pipe.step(x, target=y)
     found = [pipe.clip_grad_norm_(math.inf) for _ in range(3)]

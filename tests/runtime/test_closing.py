@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fastpipe.runtime.own_groups import meet
+from fastpipe.runtime.transport.groups import meet
 from tests.patience import PATIENCE
 
 SOON = 0.3

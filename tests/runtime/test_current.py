@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpipe
 from fastpipe import ActionKind, Pipeline, Schedule
 from fastpipe.runtime import native
-from fastpipe.runtime.current import Current
+from fastpipe.runtime.stage.context import Current
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
 

@@ -27,7 +27,7 @@ def uneven() -> list[nn.Module]:
 def test_a_pipeline_is_cut_by_its_example(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.accumulate(itertools.repeat(1.0))
     if by == "seconds":
-        monkeypatch.setattr("fastpipe.runtime.layer_costs.time_when_idle", lambda devices: next(clock))
+        monkeypatch.setattr("fastpipe.runtime.model.cuts.time_when_idle", lambda devices: next(clock))
     layers, unsplit = uneven(), nn.Sequential(*uneven())
     example = torch.randn(3, 4)
     costs = layer_costs(layers, example, by=by)

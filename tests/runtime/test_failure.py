@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime.executor import Drained
-from fastpipe.runtime.failure import Failure, TransportError
-from fastpipe.runtime.ranks import LocalRanks, Outcome, failure_at
+from fastpipe.runtime.common.failure import Failure, TransportError
+from fastpipe.runtime.executor.executor import Drained
+from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.testing import Loopback
 from tests.patience import PATIENCE
 from tests.runtime.faults import NEVER, Boom, FaultyTraining, Scenario
@@ -52,7 +52,7 @@ def test_a_peer_that_is_found_gone_when_the_device_ends_fails_the_step(executor:
     def gone() -> None:
         raise TransportError("rank 0: no transfer with rank 1 any more", 1)
 
-    training.pipe._steps.ranks.moments.ask([gone])
+    training.pipe._steps.ranks.device_events.ask([gone])
     for _ in range(2):
         error, _ = training.bad_step()
         assert isinstance(error, StepError) and error.rank == 1

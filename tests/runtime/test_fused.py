@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.paired import PAIRED, Layer, Own, batch, compare, layers_of, make, model_of, num_stages

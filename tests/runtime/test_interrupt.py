@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fastpipe import Pipeline
-from fastpipe.runtime.interrupt import Interrupts
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.common.guards import Interrupts
+from fastpipe.runtime.stage.stage import Chain
 from tests.runtime.checks import reference_of, rows_for
 from tests.runtime.models import CASES, Block
 

@@ -58,7 +58,7 @@ class Takes(nn.Module):
 
 def test_seconds_are_a_median_after_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("fastpipe.runtime.layer_costs.time_when_idle", lambda devices: clock[0])
+    monkeypatch.setattr("fastpipe.runtime.model.cuts.time_when_idle", lambda devices: clock[0])
     layers = [Takes(clock, 0.25), Takes(clock, 2.0)]
     assert layer_costs(layers, torch.ones(1), by="seconds") == [0.25, 2.0]
     monkeypatch.undo()

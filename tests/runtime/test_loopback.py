@@ -9,9 +9,9 @@ import torch
 from fastpipe import Pipeline, lower, make_schedule
 from fastpipe.errors import ProgramError
 from fastpipe.program import ChannelKind
-from fastpipe.runtime.failure import TransportError
-from fastpipe.runtime.loopback import Loopback
-from fastpipe.runtime.transport import Message
+from fastpipe.runtime.common.failure import TransportError
+from fastpipe.runtime.transport.loopback import Loopback
+from fastpipe.runtime.transport.transport import Message
 from tests.patience import PATIENCE
 from tests.runtime.models import CASES
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fastpipe
 from fastpipe import AddedLosses, Pipeline, add_loss, make_schedule
-from fastpipe.runtime.result import StepResult
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
+from fastpipe.runtime.step.result import StepResult
 from fastpipe.testing import reference_step
 from tests.conftest import paired
 from tests.runtime.checks import assert_same, reference_of, same_bits, train_and_compare

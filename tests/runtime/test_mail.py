@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from fastpipe import StepError
-from fastpipe.runtime.failure import DIED, Failure
-from fastpipe.runtime.mail import Mail
+from fastpipe.runtime.common.failure import DIED, Failure
+from fastpipe.runtime.coordination.deferred import DeferredResults
 from tests.patience import PATIENCE
 
 
@@ -23,18 +23,18 @@ def store(tmp_path: Path) -> dist.Store:
 
 
 @pytest.fixture
-def sender(store: dist.Store) -> Iterator[Mail]:
-    mail = Mail(store, 1, PATIENCE)
+def sender(store: dist.Store) -> Iterator[DeferredResults]:
+    mail = DeferredResults(store, 1, PATIENCE)
     yield mail
     mail.close()
 
 
 @pytest.fixture
-def reader(store: dist.Store) -> Mail:
-    return Mail(store, 0, PATIENCE)
+def reader(store: dist.Store) -> DeferredResults:
+    return DeferredResults(store, 0, PATIENCE)
 
 
-def test_nobody_waits_but_who_asks(sender: Mail, reader: Mail) -> None:
+def test_nobody_waits_but_who_asks(sender: DeferredResults, reader: DeferredResults) -> None:
     there = threading.Event()
 
     def ready() -> dict[str, int]:
@@ -42,17 +42,19 @@ def test_nobody_waits_but_who_asks(sender: Mail, reader: Mail) -> None:
         return {"losses": 3}
 
     sender.post(5, ready)
-    letter = reader.letter(5, 1)
+    letter = reader.result(5, 1)
     threading.Timer(0.05, there.set).start()
     assert letter() == {"losses": 3}
     assert there.is_set() and letter() is letter()
 
 
-def test_what_may_still_be_asked_for_is_kept(store: dist.Store, sender: Mail, reader: Mail) -> None:
+def test_what_may_still_be_asked_for_is_kept(
+    store: dist.Store, sender: DeferredResults, reader: DeferredResults
+) -> None:
     letters = {}
     for step in range(1, 5):
         sender.post(step, lambda step=step: {"losses": step})
-        letters[step] = reader.letter(step, 1)
+        letters[step] = reader.result(step, 1)
     letters.pop(1)  # the result is gone, and nobody has read it
     gc.collect()
     letters[3]()
@@ -67,7 +69,7 @@ def test_what_may_still_be_asked_for_is_kept(store: dist.Store, sender: Mail, re
 
 
 def test_what_does_not_come_is_an_error(store: dist.Store) -> None:
-    letter = Mail(store, 0, 0.05).letter(1, 1)
+    letter = DeferredResults(store, 0, 0.05).result(1, 1)
     with pytest.raises(StepError, match="rank 1 .*losses .* 0.05 s") as caught:
         letter()
     assert caught.value.rank == 1
@@ -76,8 +78,8 @@ def test_what_does_not_come_is_an_error(store: dist.Store) -> None:
 def test_who_waits_warns_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Torch does so whenever a store is waited for in vain."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    sender, reader = Mail(store, 1, PATIENCE), Mail(store, 0, PATIENCE)
-    letter = reader.letter(1, 1)
+    sender, reader = DeferredResults(store, 1, PATIENCE), DeferredResults(store, 0, PATIENCE)
+    letter = reader.result(1, 1)
     later = threading.Timer(0.5, sender.post, (1, lambda: {"losses": 1}))
     later.start()
     assert letter() == {"losses": 1}
@@ -86,32 +88,32 @@ def test_who_waits_warns_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
-def test_who_is_dead_is_not_waited_for(store: dist.Store, sender: Mail) -> None:
+def test_who_is_dead_is_not_waited_for(store: dist.Store, sender: DeferredResults) -> None:
     """But what it posted before is read, and so is what others post."""
-    reader = Mail(store, 0, PATIENCE, lambda: [Failure(1, DIED, dead=True)])
+    reader = DeferredResults(store, 0, PATIENCE, lambda: [Failure(1, DIED, dead=True)])
     with pytest.raises(StepError, match="the step failed on rank 1: its process died") as caught:
-        reader.letter(1, 1)()
+        reader.result(1, 1)()
     assert caught.value.rank == 1
     sender.post(2, lambda: {"losses": 2})
     store.wait(["2/found/1"], timedelta(seconds=PATIENCE))
-    assert reader.letter(2, 1)() == {"losses": 2}
-    other = Mail(store, 2, PATIENCE)
+    assert reader.result(2, 1)() == {"losses": 2}
+    other = DeferredResults(store, 2, PATIENCE)
     threading.Timer(0.5, other.post, (2, lambda: {"losses": 3})).start()
-    assert reader.letter(2, 2)() == {"losses": 3}
+    assert reader.result(2, 2)() == {"losses": 3}
     other.close()
 
 
-def test_what_cannot_be_trusted_is_an_error_for_who_reads_it(sender: Mail, reader: Mail) -> None:
+def test_what_cannot_be_trusted_is_an_error_for_who_reads_it(sender: DeferredResults, reader: DeferredResults) -> None:
     def ready() -> dict[str, int]:
         raise Failure(2, DIED, dead=True).error()
 
     sender.post(1, ready)
     with pytest.raises(StepError, match="the step failed on rank 2: its process died") as caught:
-        reader.letter(1, 1)()
+        reader.result(1, 1)()
     assert caught.value.rank == 2
 
 
-def test_whatever_keeps_a_process_from_telling_is_told(sender: Mail, reader: Mail) -> None:
+def test_whatever_keeps_a_process_from_telling_is_told(sender: DeferredResults, reader: DeferredResults) -> None:
     """An error of its device, say: nobody waits for the whole timeout. And the next letter goes as ever."""
 
     def ready() -> dict[str, int]:
@@ -120,13 +122,13 @@ def test_whatever_keeps_a_process_from_telling_is_told(sender: Mail, reader: Mai
     sender.post(1, ready)
     sender.post(2, lambda: {"losses": 2})
     with pytest.raises(StepError, match="rank 1: RuntimeError: CUDA error: an illegal .*again"):
-        reader.letter(1, 1)()
-    assert reader.letter(2, 1)() == {"losses": 2}
+        reader.result(1, 1)()
+    assert reader.result(2, 1)() == {"losses": 2}
 
 
-def test_what_cannot_be_sent_is_told(sender: Mail, reader: Mail) -> None:
+def test_what_cannot_be_sent_is_told(sender: DeferredResults, reader: DeferredResults) -> None:
     sender.post(5, lambda: {"losses": object()})  # type: ignore[dict-item]
     sender.post(6, lambda: {"losses": 4})
     with pytest.raises(StepError, match="rank 1: TypeError: .*JSON"):
-        reader.letter(5, 1)()
-    assert reader.letter(6, 1)() == {"losses": 4}
+        reader.result(5, 1)()
+    assert reader.result(6, 1)() == {"losses": 4}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastpipe.runtime.microbatch import merge
+from fastpipe.runtime.step.microbatch import merge
 from tests.runtime.tree_models import Pair, State
 
 A, B = torch.arange(6.0).reshape(2, 3), torch.arange(3.0).reshape(1, 3)

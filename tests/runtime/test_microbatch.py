@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime.chain import Chain
-from fastpipe.runtime.microbatch import count_rows, split
+from fastpipe.runtime.model.chain import Chain
+from fastpipe.runtime.step.microbatch import count_rows, split
 from fastpipe.testing import reference_step
 from tests.runtime.checks import assert_same, same_bits
 

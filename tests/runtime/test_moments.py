@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from fastpipe import StepError
-from fastpipe.runtime import moments as module
-from fastpipe.runtime.failure import DIED, Failure, TransportError
-from fastpipe.runtime.moments import Moment, Moments
-from fastpipe.runtime.ranks import LocalRanks
+from fastpipe.runtime.common.failure import DIED, Failure, TransportError
+from fastpipe.runtime.executor import events as module
+from fastpipe.runtime.executor.events import DeviceEvent, DeviceEvents
+from fastpipe.runtime.executor.ranks import LocalRanks
 from tests.patience import PATIENCE
 
 DEVICE = torch.device("cuda", 0)
@@ -54,7 +54,7 @@ def event(monkeypatch: pytest.MonkeyPatch) -> Event:
     return event
 
 
-def verdict(moment: Moment) -> str:
+def verdict(moment: DeviceEvent) -> str:
     try:
         moment.wait()
     except StepError as error:
@@ -63,7 +63,7 @@ def verdict(moment: Moment) -> str:
 
 
 def test_what_a_device_has_not_done_when_a_process_is_lost_is_given_up(event: Event) -> None:
-    moments = Moments()
+    moments = DeviceEvents()
     moment = moments.make(DEVICE)
     moments.give_up(LOST)
     event.done.set()
@@ -72,7 +72,7 @@ def test_what_a_device_has_not_done_when_a_process_is_lost_is_given_up(event: Ev
 
 def test_what_it_has_done_before_is_good_for_ever(event: Event) -> None:
     """Even if whoever is asked says later that streams were let go."""
-    moments = Moments()
+    moments = DeviceEvents()
     moment = moments.make(DEVICE)
     event.done.set()
     moments.give_up(LOST)
@@ -82,7 +82,7 @@ def test_what_it_has_done_before_is_good_for_ever(event: Event) -> None:
 
 def test_what_is_made_after_a_loss_is_given_up_though_it_is_done(event: Event) -> None:
     """The watcher has let go of streams in the midst of a step, which has come to its end by that."""
-    moments = Moments()
+    moments = DeviceEvents()
     moments.give_up(LOST)
     event.done.set()
     assert verdict(moments.make(DEVICE)).startswith("the step failed on rank 1: its process died")
@@ -93,7 +93,7 @@ def test_what_is_made_after_a_loss_is_given_up_though_it_is_done(event: Event) -
 
 def test_a_device_that_is_lost_has_done_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "recorded", lambda device: Broken())
-    moments = Moments()
+    moments = DeviceEvents()
     given_up, waited_for = moments.make(DEVICE), moments.make(DEVICE)
     given_up.give_up(LOST)
     assert "rank 1" in verdict(given_up)
@@ -109,7 +109,7 @@ def test_a_message_that_never_came_is_an_error_with_its_rank_for_all(event: Even
         if (error := next(told, None)) is not None:
             raise error
 
-    moments = Moments()
+    moments = DeviceEvents()
     moments.ask([check])
     moment = moments.make(DEVICE)
     with ThreadPoolExecutor(4) as pool:
@@ -127,7 +127,7 @@ def test_who_is_asked_stays_until_nobody_needs_it(event: Event) -> None:
         asked.set()
         raise TransportError("nothing came of it", 3)
 
-    moments = Moments()
+    moments = DeviceEvents()
     moments.ask([check])
     moment = moments.make(DEVICE)
     threading.Timer(0.05, event.done.set).start()
@@ -138,7 +138,7 @@ def test_who_is_asked_stays_until_nobody_needs_it(event: Event) -> None:
 
 @pytest.mark.parametrize("done", [True, False])
 def test_a_pipeline_that_is_closed_gives_up_what_is_not_done(done: bool, event: Event) -> None:
-    moments = Moments()
+    moments = DeviceEvents()
     moment = moments.make(DEVICE)
     if done:
         threading.Timer(0.05, event.done.set).start()
@@ -152,7 +152,7 @@ def test_a_pipeline_that_is_closed_gives_up_what_is_not_done(done: bool, event: 
 def test_ranks_give_up_before_they_end_what_streams_wait_for(
     done: bool, event: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastpipe.runtime.ranks._CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr("fastpipe.runtime.executor.ranks._CLOSING_SECONDS", 0.05)
     verdicts: list[tuple[str, str]] = []
 
     def ends(way: str) -> Callable[[], None]:
@@ -164,7 +164,7 @@ def test_ranks_give_up_before_they_end_what_streams_wait_for(
 
     transport: Any = SimpleNamespace(close=ends("close"), leave=ends("leave"))
     ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
-    moment = ranks.moments.make(DEVICE)
+    moment = ranks.device_events.make(DEVICE)
     if done:
         event.done.set()
     ranks.close()
@@ -176,7 +176,7 @@ def test_ranks_give_up_before_they_end_what_streams_wait_for(
 
 def test_moments_may_be_made_while_they_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "recorded", lambda device: Event())
-    moments, stop = Moments(), threading.Event()
+    moments, stop = DeviceEvents(), threading.Event()
 
     def give_up() -> None:
         while not stop.is_set():
@@ -193,7 +193,7 @@ def test_moments_may_be_made_while_they_are_given_up(monkeypatch: pytest.MonkeyP
 def test_a_result_that_nobody_has_read_keeps_no_stages_alive(event: Event) -> None:
     transport: Any = SimpleNamespace(close=lambda: None)
     ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
-    moment = ranks.moments.make(DEVICE)
+    moment = ranks.device_events.make(DEVICE)
     event.done.set()
     ranks.close()
     alive = weakref.ref(ranks)

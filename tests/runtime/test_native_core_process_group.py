@@ -12,12 +12,12 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402
 
 from fastpipe.runtime import native  # noqa: E402
-from fastpipe.runtime.failure import DIED, Failure, TransportError  # noqa: E402
-from fastpipe.runtime.group import membership  # noqa: E402
-from fastpipe.runtime.native_executor import NativeExecutor  # noqa: E402
-from fastpipe.runtime.process_group import ProcessGroups  # noqa: E402
-from fastpipe.runtime.stage import Stage  # noqa: E402
-from fastpipe.runtime.stage_work import StageWork  # noqa: E402
+from fastpipe.runtime.common.failure import DIED, Failure, TransportError  # noqa: E402
+from fastpipe.runtime.executor.native_executor import NativeExecutor  # noqa: E402
+from fastpipe.runtime.stage.losses import StageWork  # noqa: E402
+from fastpipe.runtime.stage.stage import Stage  # noqa: E402
+from fastpipe.runtime.transport.groups import membership  # noqa: E402
+from fastpipe.runtime.transport.process_group import ProcessGroups  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
@@ -84,7 +84,7 @@ def told_of_a_lost_rank(index, folder):
     rank.executor.check()
     transport = rank.executor.transport
     transport.device, transport._all = torch.device("cuda"), list
-    transport.let_go(Failure(1, DIED, dead=True))
+    transport.unblock(Failure(1, DIED, dead=True))
     with pytest.raises(TransportError, match="did not come .rank 1 is gone") as caught:
         rank.executor.check()
     assert caught.value.peer == 1

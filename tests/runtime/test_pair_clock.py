@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastpipe.runtime import native
-from fastpipe.runtime.pairs import NUM_VOTES, PERIODS, PairClock
+from fastpipe.runtime.stage.pairs import NUM_VOTES, PERIODS, PairClock
 from tests.conftest import skip_without_native
 
 Seconds = Callable[[int, bool], float]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastpipe.runtime.pairs import IN_ORDER, MEASURED, TOGETHER, pair_policy
+from fastpipe.runtime.stage.pairs import IN_ORDER, MEASURED, TOGETHER, pair_policy
 from fastpipe.testing import Fault
 from tests.patience import PATIENCE
 from tests.runtime.checks import same_bits, unequal

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, check_parity
-from fastpipe.runtime.parity import Difference, compared, measured, worst_first
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
+from fastpipe.testing.parity import Difference, compared, measured, worst_first
 from tests.runtime.checks import rows_for, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from fastpipe.runtime.patience import Patience
+from fastpipe.runtime.common.waits import Patience
 
 
 def test_answers_come_through() -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from fastpipe.runtime import aside
-from fastpipe.runtime.failure import DIED, Failure, LostError, TransportError
-from fastpipe.runtime.own_groups import _WATCHDOG, OwnGroups, _unless_set, meet
-from fastpipe.runtime.patience import attended
-from fastpipe.runtime.process_group import ProcessGroups
+from fastpipe.runtime.common import waiting as aside
+from fastpipe.runtime.common.failure import DIED, Failure, LostError, TransportError
+from fastpipe.runtime.common.waits import attended
+from fastpipe.runtime.transport.groups import _WATCHDOG, OwnGroups, _unless_set, meet
+from fastpipe.runtime.transport.process_group import ProcessGroups
 from tests.patience import PATIENCE
 
 
@@ -39,8 +39,8 @@ def test_who_is_let_go_knows_why(failure: Failure, rank: int) -> None:
     transport = ProcessGroups.__new__(ProcessGroups)
     transport.device, transport.lost, transport.waits = torch.device("cuda"), None, Waits(order)
     transport._own = SimpleNamespace(abort=lambda: order.append("aborted"), groups=[])  # type: ignore[assignment]
-    transport.let_go(failure)
-    transport.let_go(Failure(0, "another", dead=True))
+    transport.unblock(failure)
+    transport.unblock(Failure(0, "another", dead=True))
     assert order == [rank, "aborted", 0, "aborted"]
     assert transport.lost is failure
 
@@ -167,5 +167,5 @@ def lost_groups(aborts: list[str]) -> ProcessGroups:
 
 def test_all_are_let_go_even_if_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
     aborts: list[str] = []
-    lost_groups(aborts).let_go(Failure(1, DIED, dead=True))
+    lost_groups(aborts).unblock(Failure(1, DIED, dead=True))
     assert aborts == ["aborted"] and "no abort" in caplog.text

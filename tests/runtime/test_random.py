@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastpipe import Pipeline, Placement, Schedule, StepResult
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Loopback, reference_step
 from tests.conftest import skip_without_native
 from tests.patience import PATIENCE

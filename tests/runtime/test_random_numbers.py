@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import Pipeline
-from fastpipe.runtime.random_numbers import generators_lock, microbatch_seed
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.random_numbers import generators_lock, microbatch_seed
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault, reference_step
 from tests.conftest import paired
 from tests.runtime.checks import same_bits, unequal

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import CostModel, Pipeline, check_parity, simulate
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.conftest import paired
 from tests.runtime.checks import assert_same, rows_for, same_bits, train_and_compare, unequal

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastpipe.runtime.recording import CudaGraph
+from fastpipe.runtime.executor.cuda_graph import CudaGraph
 
 POOL = (0, 7)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fastpipe
 from fastpipe import Pipeline, make_schedule
-from fastpipe.runtime.chain import Chain, Layers
+from fastpipe.runtime.model.chain import Chain, Layers
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
@@ -79,7 +79,7 @@ def test_threads_take_any_plan(schedule: str, to: str) -> None:
         if number == 1:
             pipe.replan(plan)
             assert pipe.schedule == plan.schedule
-            assert pipe._layer_counts == [len(part) for part in plan.partition or ()]
+            assert pipe._local.layer_counts == [len(part) for part in plan.partition or ()]
         elif number == 2:
             pipe.replan(before) if before.num_stages == new.num_stages else pipe.replan(new)
         result = pipe.step(*given.args, target=given.target)
@@ -180,7 +180,7 @@ def test_a_plan_with_more_stages_asks_again_whether_they_have_streams(monkeypatc
         asked.append([len(stages) for stages in held])
         return False
 
-    monkeypatch.setattr("fastpipe.runtime.pipeline.wants_streams", wants)
+    monkeypatch.setattr("fastpipe.runtime.construction.wants_streams", wants)
     pipe = pipeline("1f1b")
     costs = fastpipe.LayerCosts(NUM_LAYERS, *[[1.0] * NUM_LAYERS] * 3)
     two_each = make_schedule("dualpipev", num_ranks=2, num_microbatches=4)
@@ -224,7 +224,7 @@ def test_layers_keep_their_names() -> None:
     keys, loss = list(pipe.state_dict()), pipe.step(x, target=y).loss
     costs = pipe.profile_layers(x, target=y)
     pipe.replan(plan_for(pipe, replace(costs, forward=[8.0, *[1.0] * 7]), max_stages_per_rank=1, effort=0))
-    assert pipe._layer_counts != [4, 4] and list(pipe.state_dict()) == keys
+    assert pipe._local.layer_counts != [4, 4] and list(pipe.state_dict()) == keys
     assert same_bits(pipe.step(x, target=y).loss, loss)
 
 

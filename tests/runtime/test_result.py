@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastpipe
-from fastpipe.runtime.result import StepResult, packing_tensors, unpack_tensors
+from fastpipe.runtime.step.result import StepResult, packing_tensors, unpack_tensors
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

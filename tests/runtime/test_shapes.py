@@ -10,7 +10,7 @@ from torch import nn
 
 import fastpipe
 from fastpipe import Pipeline
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
@@ -56,7 +56,7 @@ def test_batches_of_any_size_and_number(schedule: str, executor: str) -> None:
     for rows, count in ((16, 4), (7, 4), (16, 4), (11, 6), (5, 5), (16, 4)):
         x, target = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
         result = pipe.step(x, target=target, num_microbatches=count)
-        reference = reference_step(unsplit, (x, target), pipe._plans.schedule(count), squared)
+        reference = reference_step(unsplit, (x, target), pipe._programs.schedule(count), squared)
         assert same_bits(result.loss, reference.loss)
         for parameter, other in zip(pipe.parameters(), unsplit.parameters(), strict=True):
             assert same_bits(parameter.grad, other.grad)

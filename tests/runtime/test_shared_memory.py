@@ -16,9 +16,9 @@ from torch import nn  # noqa: E402
 
 from fastpipe.program import Program  # noqa: E402
 from fastpipe.runtime import native  # noqa: E402
-from fastpipe.runtime.failure import TransportError  # noqa: E402
-from fastpipe.runtime.shared_memory import SharedMemory  # noqa: E402
-from fastpipe.runtime.stage_work import StageWork  # noqa: E402
+from fastpipe.runtime.common.failure import TransportError  # noqa: E402
+from fastpipe.runtime.stage.losses import StageWork  # noqa: E402
+from fastpipe.runtime.transport.shared_memory import SharedMemory  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
 from tests.runtime import native_ranks  # noqa: E402
 from tests.runtime.checks import same_bits  # noqa: E402

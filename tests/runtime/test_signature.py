@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime.inputs import Inputs, Request, batch_digests
-from fastpipe.runtime.microbatch import rows_of, split
-from fastpipe.runtime.modules import flags_of
+from fastpipe.runtime.model.modules import flags_of
+from fastpipe.runtime.step.inputs import Inputs, Request, batch_digests
+from fastpipe.runtime.step.microbatch import rows_of, split
 
 
 class Pair(NamedTuple):

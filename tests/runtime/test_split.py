@@ -97,7 +97,7 @@ def test_modes_reach_what_comes_before_the_blocks() -> None:
     unsplit = Decoder(dropout=0.5)
     options = {"rng": "per_microbatch", "ties": pipe._ties}
     reference = reference_step(
-        fastpipe.split(unsplit, ids[:2]), (ids, target), pipe.schedule, loss_fn, seed=pipe._seed, **options
+        fastpipe.split(unsplit, ids[:2]), (ids, target), pipe.schedule, loss_fn, seed=pipe._build.seed, **options
     )
     assert same_bits(dropped, reference.loss)
     assert fastpipe.check_parity(pipe, fastpipe.split(model, ids[:2]), (ids, target)).ok

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, Schedule, make_schedule
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import reference_of, same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Batch, Block, squared

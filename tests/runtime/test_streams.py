@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import fastpipe
-from fastpipe.runtime.executor import executor_class
+from fastpipe.runtime.executor.ranks import executor_class
 from tests import scripts
 from tests.conftest import skip_without_native
 from tests.patience import PATIENCE

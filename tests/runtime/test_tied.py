@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault, reference_step
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Block, Embed, squared

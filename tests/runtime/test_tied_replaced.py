@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
-from fastpipe.runtime.chain import Chain
+from fastpipe.runtime.model.chain import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import WIDTH, Block

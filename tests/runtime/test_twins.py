@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime.chain import Chain
+from fastpipe.runtime.model.chain import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
 

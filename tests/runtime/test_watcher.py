@@ -8,29 +8,29 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from fastpipe.runtime.failure import DIED, Failure
-from fastpipe.runtime.host import Neighbours
-from fastpipe.runtime.lifeline import LEFT, Lifeline
-from fastpipe.runtime.watcher import Watcher
+from fastpipe.runtime.common.failure import DIED, Failure
+from fastpipe.runtime.coordination.host import LocalPeers
+from fastpipe.runtime.coordination.lifeline import LEFT, Lifeline
+from fastpipe.runtime.coordination.watcher import Watcher
 from tests.patience import PATIENCE
 
 
 @pytest.fixture
 def watcher() -> Iterator[Watcher]:
-    neighbours, lifeline = Neighbours(), Lifeline(0)
+    local_peers, lifeline = LocalPeers(), Lifeline(0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    watching = Watcher(store, neighbours, lifeline)
+    watching = Watcher(store, local_peers, lifeline)
     yield watching
     watching.close()
     lifeline.close(0)
-    neighbours.close()
+    local_peers.close()
 
 
 @pytest.mark.parametrize("parts", [True, False])
 def test_who_closes_its_pipeline_before_it_ends_is_not_lost(watcher: Watcher, parts: bool) -> None:
     """Not in the step that was its last one; in the next it is missed."""
-    other = Neighbours()
-    own = watcher.neighbours
+    other = LocalPeers()
+    own = watcher.local_peers
     other.meet(1, [own.identity(), other.identity()])
     if parts:
         other.part(1, 4)
@@ -54,19 +54,19 @@ def test_a_step_that_begins_while_others_look_is_looked_after(watcher: Watcher) 
 
     watcher.find_dead = find_dead  # type: ignore[method-assign]
     watcher.start(True, watcher.store)
-    watcher.neighbours.ring_own()
+    watcher.local_peers.ring_own()
     assert told.wait(PATIENCE)
 
 
 def test_who_closes_while_others_look_is_not_waited_for(watcher: Watcher) -> None:
     def find_dead(step: int) -> dict[int, str]:
         watcher._stopping = True
-        watcher.neighbours.ring_own()
+        watcher.local_peers.ring_own()
         return {}
 
     watcher.find_dead = find_dead  # type: ignore[method-assign]
     watcher.start(False, watcher.store)
-    watcher.neighbours.ring_own()
+    watcher.local_peers.ring_own()
     assert watcher._thread is not None
     watcher._thread.join(PATIENCE)
     assert not watcher._thread.is_alive()

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastpipe import Pipeline, list_schedules, make_schedule
 from fastpipe.action import ActionKind
-from fastpipe.runtime.stage import Chain
+from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.split_models import (

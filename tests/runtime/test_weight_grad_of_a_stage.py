@@ -13,9 +13,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastpipe.runtime import native, weight_grad
-from fastpipe.runtime.stage import Stage
-from fastpipe.runtime.stage_work import StageWork
+from fastpipe.runtime import native
+from fastpipe.runtime.stage import weight_grad
+from fastpipe.runtime.stage.losses import StageWork
+from fastpipe.runtime.stage.stage import Stage
 from tests import scripts
 from tests.runtime.checks import same_bits
 from tests.runtime.split_models import (
@@ -173,7 +174,7 @@ def test_torchs_own_messages(change: str, kernel: str) -> None:
     x = torch.randn(3, WIDTH + 1) if change == "wrong shape" else torch.randn(3, WIDTH).double()
     with pytest.raises(RuntimeError) as plain:
         linear(x)
-    weights = weight_grad.make_weight_gradients(weight_grad.Survey())
+    weights = weight_grad.make_weight_gradients(weight_grad.SplitReport())
     with weights.armed(backward=False), pytest.raises(RuntimeError) as armed:
         linear(x)
     assert str(armed.value) == str(plain.value)
@@ -258,7 +259,7 @@ def test_compiling_without_a_compiler(backend: str, kernel: str) -> None:
 
 
 def test_a_transform_is_left_alone(kernel: str) -> None:
-    weights = weight_grad.make_weight_gradients(weight_grad.Survey(done=True))
+    weights = weight_grad.make_weight_gradients(weight_grad.SplitReport(done=True))
     module = layers_of(Attention, 1)[0]
     x = batch_of(4)[0]
     parameters = dict(module.named_parameters())
@@ -274,7 +275,7 @@ def test_a_transform_is_left_alone(kernel: str) -> None:
 
 def test_forward_derivatives_are_left_alone(kernel: str) -> None:
     linear, x = layers_of(lambda: nn.Linear(WIDTH, WIDTH), 1)[0], batch_of(2)[0]
-    weights = weight_grad.make_weight_gradients(weight_grad.Survey())
+    weights = weight_grad.make_weight_gradients(weight_grad.SplitReport())
     with weights.armed(backward=False), forward_ad.dual_level():
         found = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
     assert torch.equal(found, nn.functional.linear(torch.ones_like(x), linear.weight))  # type: ignore[arg-type]

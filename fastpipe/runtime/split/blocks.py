@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.chain import check_forward
+from fastpipe.runtime.model import check_forward
 
 
 class Blocks(nn.ModuleList):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastpipe.runtime.chain import Layers, WholeNames
+from fastpipe.runtime.model import Layers, WholeNames
 from fastpipe.runtime.split.blocks import Absent, Blocks, Handed, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")

@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastpipe.runtime.chain import Layers, accepted_names, as_layers, chosen
-from fastpipe.runtime.devices import cuda_devices
-from fastpipe.runtime.layer_costs import left_alone
+from fastpipe.runtime.common import cuda_devices
+from fastpipe.runtime.model import Layers, accepted_names, as_layers, chosen, left_alone
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
-from fastpipe.runtime.split.plain import RowLayers
-from fastpipe.runtime.split.trial import row_of_modules, rows_of_modules
+from fastpipe.runtime.split.plain import RowLayers, row_of_modules, rows_of_modules
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")

@@ -25,7 +25,10 @@ from fastpipe.action import ActionKind
 from fastpipe.dependencies import needs, produces
 from fastpipe.machine import batches
 from fastpipe.program import Op
-from fastpipe.runtime import cuda_ipc, native, own_groups, recording
+from fastpipe.runtime import native
+from fastpipe.runtime.executor import cuda_graph as recording
+from fastpipe.runtime.transport import groups as own_groups
+from fastpipe.runtime.transport import shared_memory as cuda_ipc
 from fastpipe.testing import reference_step
 from tests.runtime.devices import fake
 
@@ -136,7 +139,7 @@ class Worker:
 def arguments_of(case: Case) -> dict[str, Any]:
     arguments = dict(case.arguments)
     if arguments.get("transport") == "delayed":
-        arguments["transport"] = fastpipe.runtime.loopback.Loopback(delay=0.001)
+        arguments["transport"] = fastpipe.runtime.transport.loopback.Loopback(delay=0.001)
     arguments.pop("trees", None)
     if arguments.pop("contexts", False):
         arguments["forward_context"] = arguments["backward_context"] = Worker()
@@ -264,7 +267,7 @@ def run(account: Any, case: Case) -> dict[str, Any]:
         result = pipe.step(x, target=target)
         optimizer.step()
     races, waits, events = account.races(), account.host_waits(), account.num_events()
-    operations, program = account.operations(), pipe._plans.program(8, forward_only=False)
+    operations, program = account.operations(), pipe._programs.program(8, forward_only=False)
     assert result.loss.device.type == "cpu"
     pipe.eval_step(x)  # another program
     streams = account.num_streams()

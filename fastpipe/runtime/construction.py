@@ -1,0 +1,392 @@
+"""How a Pipeline is built: each function takes what the one before it returned, and gives data.
+
+    Arguments ─► World ─► BuildPlan (all ranks agree) ─► LocalStages (all ranks agree) ─► Transport ─► Engine
+
+The processes agree twice: on the schedule and its program before there are stages, and on the stages before there are
+connections. Whatever raises on one rank is raised, as an error that names it, on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpipe._version import __version__
+from fastpipe.runtime import native
+from fastpipe.runtime.arguments import Arguments, ModelArguments
+from fastpipe.runtime.common import set_grad_dtype, wants_streams
+from fastpipe.runtime.coordination import Alone, Control, Processes, RanksPerHost, Reply, agree
+from fastpipe.runtime.data_parallel import check_not_sharded, check_parallel, find_data_parallel, replicate
+from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
+from fastpipe.runtime.model import (
+    MEASURED,
+    StageCopies,
+    Stages,
+    Tie,
+    between_ranks,
+    build_modules,
+    check_alike,
+    check_device,
+    costs_here,
+    cut_by,
+    cut_text,
+    find_device,
+    find_ties,
+    from_torch,
+    group_of,
+    kinds_of_ties,
+    layer_counts,
+    make_copies,
+    make_tied,
+    modules_by_rank,
+    named_as_held,
+    names_message,
+    own_modules,
+    prefixes_message,
+    prefixes_of,
+    share,
+    tell_later,
+    way_of,
+)
+from fastpipe.runtime.stage import (
+    IN_ORDER,
+    PER_MICROBATCH,
+    ContextFactory,
+    PairPolicy,
+    RandomNumbers,
+    Stage,
+    TreespecCache,
+    checked_contexts,
+    pair_policy,
+)
+from fastpipe.runtime.step import Programs, Steps, options_with_stages
+from fastpipe.runtime.transport import (
+    Loopback,
+    Membership,
+    Mixed,
+    ProcessGroups,
+    SharedMemory,
+    Transport,
+    membership,
+    ranks_per_host,
+    select_transport,
+)
+from fastpipe.schedule import Schedule
+
+logger = logging.getLogger("fastpipe")
+Loss = Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a pipeline is built.
+
+    Attributes:
+        device: what is computed on.
+        timeout: seconds to wait for another rank.
+        member: this process's place among the processes.
+        ranks_per_host: how many ranks compute on this host.
+        control: the way to the other processes.
+        error: what was wrong with arguments that were needed to get here; raised once the others can be told.
+    """
+
+    device: torch.device
+    timeout: float
+    member: Membership
+    ranks_per_host: RanksPerHost
+    control: Control
+    error: Exception | None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one process, whose threads are the ranks."""
+        return self.member.size == 1
+
+
+def find_world(arguments: Arguments) -> World:
+    """This process's place, and its connections to the others."""
+    errors: list[Exception] = []
+
+    def valid(find: Callable[[], Any], instead: Any) -> Any:
+        try:
+            return find()
+        except Exception as error:  # raised by `plan_build`, when the others can be told
+            errors.append(error)
+            return instead
+
+    model, execution = arguments.model, arguments.execution
+    timeout = valid(execution.checked_timeout, 600.0)
+    device = valid(lambda: find_device(model.stages, model.device), torch.device("cpu"))
+    member = membership(group_of(model.stages) if execution.group is None else execution.group, device, timeout)
+    store = member.store() if member.size > 1 else None
+    here = ranks_per_host(timeout)
+    control: Control = Alone()
+    if store is not None:
+        control = Processes(store, member.rank, member.size, timeout, here, member.identity)
+    return World(device, timeout, member, here, control, next(iter(errors), None))
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What is known before there are stages; the same on every rank.
+
+    Attributes:
+        num_ranks: the number of ranks.
+        programs: the schedule, with its program proved for the transport's lanes.
+        num_microbatches: into how many microbatches a batch is cut.
+        costs: of the layers, by which they are cut; None where that needs none.
+        unit: what costs are counted in.
+        seed: of the random numbers of each stage and microbatch; None for torch's own generators.
+        contexts: what the user puts around forwards and backwards.
+    """
+
+    num_ranks: int
+    programs: Programs
+    num_microbatches: int
+    costs: list[float] | None
+    unit: str
+    seed: int | None
+    contexts: tuple[ContextFactory | None, ContextFactory | None]
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs."""
+        return self.programs.schedule(self.num_microbatches)
+
+    def signature(self, arguments: Arguments, num_processes: int) -> str:
+        """What must be the same on every rank, in words."""
+        schedule = self.schedule
+        text = f"{schedule.name} {dict(schedule.options)}, {self.num_microbatches} microbatches"
+        text += (f", cut by {self.unit}" if self.unit else "") + arguments.signature
+        if num_processes > 1:
+            program = self.programs.program(self.num_microbatches, forward_only=False)
+            text += f", recv_lookahead {self.programs.recv_lookahead}, stages on ranks {program.placement.routes}"
+            text += f", program {program.digest()}, fastpipe {__version__}"
+        return text
+
+
+def plan_build(arguments: Arguments, world: World) -> BuildPlan:
+    """Check the arguments, make the schedule and prove its program; all ranks do the same, or all raise."""
+
+    def make() -> tuple[BuildPlan, Reply]:
+        if world.error is not None:
+            raise world.error
+        arguments.check()
+        size, batch, wanted = world.member.size, arguments.batch, arguments.schedule
+        contexts = checked_contexts(arguments.execution.forward_context, arguments.execution.backward_context)
+        num_ranks = wanted.find_num_ranks(size)
+        world.ranks_per_host.join(num_ranks if world.is_alone else 1)
+        lanes = arguments.execution.lanes(num_ranks, size)
+        options = options_with_stages(wanted.schedule, wanted.schedule_options, wanted.stages_per_rank)
+        programs = Programs(wanted.schedule, num_ranks, options, wanted.stage_to_rank, lanes, wanted.recv_lookahead)
+        num_microbatches = wanted.find_num_microbatches()
+        schedule = programs.schedule(num_microbatches)
+        programs.program(num_microbatches, forward_only=False)
+        batch.check_loss_parameters(schedule)
+        model = arguments.model
+        costs = costs_here(model.stages, model.partition, model.example, world.member.rank)
+        unit = MEASURED.get(model.partition, "") if isinstance(model.partition, str) else ""
+        seed = torch.initial_seed() if batch.rng == PER_MICROBATCH else None
+        plan = BuildPlan(num_ranks, programs, num_microbatches, costs, unit, seed, contexts)
+        return plan, {"plan": plan.signature(arguments, size), "seed": seed, "costs": costs}
+
+    plan, replies = agree(world.control, make)
+    return replace(plan, costs=replies[0]["costs"])
+
+
+@dataclass(frozen=True)
+class LocalStages:
+    """The stages of this process.
+
+    Attributes:
+        modules: by stage.
+        copies: by rank and stage, where two ranks of this process hold a stage.
+        by_rank: the stages of every local rank, by index.
+        ties: weights with several names.
+        cut: where the layers are cut, in words; empty for stages that came cut.
+        layer_counts: the number of layers of every stage; None for stages that came cut.
+        layers: the model's layers where they may be cut otherwise later.
+        declared_ties: those that the user named.
+    """
+
+    modules: dict[int, nn.Module]
+    copies: dict[int, dict[int, nn.Module]]
+    by_rank: dict[int, dict[int, Stage]]
+    ties: list[Tie]
+    cut: str
+    layer_counts: list[int] | None
+    layers: Stages | None
+    declared_ties: Sequence[Sequence[str]] | None
+
+    @property
+    def stages(self) -> list[Stage]:
+        """All of them."""
+        return [stage for held in self.by_rank.values() for stage in held.values()]
+
+
+def build_stages(
+    model: ModelArguments, loss_fn: Loss, schedule: Schedule, plan: BuildPlan, world: World
+) -> LocalStages:
+    """Make the local stages, wrap them, and find what they share.
+
+    Args:
+        model: with a partition that no longer depends on costs.
+        loss_fn: see `fastpipe.Pipeline`.
+        schedule: says which stages are on which ranks.
+        plan: what all ranks have agreed on.
+        world: where the stages are made.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    placement = schedule.placement
+    layers, tied = from_torch(model.stages, placement.num_stages, model.tied)
+    ranks = list(range(plan.num_ranks)) if world.is_alone else [world.member.rank]
+    local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
+    cut = cut_text(layers, placement.num_stages, model.partition, plan.unit, plan.costs)
+    counts = layer_counts(layers, placement.num_stages, model.partition)
+    modules = own_modules(build_modules(layers, placement.num_stages, local, model.partition))
+    check_device(modules, world.device)
+    ties = find_ties(layers, modules, placement.num_stages, model.partition, tied)
+    share(ties, modules)
+    if model.data_parallel is not None:
+        modules = replicate(modules, model.data_parallel)
+    for index, module in modules.items():
+        check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
+    by_rank = modules_by_rank(placement, ranks, modules)
+    stages: dict[int, dict[int, Stage]] = {}
+    for rank, held in by_rank.items():
+        stages[rank] = {}
+        for index, module in held.items():
+            recompute = way_of(model.recompute, index, module)
+            stage = Stage(index, module, placement.num_stages, loss_fn, recompute, plan.contexts)
+            stages[rank][index] = _equipped(stage, model, world.device)
+    movable = layers if world.is_alone and counts is not None else None
+    made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied)
+    if world.is_alone:
+        tell_later(made.stages, [names_message(made.stages)])
+        return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
+    return made
+
+
+def _equipped(stage: Stage, model: ModelArguments, device: torch.device) -> Stage:
+    if device.type != "cpu":
+        stage.plans = TreespecCache(stage.index, device)
+    stage.fused_weight_grad, stage.grad_dtype = model.fused_weight_grad, model.grad_dtype
+    if model.grad_dtype is not None:
+        check_not_sharded(stage.index, stage.parallel, model.grad_dtype)
+        set_grad_dtype(stage.module, model.grad_dtype)
+    stage.bare = model.data_parallel is not None and stage.parallel is None
+    return stage
+
+
+def agree_on_stages(
+    arguments: Arguments, plan: BuildPlan, world: World
+) -> tuple[ModelArguments, LocalStages, type[Executor]]:
+    """The local stages, which fit those of the other ranks, or all raise.
+
+    Returns:
+        The arguments of the model with the cut that was made, its local stages, and the class that runs their program.
+    """
+    schedule = plan.schedule
+
+    def make() -> tuple[tuple[ModelArguments, LocalStages, type[Executor]], Reply]:
+        model = replace(arguments.model, partition=cut_by(arguments.model.partition, plan.costs, schedule.num_stages))
+        local = build_stages(model, arguments.batch.loss_fn, schedule, plan, world)
+        executor = executor_class(arguments.execution.executor, world.device)
+        apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
+        text = plan.signature(arguments, world.member.size)
+        text += f", tied {apart}" if apart else ""
+        text += f", {local.cut.partition(';')[0]}" if local.cut else ""
+        message: Reply = {"plan": text, "seed": plan.seed, "names": names_message(local.stages)}
+        message["parallel"] = any(stage.parallel is not None for stage in local.stages)
+        message["tied"] = kinds_of_ties(local.ties, local.modules)
+        message["prefixes"] = prefixes_message(local.modules)
+        return (model, local, executor), message
+
+    (model, local, executor), replies = agree(world.control, make, part="stages")
+    check_alike([reply["tied"] for reply in replies])
+    plan.programs.parallel = any(reply["parallel"] for reply in replies)
+    tell_later(local.stages, [reply["names"] for reply in replies])
+    ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
+    return model, replace(local, ties=ties), executor
+
+
+def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
+    """The transport between the ranks. All processes come here together."""
+    execution = arguments.execution
+    if isinstance(execution.transport, Transport):
+        return execution.transport
+    if world.is_alone:
+        return Loopback()
+    return select_transport(
+        execution.chosen_transport,
+        world.control.exchange,
+        replace(world.member, lost=world.control.lost),
+        world.device,
+        world.timeout,
+        world.ranks_per_host.count(),
+        executor.__name__ == "PythonExecutor",
+    )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What runs steps.
+
+    Attributes:
+        steps: the steps of this process.
+        pair_policy: how pairs of a forward and a backward run.
+        graph_refusal: why steps cannot be recorded as CUDA graphs; empty where they can.
+    """
+
+    steps: Steps
+    pair_policy: PairPolicy
+    graph_refusal: str
+
+
+def make_engine(
+    arguments: Arguments,
+    programs: Programs,
+    num_microbatches: int,
+    seed: int | None,
+    local: LocalStages,
+    world: World,
+    transport: Transport,
+    executor: type[Executor],
+) -> Engine:
+    """Make of stages, programs and a transport what runs steps. All processes come here together."""
+    execution, device = arguments.execution, world.device
+    placement = programs.schedule(num_microbatches).placement
+    streams = wants_streams(device, execution.overlap, local.by_rank.values())
+    cores = len(os.sched_getaffinity(0))
+    policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams)
+    runtime = native.load() if executor.__name__ == "NativeExecutor" else None
+    threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
+    random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
+    exchange = transport.exchange if isinstance(transport, ProcessGroups | SharedMemory | Mixed) else None
+
+    def copies() -> StageCopies:
+        return make_copies(placement, local.copies, exchange)
+
+    if exchange is not None and between_ranks(local.ties, placement):
+        transport.prepare_exchange()
+    replicas = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, copies)
+    refusal = why_not(device, local.by_rank, transport, replicas)
+    if execution.cuda_graph and refusal:
+        logger.warning("cuda_graph: %s; steps run as ever", refusal)
+    ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
+        local.by_rank, executor, transport, world.timeout, world.control.publish, policy.way, device, streams
+    )
+    forward_only = not programs.has_backward(num_microbatches)
+    settings = arguments.batch.settings(device)
+    steps = Steps(settings, programs, ranks, world.control, replicas, random, forward_only=forward_only)
+    # until here not all ranks need all others, and no rank is to wait in a step for one that has no pipeline
+    world.control.exchange("joining", {})
+    return Engine(steps, policy, refusal)

@@ -1,0 +1,284 @@
+"""Every process gives a message and gets those of all: over a store, or in the memory of one host.
+
+Over the store each exchange costs about a millisecond. In the memory of one host every process has a page that it
+alone writes and that all others read; a waiting process sleeps on a futex. That part is C++
+(``csrc/core/shared_memory_exchange.h``); this module says what is written, and what is wrong when nobody answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from datetime import timedelta
+from typing import Any
+
+from fastpipe.runtime import native
+from fastpipe.runtime.common import (
+    DIED,
+    LOOK_SECONDS,
+    SECONDS,
+    Failure,
+    LostError,
+    Patience,
+    asked,
+    first_line,
+    silent_store,
+    waiting,
+)
+from fastpipe.runtime.coordination.control import Reply
+from fastpipe.runtime.coordination.host import RanksPerHost
+
+_MORE_SECONDS = 5.0
+"""For those who are on their way."""
+
+Lost = Callable[[Sequence[int]], Failure | None]
+"""What keeps awaited ranks from coming while the pipeline is built, as `Control.lost` has it."""
+
+
+class Gather(ABC):
+    """How the processes of a pipeline exchange messages.
+
+    Args:
+        rank: this process.
+        size: how many there are.
+        timeout: seconds to wait for the others.
+
+    Attributes:
+        suspected: the failure by which a rank is suspected to be silent in this step, set by any thread.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.suspected: Failure | None = None
+
+    @abstractmethod
+    def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
+        """Give a message and get those of all, in order.
+
+        Raises:
+            LostError: when a process is dead or does not come, or nothing can be exchanged any more.
+        """
+
+    def late(self, missing: Sequence[int], step: int, phase: str) -> LostError:
+        """The error for processes that live and do not come."""
+        ranks = ", ".join(map(str, missing))
+        place, advice = f"the {phase} of step {step}", "call step and eval_step on every rank"
+        if step == 0:
+            place, advice = "the building of the pipeline", "build it on every rank, all with the same group"
+        cause = f"rank {ranks} did not come to {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
+        suspected = None if self.suspected is None else self.suspected.rank
+        return LostError(Failure(suspected if suspected in missing else missing[0], cause, dead=True))
+
+
+class Deadline:
+    """When those who have not come are given up.
+
+    That is after the timeout, or soon after somebody is suspected to be silent: all others have been told then, and
+    come at once, but for the silent one.
+
+    Args:
+        gather: where they are waited for.
+    """
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+        self._at = time.monotonic() + gather.timeout
+        self._is_last = False
+
+    def passed(self, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """Who is given up now.
+
+        Args:
+            missing: who has not come.
+        """
+        now, more = time.monotonic(), min(self._gather.timeout / 4, _MORE_SECONDS)
+        if self._gather.suspected is not None and not self._is_last:
+            self._at, self._is_last = min(self._at, now + more), True
+        if now < self._at:
+            return []
+        found = missing()
+        if len(found) < 2 or self._is_last:
+            return found
+        # who has waited for a silent one in the step says so now
+        self._at, self._is_last = now + more, True
+        return []
+
+
+class StoreGather(Gather):
+    """Over the store of a process group, wherever the processes are.
+
+    Args:
+        store: one that all of them share, with a prefix of its own.
+        rank: this process.
+        size: how many there are.
+        timeout: seconds to wait for the others.
+        gone: the failure behind a store that does not answer.
+        lost: see `Control.lost`.
+
+    Attributes:
+        waits: the connection on which it waits.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: float,
+        gone: Callable[[RuntimeError], Failure],
+        lost: Lost,
+    ) -> None:
+        super().__init__(rank, size, timeout)
+        self.store = self.waits = store
+        self.gone = gone
+        self.lost = lost
+        self.said: list[tuple[int, str]] = []
+
+    def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
+        """One key a process, step and phase. Another thread asks the store, which may not answer any more."""
+        keys = [_key(step, phase, rank) for rank in range(self.size)]
+        self.said.append((step, keys[self.rank]))
+        answer = asked(lambda: self._gather(keys, message, step), "fastpipe-gather")
+        deadline, patience = Deadline(self), Patience(min(SECONDS, self.timeout))
+        try:
+            while not wait([answer], LOOK_SECONDS).done:
+                if step and (failure := self.lost(())) is not None:
+                    raise LostError(failure)
+                if missing := deadline.passed(lambda: patience.ask(lambda: self._missing(keys), [-1])):
+                    if missing == [-1]:
+                        raise LostError(Failure(None, silent_store(self.timeout), dead=True))
+                    raise self.late(missing, step, phase)
+            return answer.result()
+        except RuntimeError as error:
+            raise LostError(self.gone(error)) from error
+
+    def _gather(self, keys: list[str], message: Reply, step: int) -> list[Reply]:
+        self.waits.set(keys[self.rank], json.dumps(message))
+        if step:
+            self.waits.wait(keys, timedelta(seconds=2 * self.timeout))
+        else:
+            self._wait_watching(keys)
+        return [json.loads(reply) for reply in self.waits.multi_get(keys)]
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    def _wait_watching(self, keys: list[str]) -> None:
+        """The same while nobody else watches: the pipeline is being built. (The store warns of each wait in vain.)"""
+
+        def lost() -> Failure | None:
+            # whoever has come may have given up since, for what all are about to read
+            failure = self.lost(self._missing(keys))
+            return failure if self._missing(keys) else None
+
+        for pause in waiting(2 * self.timeout, lost):
+            if self.waits.check(keys):
+                return
+            time.sleep(pause)
+
+    def forget(self, step: int) -> None:
+        """Drop what this process has said up to a step that all have passed; step 0 is the building of the pipeline."""
+        self.forget_first(sum(said <= step for said, _ in self.said))
+
+    def forget_first(self, count: int) -> None:
+        """Drop the first messages of this process, which all have read."""
+        for _ in range(count):
+            self.store.delete_key(self.said.pop(0)[1])
+
+
+def _key(step: int, phase: str, rank: int | None) -> str:
+    return f"{step}/{phase}/{rank}"
+
+
+_SLICE_SECONDS = 0.1
+"""After which Python is asked whether it has been interrupted, and who is lost."""
+
+
+class SharedMemoryGather(Gather):
+    """Through shared memory; `offer` and `connect` before the first exchange.
+
+    Args:
+        rank: this process.
+        size: how many there are.
+        timeout: seconds to wait for the others.
+        ranks_per_host: the ranks of this host.
+        lost: see `Control.lost`.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float, ranks_per_host: RanksPerHost, lost: Lost) -> None:
+        super().__init__(rank, size, timeout)
+        self._lost = lost
+        self._ranks_per_host = ranks_per_host
+        self._native: Any = None
+
+    def offer(self) -> Reply:
+        """Where this process's board is, or why there is none."""
+        runtime: Any = native.load()
+        if runtime is None:
+            return {"no_board": native.native_status()}
+        try:
+            self._native = runtime.SharedMemoryExchange(self.rank, self.size)
+        except RuntimeError as error:
+            return {"no_board": first_line(error)}
+        return {"board": self._native.address()}
+
+    def connect(self, offers: Sequence[Reply]) -> str:
+        """Open what the others offer; why it cannot be, or nothing."""
+        for rank, offer in enumerate(offers):
+            if offer["host"] != offers[0]["host"] or not offer["host"]:
+                return "the processes are not all on one host"
+            if "no_board" in offer:
+                return f"rank {rank}: {offer['no_board']}"
+        try:
+            for rank, offer in enumerate(offers):
+                if rank != self.rank:
+                    self._native.connect(rank, *offer["board"])
+        except RuntimeError as error:
+            return first_line(error)
+        return ""
+
+    def look_around(self) -> None:
+        """Wait as it fits a host with so many ranks; when pipelines beside this one have been built."""
+        with contextlib.suppress(RuntimeError):  # a store that is gone is others' to tell
+            self._native.share_host(self._ranks_per_host.count())
+
+    def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
+        """Every message begins with the place that its process is at, which must be the same everywhere."""
+        place = f"{phase} of step {step}"
+        self._native.post(f"{place}\n{json.dumps(message)}".encode())
+        try:
+            self._wait(step, phase)
+            return [self._read(rank, place, text) for rank, text in enumerate(self._native.messages())]
+        except RuntimeError as error:
+            raise LostError(Failure(None, first_line(error), dead=True)) from error
+
+    def _wait(self, step: int, phase: str) -> None:
+        deadline = Deadline(self)
+        while not self._native.wait(min(self.timeout, _SLICE_SECONDS)):
+            failure = self._lost(self._native.missing())
+            if failure is not None and self._native.missing():
+                raise LostError(failure)
+            if missing := deadline.passed(self._native.missing):
+                raise self.late(missing, step, phase)
+
+    def _read(self, rank: int, place: str, text: bytes | None) -> Reply:
+        if text is None:
+            raise LostError(Failure(rank, DIED, dead=True))
+        found, _, content = text.decode().partition("\n")
+        if found != place:
+            raise LostError(
+                Failure(
+                    rank,
+                    f"rank {rank} did not come to the {place}: it is at the {found}; call step and eval_step on every "
+                    "rank",
+                    dead=True,
+                )
+            )
+        reply: Reply = json.loads(content)
+        return reply

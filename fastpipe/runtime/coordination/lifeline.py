@@ -1,0 +1,226 @@
+"""Lifeline: connections by which processes of different hosts learn that the other one has exited.
+
+Within one host a process descriptor does that (`fastpipe.runtime.coordination.host`). Every process on another host
+than rank 0 has a TCP connection to rank 0, and what either end learns all others read in the store. The kernel closes
+a connection when its process exits. A host that vanishes closes nothing: so both ends send a byte from time to time,
+and each one's kernel ends the connection when the byte is not acknowledged for a while, so that both ends notice if
+either direction is cut. The other kernel acknowledges, so a process may be busy or stopped. A process that closes its
+pipeline sends its last step, since others may still be reading what it published there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hmac
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fastpipe.runtime.common import DIED, aside, first_line
+from fastpipe.runtime.coordination.control import Reply
+
+LEFT = "its process ended or closed the pipeline"
+SILENT = "its host does not answer"
+BEAT_SECONDS = 0.25
+GONE = getattr(select, "POLLRDHUP", select.POLLIN)
+"""What to poll for: bytes alone need no waking up."""
+
+_BEAT = b"."
+_TIE_SECONDS = 5.0
+_TOKEN_BYTES = 16
+_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+class Ended(NamedTuple):
+    """The end of a process: what became of it, and its last complete step where it said so; 0 where it did not."""
+
+    cause: str
+    last_step: int = 0
+
+
+class Lifeline:
+    """The connections of one process; from `tie` on other threads may use it, too.
+
+    Args:
+        rank: this process.
+
+    Raises:
+        ValueError: when the variable FASTPIPE_SILENCE is not a number of seconds.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._silence = _silence_seconds()
+        self._token = secrets.token_hex(_TOKEN_BYTES)
+        self._listener: socket.socket | None = None
+        self._ties: dict[int, socket.socket] = {}
+        self._awaited: set[int] = set()
+        self._said: dict[int, bytes] = {}
+        self._ended: dict[int, Ended] = {}
+        self._lock = threading.Lock()
+        self._next_beat = 0.0
+        _open.add(self)
+
+    def offer(self, store: Any) -> Reply:
+        """Rank 0's: where it can be reached, or why it cannot.
+
+        Args:
+            store: whose server all processes reach.
+        """
+        try:
+            own, name = _addresses(store)
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            self._listener = socket.create_server((own, 0), family=family, backlog=4096)
+            return {"address": [name, self._listener.getsockname()[1]], "token": self._token}
+        except OSError as error:
+            return {"no_lifeline": first_line(error)}
+
+    def tie(self, offer: Reply, far: Sequence[int]) -> list[int]:
+        """Connect, all at the same time; the ranks that this process has a connection with.
+
+        Args:
+            offer: rank 0's.
+            far: the ranks that rank 0 cannot watch.
+        """
+        with contextlib.suppress(OSError):  # the others are told by what is returned
+            if self._listener is not None:
+                self._accept(self._listener, far)
+            elif self.rank in far and "address" in offer:
+                tie = socket.create_connection(offer["address"], timeout=_TIE_SECONDS)
+                tie.sendall(f"{offer['token']}{self.rank:08}".encode())
+                self._add(0, tie)
+        return list(self._ties)
+
+    def _accept(self, listener: socket.socket, far: Sequence[int]) -> None:
+        deadline = time.monotonic() + _TIE_SECONDS
+        self._awaited = set(far)
+        listener.settimeout(0.05)
+        while self._awaited and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                tie, _ = listener.accept()
+                # who connects and says nothing keeps nobody waiting
+                aside([functools.partial(self._greet, tie)], "fastpipe-tie")
+        with self._lock:
+            self._awaited.clear()
+
+    def _greet(self, tie: socket.socket) -> None:
+        tie.settimeout(_TIE_SECONDS / 5)
+        with contextlib.suppress(OSError):  # a stranger, or a rank that has ended meanwhile
+            greeting = tie.recv(2 * _TOKEN_BYTES + 8, socket.MSG_WAITALL)
+            token, rank = greeting[: 2 * _TOKEN_BYTES], greeting[2 * _TOKEN_BYTES :]
+            with self._lock:
+                if hmac.compare_digest(token, self._token.encode()) and int(rank) in self._awaited:
+                    self._add(int(rank), tie)
+                    return self._awaited.remove(int(rank))
+        tie.close()
+
+    def _add(self, rank: int, tie: socket.socket) -> None:
+        tie.setblocking(False)
+        tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._silence))
+        self._ties[rank] = tie
+
+    def keep(self, ranks: Sequence[int]) -> None:
+        """Only these have the other end of a connection; it has begun."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for rank in self._ties.keys() - set(ranks):
+            self._ties.pop(rank).close()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """To poll for `GONE`."""
+        return [tie.fileno() for tie in self._ties.values()]
+
+    def beat(self) -> None:
+        """Send a byte, if it is time; to be called at least every `BEAT_SECONDS`."""
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_SECONDS / 5
+            self._talk(_BEAT)
+
+    def ended(self) -> dict[int, Ended]:
+        """The processes that are gone, by rank."""
+        self._talk(b"")
+        return dict(self._ended)
+
+    def _talk(self, word: bytes) -> None:
+        """Hear what the others say, and say something."""
+        with self._lock:
+            for rank in self._ties.keys() - self._ended.keys():
+                try:
+                    self._talk_with(rank, self._ties[rank], word)
+                except OSError as error:
+                    last_step = self._said.get(rank)
+                    cause = SILENT if error.errno in _LOST else DIED
+                    self._ended[rank] = Ended(LEFT, int(last_step)) if last_step else Ended(cause)
+
+    def _talk_with(self, rank: int, tie: socket.socket, word: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while data := tie.recv(4096):
+                self._said[rank] = self._said.get(rank, b"") + data.replace(_BEAT, b"")
+            raise ConnectionResetError("it has ended the connection")
+        with contextlib.suppress(BlockingIOError):  # there is enough to acknowledge
+            tie.send(word)
+
+    def close(self, last_step: int) -> None:
+        """Say that this was the last step, and let go; called once."""
+        self._talk(str(last_step).encode())
+        with self._lock:
+            self.unblock()
+
+    def unblock(self) -> None:
+        """Close this process's copies of the descriptors; its parent's connections, if it is a forked child, go on."""
+        for descriptor in (self._listener, *self._ties.values()):
+            if descriptor is not None:
+                descriptor.close()
+        self._ties = {}
+
+
+def _silence_seconds() -> float:
+    """After which a byte that was not acknowledged ends the connection; it is sent several times until then."""
+    text = os.environ.get("FASTPIPE_SILENCE", "1.5")
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e6:
+            return seconds
+    raise ValueError(f"FASTPIPE_SILENCE = {text!r}: set it to the seconds for which another host may be silent")
+
+
+def _addresses(store: Any) -> tuple[str, str]:
+    """Where to listen, and what the others call this host: its address on the way to the store's host.
+
+    If it is that host itself, the others use the store's name. Where this host takes that name for its own loopback,
+    it does not say by which address the others come, and all are listened on.
+
+    Raises:
+        OSError: when there is no such way.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    name: str = getattr(store, "host", "") or socket.gethostname()
+    family, kind, protocol, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(address)  # sends nothing
+        own: str = way.getsockname()[0]
+    if own.startswith("127.") or own == "::1":
+        return own if name in ("localhost", own) else "", name
+    return own, name if own == address[0] else own
+
+
+def _let_go_in_child() -> None:
+    # a child that outlives its parent would keep the connections open
+    for lifeline in list(_open):
+        lifeline.unblock()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

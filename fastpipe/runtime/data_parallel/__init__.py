@@ -1,0 +1,30 @@
+"""What a stage whose module is replicated (DistributedDataParallel) or sharded (fully_shard) does within a step.
+
+Promises: gradients are averaged over the replicas once a step, also where the backward is split.
+Uses: `common`.
+"""
+
+from __future__ import annotations
+
+from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
+from fastpipe.runtime.data_parallel.interface import DataParallel, ReplicaError, listed
+from fastpipe.runtime.data_parallel.wrappers import (
+    check_not_sharded,
+    check_parallel,
+    find_data_parallel,
+    replicate,
+    unwrapped,
+)
+
+__all__ = [
+    "DataParallel",
+    "ReplicaError",
+    "Sharded",
+    "check_not_sharded",
+    "check_parallel",
+    "find_data_parallel",
+    "is_sharded",
+    "listed",
+    "replicate",
+    "unwrapped",
+]

@@ -1,0 +1,533 @@
+"""Stages in DistributedDataParallel: buckets are averaged once a step, by the wrapper's communication hook.
+
+DDP's reducer expects one hook call a parameter in the backward that it was armed for. A pipeline has no such
+backward: the last I and the last W of a stage may have others between them. And the end of that backward would wait
+for the averages while gradients for other ranks are still to be sent. So the reducer is never armed. Buckets with the
+reducer's layout are reduced in the background, in order, through the communication hook.
+
+A bucket may start while the stage's last backward still runs, as soon as hooks of its parameters and of those before
+it have seen a gradient. Whether that was too early, because something added to a gradient afterwards, is checked when
+all gradients are complete. One small message says which buckets are averaged once more, which parameters have a
+gradient, and whether the step failed. The remaining buckets are reduced at REDUCE_GRAD.
+
+The reducer knows the parameters that were trainable when it was made. Every step checks whether layers were unfrozen,
+exchanged or appended since; if so, and if all replicas have the same ones, the reducer is made anew, as the wrapper
+does when it is unpickled: the wrapper stays the same object, with its settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
+
+from fastpipe.runtime.common import grad_dtype_of, has_grad_dtype, walked, zero_grad_of
+from fastpipe.runtime.data_parallel.interface import DataParallel, ReplicaError, SilentReplicaError, listed
+
+
+class FlatBucket:
+    """A bucket in the dtype of gradients that is not their parameters'; one of the reducer's has that of parameters.
+
+    Args:
+        parameters: whose gradients lie in it, one after the other.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        first = self._parameters[0]
+        self._buffer = torch.zeros(sum(sizes), dtype=grad_dtype_of(first), device=first.device)
+
+    def buffer(self) -> torch.Tensor:
+        """All of it."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Take what came of it."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The part of every parameter, in its shape."""
+        parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+
+class Told(NamedTuple):
+    """What the replicas told each other.
+
+    Attributes:
+        num_failed: in how many of them the step failed.
+        num_asking: how many of these made none, since parameters are missed in their pipeline.
+        num_missing: how many miss some in this wrapper.
+        again: whether a bucket had to be averaged again in any.
+    """
+
+    num_failed: int
+    num_asking: int
+    num_missing: int
+    again: bool
+
+
+class Average:
+    """One step's.
+
+    Args:
+        wrapper: whose parameters, group and communication hook.
+        in_place: from a parameter that the wrapper knows to the one that is used.
+    """
+
+    def __init__(self, wrapper: Any, in_place: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        self.wrapper = wrapper
+        self.buckets: Sequence[Any] = wrapper.reducer._get_zeros_like_grad_buckets()
+        self.parameters = [[in_place(parameter) for parameter in bucket.parameters()] for bucket in self.buckets]
+        self._flat = any(map(has_grad_dtype, wrapper.module.parameters()))
+        if self._flat:
+            self.buckets = [FlatBucket(parameters) for parameters in self.parameters]
+        # as the reducer does it: a hook gets gradients as they are, without one they are divided before they are summed
+        self.factor = 1.0 if has_comm_hook(wrapper) else 1.0 / wrapper.process_group.size()
+        self._futures: list[Any] = []
+        self._used: list[list[tuple[torch.Tensor | None, int]]] = []
+        self._missing: list[int] = []
+        self._hooks: list[Any] = []
+
+    def watch(self, comes: Callable[[nn.Parameter], bool]) -> None:
+        """The last backward begins: start every bucket when it is complete.
+
+        Args:
+            comes: whether a parameter's gradient is still to come; the others have theirs.
+        """
+        self._missing = [0] * len(self.buckets)
+        for number, parameters in enumerate(self.parameters):
+            for parameter in parameters:
+                if parameter.requires_grad and comes(parameter):
+                    self._missing[number] += 1
+                    hook = partial(self._came, number)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._start_complete()
+
+    def _came(self, number: int, _: torch.Tensor) -> None:
+        self._missing[number] -= 1
+        self._start_complete()
+
+    def _start_complete(self) -> None:
+        # in their order, whichever is complete first: it must be the same on every replica
+        while len(self._futures) < len(self.buckets) and self._missing[len(self._futures)] <= 0:
+            self._start(failed=False)
+
+    def _start(self, *, failed: bool) -> None:
+        number = len(self._futures)
+        if not failed:
+            self._fill(number)
+        self._used.append([(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters[number]])
+        self._futures.append(self._run(self.buckets[number]))
+
+    def _run(self, bucket: Any) -> Any:
+        if not self._flat:
+            return self.wrapper.reducer._run_comm_hook(bucket)
+        return dist.all_reduce(bucket.buffer(), group=self.wrapper.process_group, async_op=True).get_future()
+
+    def _fill(self, number: int) -> None:
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters[number], self.buckets[number].gradients(), strict=True):
+                if parameter.grad is not None and self.factor == 1.0:
+                    view.copy_(parameter.grad)
+                elif parameter.grad is not None:
+                    torch.mul(parameter.grad, self.factor, out=view)
+
+    def complete(self, failed: bool, asks: tuple[bool, bool] = (False, False)) -> None:
+        """All gradients are complete: start what has not been started, and tell the other replicas how it went.
+
+        Args:
+            failed: the step failed here, so send zeros instead, and that they mean nothing.
+            asks: that it is none, since parameters are missed in the pipeline, and whether they are in this wrapper.
+        """
+        self.unwatch()
+        early = len(self._futures)
+        while len(self._futures) < len(self.buckets):
+            self._start(failed=failed)
+        again = [int(number < early and self._changed(number)) for number in range(len(self.buckets))]
+        used = [int(p.grad is not None and not failed) for parameters in self.parameters for p in parameters]
+        device = self.buckets[0].buffer().device
+        status = [int(failed), *map(int, asks), *again, *used]
+        self.status = torch.tensor(status, dtype=torch.int32, device=device)
+        self._told = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
+
+    def unwatch(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _changed(self, number: int) -> bool:
+        """Whether a gradient is another one than went into the bucket."""
+        now = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters[number]]
+        return any(
+            grad is not before or version != old
+            for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
+        )
+
+    def finish(self, deadline: float) -> Told:
+        """Put the averages into ``.grad``.
+
+        Raises:
+            TimeoutError: when they are not there by the deadline.
+        """
+        _awaited(self._told, deadline)
+        num_failed, num_asking, num_missing, *flags = self.status.tolist()
+        again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
+        averages: list[torch.Tensor] = []
+        for number, repeat in enumerate(again):
+            averages += self._average(number, deadline, repeat=bool(repeat))
+        parameters = [parameter for each in self.parameters for parameter in each]
+        with torch.no_grad():
+            for parameter, average, count in zip(parameters, averages, used, strict=True):
+                if count:
+                    parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad.copy_(average)
+        return Told(num_failed, num_asking, num_missing, any(again))
+
+    def _average(self, number: int, deadline: float, *, repeat: bool) -> Sequence[torch.Tensor]:
+        bucket = self.buckets[number]
+        result = _awaited(self._futures[number], deadline)
+        if repeat:
+            bucket.buffer().zero_()
+            self._fill(number)
+            result = _awaited(self._run(bucket), deadline)
+        bucket.set_buffer(result[0] if isinstance(result, list | tuple) else result)
+        gradients: Sequence[torch.Tensor] = bucket.gradients()
+        return gradients
+
+
+def has_comm_hook(wrapper: Any) -> bool:
+    """Whether a communication hook of the user's was registered."""
+    return bool(wrapper._get_ddp_logging_data().get("comm_hook"))
+
+
+def _awaited(future: Any, deadline: float) -> Any:
+    """A future's value; `Future.wait` knows no limit of time."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    if not done.wait(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+    return future.wait()
+
+
+class Reduced:
+    """The parameters of one wrapper.
+
+    Args:
+        wrapper: which.
+        stage: the stage's index, for messages.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, stage: int) -> None:
+        self.wrapper: Any = wrapper
+        self.stage = stage
+        self._note()
+
+    def _note(self) -> None:
+        self._places = {
+            id(p): (module, name) for module in self.wrapper.module.modules() for name, p in module._parameters.items()
+        }
+        # the reducer's own, since who wrapped it may have frozen others since then
+        buckets = self.wrapper.reducer._get_zeros_like_grad_buckets()
+        self._parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
+
+    def in_place(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What stands where the parameter stood when it was wrapped: of a tied weight, an alias while a step runs."""
+        module, name = self._places[id(parameter)]
+        found = module._parameters.get(name)
+        # a parametrization takes a parameter away and holds others instead
+        return parameter if found is None else found
+
+    def missed(self) -> list[str]:
+        """The parameters that are to be trained and not reduced, by name. Looked for in every step.
+
+        Raises:
+            ValueError: where the wrapper cannot be told of them.
+        """
+        reduced = {id(self.in_place(parameter)) for parameter in self._parameters}
+        found = [
+            parameter
+            for module in walked(self.wrapper.module)
+            for parameter in module._parameters.values()
+            if parameter is not None and parameter.requires_grad and id(parameter) not in reduced
+        ]
+        return self._named(found) if found else []
+
+    def _named(self, found: list[nn.Parameter]) -> list[str]:
+        ids = set(map(id, found))
+        ignored = self.wrapper.parameters_to_ignore
+        names = [name for name, p in self.wrapper.module.named_parameters() if id(p) in ids and name not in ignored]
+        if names and has_comm_hook(self.wrapper):
+            raise ValueError(
+                f"data_parallel: stage {self.stage} has parameters to train that it did not have before, "
+                f"{listed(names)}, and its DistributedDataParallel a communication hook, which may go by the buckets "
+                "that there were; build the Pipeline anew"
+            )
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in found):
+            raise ValueError(
+                f"data_parallel: of the parameters that stage {self.stage} did not have before, {listed(names)}, some "
+                "have no shape yet; run a forward of the new layer before"
+            )
+        return names
+
+    def adopt(self) -> None:
+        """Begin with the first replica's values, and reduce all that is to be trained; all replicas come here.
+
+        Raises:
+            ValueError: when they do not train the same, or gradients are those of other values.
+        """
+        self._compare()
+        self._bring_together()
+        self._renew()
+        self._note()
+
+    def _compare(self) -> None:
+        trained = [(name, p) for name, p in self.wrapper.module.named_parameters() if p.requires_grad]
+        text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in trained)
+        own = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device=self.wrapper.device)
+        group = self.wrapper.process_group
+        everywhere = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(everywhere, own, group=group)
+        if not all(torch.equal(other, own) for other in everywhere):
+            raise ValueError(
+                f"data_parallel: the replicas of stage {self.stage} do not have the same new parameters to train, "
+                f"here {listed(self.missed())}; unfreeze, exchange or append layers in all replicas alike"
+            )
+
+    def _bring_together(self) -> None:
+        """What was added in `no_sync` counts if it was added alike: a layer that was made here may be another there."""
+        missed = set(self.missed())
+        added = [p for name, p in self.wrapper.module.named_parameters() if name in missed and p.grad is not None]
+        before = [parameter.detach().clone() for parameter in added]
+        group, ignored = self.wrapper.process_group, self.wrapper.parameters_to_ignore
+        size = self.wrapper.broadcast_bucket_size
+        _sync_module_states(self.wrapper.module, group, size, 0, ignored, self.wrapper.broadcast_buffers)
+        same = all(torch.equal(old, new) for old, new in zip(before, added, strict=True))
+        others = torch.tensor(int(not same), dtype=torch.int32, device=self.wrapper.device)
+        dist.all_reduce(others, group=group)
+        if int(others):
+            raise ValueError(
+                f"data_parallel: steps in no_sync have trained parameters of stage {self.stage} that are new, "
+                f"{listed(sorted(missed))}, and had other values in other replicas; they have the first replica's "
+                "now: set all gradients to None and repeat these steps, or let the first step after a change reduce"
+            )
+
+    def _renew(self) -> None:
+        wrapper = self.wrapper
+        ignored = wrapper.parameters_to_ignore
+        wrapper._module_parameters = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
+        parameters, sparse = wrapper._build_params_for_reducer()
+        names = wrapper._build_debug_param_to_name_mapping(parameters)
+        wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
+        if wrapper.static_graph:
+            wrapper.reducer._set_static_graph()
+            wrapper.logger._set_static_graph()
+        wrapper._has_rebuilt_buckets = False
+
+
+_HELD_BACK = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
+"""Flags of a wrapper while a step runs: no hook reduces, not even at the end of a static graph's first backward."""
+
+
+class Replicated(DataParallel):
+    """Every replica has the whole stage.
+
+    Args:
+        wrappers: the DistributedDataParallel of the stage, most often one.
+        stage: the stage's index, for messages.
+    """
+
+    def __init__(self, wrappers: Sequence[DistributedDataParallel], stage: int) -> None:
+        self.wrappers = wrappers
+        self.stage = stage
+        self._set: list[dict[str, bool]] = []
+        self._reduces = False
+        self._begun = False
+        self._early: Average | None = None
+        self._under_way: list[Average] = []
+        self._asks = False
+        self._missing: dict[DistributedDataParallel, int] = {}
+        for wrapper in wrappers:
+            _check_options(wrapper, stage)
+        self._reduced = {wrapper: Reduced(wrapper, stage) for wrapper in wrappers}
+        self._starts_early = self._may_start_early()
+
+    @property
+    def wrapped(self) -> Sequence[nn.Module]:
+        """The DistributedDataParallel."""
+        return self.wrappers
+
+    def _may_start_early(self) -> bool:
+        modules = (module for wrapper in self.wrappers for module in wrapper.module.modules())
+        return len(self.wrappers) == 1 and not any(isinstance(module, nn.SyncBatchNorm) for module in modules)
+
+    def prepare(self) -> None:
+        """Refuse a communication hook that would get gradients of another dtype than its buckets'."""
+        for wrapper in self.wrappers:
+            if has_comm_hook(wrapper) and any(map(has_grad_dtype, wrapper.module.parameters())):
+                raise ValueError(
+                    f"grad_dtype: the DistributedDataParallel of stage {self.stage} has a communication hook, whose "
+                    "buckets are of the parameters' dtype; leave out one of the two"
+                )
+
+    def missed(self) -> list[str]:
+        """By wrapper, as torch would begin with them if the stage were wrapped now."""
+        # the user's own no_sync() is kept, too
+        reducing = [wrapper for wrapper in self.wrappers if wrapper.require_backward_grad_sync]
+        found = [(wrapper, self._reduced[wrapper].missed()) for wrapper in reducing]
+        for wrapper in (wrapper for wrapper, names in found if names):
+            _check_options(wrapper, self.stage)
+        return [name for _, names in found for name in names]
+
+    def ask(self) -> None:
+        """What is to be said is said at REDUCE_GRAD."""
+        self._asks = True
+
+    def adopt(self) -> bool:
+        """Make the reducers anew that miss parameters."""
+        missing, self._missing = self._missing, {}
+        for wrapper, count in missing.items():
+            if 0 < count < self.num_replicas:
+                raise ValueError(
+                    f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have parameters to "
+                    f"train that were not when it was wrapped, here {listed(self._reduced[wrapper].missed())}; "
+                    "unfreeze, exchange or append layers in all replicas alike"
+                )
+        found = [wrapper for wrapper, count in missing.items() if count]
+        for wrapper in found:
+            self._reduced[wrapper].adopt()
+        self._starts_early = self._may_start_early() if found else self._starts_early
+        return bool(found)
+
+    def begin(self, reduces: bool) -> None:
+        """No hook reduces from now on."""
+        self._reduces = reduces
+        self._begun = self._asks = False
+        self._set = [{name: vars(w)[name] for name in _HELD_BACK if name in vars(w)} for w in self.wrappers]
+        for wrapper, flags in zip(self.wrappers, self._set, strict=True):
+            vars(wrapper).update({name: _HELD_BACK[name] for name in flags})
+
+    def unshard(self, failed: bool) -> None:
+        """Send the first replica's buffers to the others, which the forward would do."""
+        wrapper: Any
+        for wrapper in self.wrappers:
+            if wrapper._check_sync_bufs_pre_fwd():
+                wrapper.require_forward_param_sync = False
+                if self._asks:
+                    # who asks may have more of them than another who makes the step
+                    wrapper._sync_module_buffers(0)
+                else:
+                    wrapper._sync_buffers()
+
+    def reshard(self) -> None:
+        """Nothing is sharded."""
+
+    def last_backward(self, comes: Callable[[nn.Parameter], bool]) -> None:
+        """Start the average of each bucket as the gradients come."""
+        # The order of collectives must be that of the other replicas, whatever their gradients are. Of two wrappers
+        # either may be first; a SyncBatchNorm has collectives of its own in the backward.
+        if self._reduces and not self._begun and self._starts_early and self._set[0]["require_backward_grad_sync"]:
+            self._early = self._average(self.wrappers[0])
+            self._early.watch(comes)
+
+    def reduce_grad(self, failed: bool) -> None:
+        """Start the averages that have not been started."""
+        if not self._reduces or self._begun:
+            return
+        self._begun = True
+        for wrapper, flags in zip(self.wrappers, self._set, strict=True):
+            # the user's own no_sync() is kept, too
+            if flags["require_backward_grad_sync"]:
+                average = self._early or self._average(wrapper)
+                self._early = None
+                average.complete(failed, (self._asks, self._asks and bool(self._reduced[wrapper].missed())))
+                self._under_way.append(average)
+
+    def _average(self, wrapper: DistributedDataParallel) -> Average:
+        return Average(wrapper, self._reduced[wrapper].in_place)
+
+    def finish(self, failed: bool, deadline: float) -> None:
+        """Await the averages, and put them into ``.grad``."""
+        under_way, self._under_way = self._under_way, []
+        try:
+            ends = [average.finish(deadline) for average in under_way]
+        except TimeoutError as error:
+            raise SilentReplicaError(
+                f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
+                f"{self.num_replicas} replicas did not come"
+            ) from error
+        finally:
+            self._restore([average.wrapper for average in under_way])
+        # every replica sees the same
+        self._starts_early &= not any(end.again for end in ends)
+        self._missing = {average.wrapper: end.num_missing for average, end in zip(under_way, ends, strict=True)}
+        if ends and not failed:
+            self._check(max(end.num_failed for end in ends), max(end.num_asking for end in ends))
+
+    def _check(self, num_failed: int, num_asking: int) -> None:
+        """Whether all replicas made the step."""
+        if num_asking:
+            raise ReplicaError(
+                f"data_parallel: {num_asking} of {self.num_replicas} replicas have parameters to train since the last "
+                "step that were not when the stages were wrapped, and this one has none; unfreeze, exchange or append "
+                "layers in all replicas alike"
+            )
+        if num_failed:
+            raise ReplicaError(f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage")
+
+    def _restore(self, reduced: Sequence[DistributedDataParallel]) -> None:
+        if self._early is not None:
+            self._early.unwatch()
+            self._early = None
+        for wrapper, flags in zip(self.wrappers, self._set, strict=True):
+            vars(wrapper).update(flags)
+        for wrapper in reduced:
+            # as after a backward of its own: the next forward brings the buffers together
+            wrapper.require_forward_param_sync = True
+
+    @property
+    def num_replicas(self) -> int:
+        """The size of the wrappers' group."""
+        return max(wrapper.process_group.size() for wrapper in self.wrappers)
+
+    @property
+    def whole_gradients(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def description(self) -> str:
+        """In one line."""
+        return f"in DistributedDataParallel over {self.num_replicas} replicas"
+
+
+def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
+    """Refuse what depends on hooks in the backward.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    sparse = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    refused = {
+        "mixed_precision": wrapper.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
+        "a sparse embedding": bool(sparse),
+        "torch._dynamo.config.optimize_ddp = 'python_reducer'": wrapper._use_python_reducer,
+    }
+    for option, found in refused.items():
+        if found:
+            raise ValueError(
+                f"stages: the DistributedDataParallel of stage {stage} has {option}, which a pipeline cannot keep, as "
+                "gradients are reduced once a step; leave it out"
+            )

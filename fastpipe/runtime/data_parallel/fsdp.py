@@ -1,0 +1,258 @@
+"""Stages with fully_shard (FSDP2): gathered once a step, reduced once a step.
+
+Left alone it reduces at the end of every backward, which for a split one is the end of I: what W adds later would
+never be reduced. While a step runs its flags say that no backward is the last one, so gradients gather in the unsharded
+parameters; REDUCE_GRAD calls `post_backward` of every group of parameters, in the order of a backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastpipe.runtime.common import walked
+from fastpipe.runtime.data_parallel.interface import DataParallel, ReplicaError, listed
+
+
+@dataclass
+class _Flags:
+    """What the user had set for one group of parameters."""
+
+    post_forward_mesh_info: Any
+    reshard_after_backward: bool
+    reduce_grads: bool
+    all_reduce_grads: bool
+
+    @classmethod
+    def of(cls, group: Any) -> _Flags:
+        return cls(
+            group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads, group.all_reduce_grads
+        )
+
+    def restore(self, group: Any) -> None:
+        for name, value in vars(self).items():
+            setattr(group, name, value)
+
+
+_HELD_BACK = _Flags(None, False, False, False)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it. Who has not imported that has not applied it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Those of one module: torch 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+class Sharded(DataParallel):
+    """Every replica has a shard of the stage's parameters.
+
+    Args:
+        modules: those of the stage that `fully_shard` was applied to, outer before inner.
+        stage: the stage's index, for messages.
+    """
+
+    def __init__(self, modules: Sequence[Any], stage: int) -> None:
+        self.modules = modules
+        self.stage = stage
+        self._flags: list[tuple[Any, _Flags]] = []
+        self._last: list[tuple[Any, bool]] = []
+        self._reduces = False
+        self._begun = False
+        self._known = {module: set(module._parameters) for module in self._inner()}
+
+    def _inner(self) -> list[nn.Module]:
+        """All modules that are sharded, and what is in them."""
+        return list(dict.fromkeys(inner for module in self.modules for inner in walked(module)))
+
+    @property
+    def wrapped(self) -> Sequence[nn.Module]:
+        """Those that `fully_shard` was applied to."""
+        return self.modules
+
+    def missed(self) -> list[str]:
+        """None: what `fully_shard` was not applied to it cannot be told of.
+
+        Raises:
+            ValueError: for parameters to train in a place where there was none.
+        """
+        found = [
+            (module, name)
+            for module in self._inner()
+            if module not in self._known or not self._known[module].issuperset(module._parameters)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad and name not in self._known.get(module, ())
+        ]
+        if found:
+            names = [f"{name} of a {type(module).__name__}" for module, name in found]
+            raise ValueError(
+                f"stages: stage {self.stage} has parameters to train that it did not have when the Pipeline was built, "
+                f"{listed(names)}, of which fully_shard does not know; apply it to the new layers, and build the "
+                "Pipeline anew"
+            )
+        return []
+
+    @property
+    def _groups(self) -> list[Any]:
+        """The groups of parameters that are gathered and reduced together."""
+        return [group for state in self._states() for group in _groups_of(state)]
+
+    def _states(self) -> list[Any]:
+        return list(dict.fromkeys(module._get_fsdp_state() for module in self.modules))
+
+    def _roots(self) -> list[Any]:
+        """The outermost, which run what is to be done once a backward."""
+        return [state for state in self._states() if state._is_root]
+
+    def prepare(self) -> None:
+        """Let the wrapper find its outermost modules, which its first forward would do."""
+        for state in self._states():
+            if state._is_root is None:
+                # the outermost comes first, and makes the inner ones its own
+                state._lazy_init()
+
+    def begin(self, reduces: bool) -> None:
+        """No backward is the last one, and nothing is resharded before the schedule says so."""
+        self._reduces = reduces
+        self._begun = False
+        self._last = [(root._state_ctx, root._state_ctx.is_last_backward) for root in self._roots()]
+        self._flags = [(group, _Flags.of(group)) for group in self._groups]
+        for context, _ in self._last:
+            context.is_last_backward = False
+        for group, _ in self._flags:
+            _HELD_BACK.restore(group)
+
+    def unshard(self, failed: bool) -> None:
+        """Start to gather the parameters; the forward, or the backward, waits for them."""
+        for module in self.modules:
+            module.unshard(async_op=True)
+
+    def reshard(self) -> None:
+        """Let the gathered parameters go; gradients stay."""
+        for group in self._groups:
+            group.wait_for_unshard()
+            group.reshard()
+
+    @property
+    def folds(self) -> bool:
+        """Whether gradients are summed in another dtype than the one they are computed in."""
+        return any(parameter.reduce_dtype is not None for group in self._groups for parameter in group.fsdp_params)
+
+    def fold(self) -> None:
+        """Add a microbatch's gradients in the dtype that they are summed in."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+    def reduce_grad(self, failed: bool) -> None:
+        """Start to reduce, the group of the last layers first, as a backward does."""
+        if not self._reduces or self._begun:
+            return
+        self._begun = True
+        for group, flags in reversed(self._flags):
+            group.wait_for_unshard()
+            flags.restore(group)
+            if failed:
+                _complete(group)
+            group.post_backward()
+
+    def finish(self, failed: bool, deadline: float) -> None:
+        """Wait for the shards' gradients, and leave the parameters sharded as between any two steps."""
+        begun, self._begun = self._begun, False
+        for context, _ in self._last:
+            context.is_last_backward = True
+        for root in self._roots():
+            root._root_post_backward_final_callback()
+        for group, flags in self._flags:
+            group.wait_for_unshard()
+            if flags.reshard_after_backward:
+                group.reshard()
+            flags.restore(group)
+        for context, last in self._last:
+            context.is_last_backward = last
+        if begun:
+            self._compare(failed)
+
+    def _compare(self, failed: bool) -> None:
+        """Whether all replicas got to the end of the step."""
+        meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
+        groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        count = torch.tensor(int(failed), dtype=torch.int32, device=self._groups[0].device)
+        for group in groups:
+            dist.all_reduce(count, group=group)
+        if int(count) and not failed:
+            raise ReplicaError("the step failed in another of the replicas that share this stage")
+
+    @property
+    def num_replicas(self) -> int:
+        """The size of the mesh."""
+        return max(int(group.mesh_info.mesh.size()) for group in self._groups)
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Not: it is a shard."""
+        return False
+
+    @property
+    def description(self) -> str:
+        """In one line."""
+        return f"sharded by fully_shard over {self.num_replicas} replicas"
+
+    def _of(self, parameter: nn.Parameter) -> Any:
+        """What FSDP knows of a shard."""
+        found = (known for group in self._groups for known in group.fsdp_params if known.sharded_param is parameter)
+        return next(found, None)
+
+    def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The gathered parameter, which the forward uses."""
+        leaf: torch.Tensor = getattr(self._of(parameter), "_unsharded_param", parameter)
+        return leaf
+
+    def whole_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """That of the gathered parameter."""
+        known = self._of(parameter)
+        if known is None:
+            return parameter.grad
+        waiting: torch.Tensor | None = known.unsharded_accumulated_grad
+        return self.leaf(parameter).grad if waiting is None else waiting
+
+    def put_aside(self) -> Callable[[], None]:
+        """Those of gathered parameters."""
+        known = [parameter for group in self._groups for parameter in group.fsdp_params]
+        leaves = [parameter._unsharded_param for parameter in known if hasattr(parameter, "_unsharded_param")]
+        waiting = [(p, "unsharded_accumulated_grad", p.unsharded_accumulated_grad) for p in known]
+        kept = [*waiting, *((leaf, "grad", leaf.grad) for leaf in leaves)]
+        for owner, name, _ in kept:
+            setattr(owner, name, None)
+
+        def put_back() -> None:
+            for parameter in known:
+                if hasattr(parameter, "_unsharded_param"):
+                    # made in between, if it is none of the leaves
+                    parameter._unsharded_param.grad = None
+            for owner, name, value in kept:
+                setattr(owner, name, value)
+
+        return put_back
+
+
+def _complete(group: Any) -> None:
+    """Zeros where gradients are missing: the other replicas count on messages as long as theirs."""
+    for parameter in group.fsdp_params:
+        leaf = parameter._unsharded_param
+        if leaf.requires_grad and leaf.grad is None and parameter.unsharded_accumulated_grad is None:
+            leaf.grad = torch.zeros_like(leaf)

@@ -1,0 +1,25 @@
+"""Runs the program of one rank, or of all ranks of this process.
+
+Promises: the native and the Python executor give the same bits; a failure on one rank ends the step on all.
+Uses: `stage`, `transport`, `model`, `data_parallel`, `common`.
+"""
+
+from __future__ import annotations
+
+from fastpipe.runtime.executor.cuda_graph import RecordedRanks, why_not
+from fastpipe.runtime.executor.events import DeviceEvent, DeviceEvents
+from fastpipe.runtime.executor.executor import Executor
+from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, Spans, executor_class, failure_of
+
+__all__ = [
+    "DeviceEvent",
+    "DeviceEvents",
+    "Executor",
+    "LocalRanks",
+    "Outcome",
+    "RecordedRanks",
+    "Spans",
+    "executor_class",
+    "failure_of",
+    "why_not",
+]

@@ -1,0 +1,120 @@
+"""The native executor: hands one rank's program, stages and transport to C++, which runs it without asking Python
+anything but ``stage.run``. Where there are such, Python also has the caller's gradients of the outputs
+(``stage.losses.output_grads``), the modules' own method for pairs, and, a few times a step, the replicas of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fastpipe.action import NONE
+from fastpipe.program import Op
+from fastpipe.runtime import native
+from fastpipe.runtime.common import Tensors
+from fastpipe.runtime.executor.executor import Drained, Executor, Seconds, last_backwards
+from fastpipe.runtime.stage import WAYS, PairCounts, Stage
+
+
+class NativeExecutor(Executor):
+    """Runs one rank's program in C++; see `Executor`.
+
+    A run follows the calling thread's grad mode, autocast and inference mode, as torch itself does.
+    """
+
+    def _prepare(self) -> None:
+        runtime: Any = native.load()
+        if runtime is None:
+            raise ValueError(f"executor = 'native': {native.native_status()}")
+        columns = np.ascontiguousarray(self.program[self.rank].columns)
+        channels = [tuple(map(int, channel)) for channel in self.program.channels]
+        places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]
+        self._last_backwards = last_backwards(list(self.program[self.rank]))
+        self._splits = bool((columns[0] == Op.I).any())
+        endpoint = self.transport.native(runtime, self.program, self.rank, self.timeout)
+        self._native = runtime.Executor(
+            self.rank,
+            columns,
+            channels,
+            places,
+            endpoint,
+            self.timeout,
+            self.device,
+            pairs=WAYS.index(self.pairs),
+            streams=[self.streams[index] for index in self.stages] if self.streams else [],
+        )
+
+    def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
+        """Run one step; see `Executor.run`."""
+        # C++ keeps none of these between steps: a cycle through it could never be collected
+        calls = [
+            (*_calls(stage), *self._fusing(stage), self._last_backwards.get(index, NONE), *self._around(stage))
+            for index, stage in self.stages.items()
+        ]
+        spans = self._native.run(
+            signature,
+            announce,
+            calls,
+            self.on_failure,
+            num_threads=self.num_threads,
+            trace=trace,
+            drain=drain,
+        )
+        if spans is None:
+            raise Drained
+        if self._splits:
+            self._note_deferred()
+        start, end = spans
+        return start, end
+
+    def _fusing(self, stage: Stage) -> tuple[Any, Sequence[int]]:
+        """What runs a pair by the modules' own method, and with which stages' backwards."""
+        if not stage.fuses:
+            return None, ()
+
+        def fuse(
+            microbatch: int, inputs: Tensors, pair: int, pair_microbatch: int, roots: Tensors, grads: Any
+        ) -> Tensors:
+            return stage.run_fused(microbatch, inputs, self.stages[pair], roots, grads)
+
+        return fuse, [index for index, pair in self.stages.items() if stage.fuses_with(pair)]
+
+    def _around(self, stage: Stage) -> tuple[Any, tuple[int, tuple[int, int, int]]]:
+        """What is around its backwards, and what `fastpipe.current` tells of the step."""
+        return stage.context.around, (stage.context.step, self.last[stage.index])
+
+    def check(self) -> None:
+        """See `Executor.check`."""
+        self._native.check()
+
+    def pair_counts(self) -> PairCounts:
+        """How many pairs went which way so far."""
+        return PairCounts(*self._native.pair_counts())
+
+    def _note_deferred(self) -> None:
+        for index, leaves, held in self._native.deferred():
+            self.stages[index].deferred = frozenset(leaves)
+            self.stages[index].has_split = True
+            self.stages[index].peak_held_bytes = held
+
+    def fail(self) -> None:
+        """Drain from the next instruction on."""
+        self._native.fail()
+
+    def forget_failure(self) -> None:
+        """See `Executor.forget_failure`."""
+        self._native.forget_failure()
+
+
+def _calls(stage: Stage) -> tuple[Any, ...]:
+    """What C++ asks of a stage: run, output_grads, random, meet, fold; None for what there is no need to ask."""
+    parallel = stage.parallel
+    return (
+        stage.run,
+        stage.losses.output_grads if stage.losses.has_output_grads else None,
+        None if stage.random is None else stage.random.guard,
+        None if parallel is None else stage.meet,
+        parallel.fold if parallel is not None and parallel.folds else None,
+    )

@@ -1,0 +1,310 @@
+"""The reference interpreter of a program: plain Python, the same bits as the native one.
+
+When it is made, every instruction becomes a call with its arguments: a method of `PythonExecutor`, with the stage, the
+slot of its input, the message it sends and so on. A step then makes the calls in order, and looks nothing up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fastpipe.action import NONE, Action, ActionKind
+from fastpipe.dependencies import feeds
+from fastpipe.program import ChannelKind, Instruction, Op
+from fastpipe.runtime.common import Tensors, handed_over
+from fastpipe.runtime.executor.executor import Drained, Executor, Seconds, backward_of, last_backwards
+from fastpipe.runtime.stage import PairCounts, Pairs, Stage
+from fastpipe.runtime.transport import Message
+
+_LABEL_PREFIX = "PP:"
+"""As torch's pipelines label theirs. Without it torch's profiler takes "2F0" for a mangled C++ name and shows "F0"."""
+
+
+class Step(NamedTuple):
+    """An instruction with its references resolved.
+
+    Attributes:
+        op: what it does.
+        call: does it.
+        label: of a compute action, for torch's profiler; empty for the others, which are done in a failed step, too.
+    """
+
+    op: Op
+    call: Callable[[], None]
+    label: str
+
+
+class PythonExecutor(Executor):
+    """Interprets one rank's program; see `Executor`.
+
+    Attributes:
+        slots: what has arrived and is not freed, by slot.
+        made: what compute actions made and is not sent or handed over, by the number of its message.
+    """
+
+    def _prepare(self) -> None:
+        self.endpoint = self.transport.endpoint(self.program, self.rank, self.timeout)
+        self.slots: dict[int, Tensors] = {}
+        self.made: dict[int, Tensors] = {}
+        self.failed = False
+        self.error: BaseException | None = None
+        self._pairs = Pairs(self.pairs, self.num_threads)
+        instructions = list(self.program[self.rank])
+        resolver = _Resolver(self, instructions)
+        self.steps = [resolver.step(instruction) for instruction in instructions]
+        self.waits_of_sends = _waits_of_sends(instructions)
+
+    def fail(self) -> None:
+        """Drain from the next instruction on."""
+        self.failed = True
+
+    def forget_failure(self) -> None:
+        """See `Executor.forget_failure`."""
+        self.failed = False
+
+    def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
+        """Run one step; see `Executor.run`."""
+        self.failed, self.error = self.failed or drain, None
+        for index, stage in self.stages.items():
+            stage.context.last = self.last[index]
+        self.endpoint.begin(signature, announce)
+        # the end of an instruction is the start of the next
+        moments = [time.perf_counter()]
+        for position, step in enumerate(self.steps):
+            self._execute(position, step)
+            moments.append(time.perf_counter())
+        self._finish()
+        times = np.array(moments)
+        starts, ends = times[:-1], times[1:].copy()
+        for send, wait in self.waits_of_sends:
+            ends[send] = ends[wait]
+        return starts, ends
+
+    def _finish(self) -> None:
+        self.slots.clear()
+        self.made.clear()
+        failed, self.failed = self.failed, False
+        if not failed:
+            return
+        for stage in self.stages.values():
+            stage.end()
+        self.endpoint.end()
+        error, self.error = self.error, None
+        try:
+            raise error if error is not None else Drained
+        finally:
+            del error  # the exception holds this frame, which must not hold the exception
+
+    def _execute(self, position: int, step: Step) -> None:
+        if self.failed and step.label:
+            return
+        try:
+            if step.label and torch.autograd.profiler._is_profiler_enabled:
+                with torch.profiler.record_function(step.label):
+                    step.call()
+            else:
+                step.call()
+        except BaseException as error:  # published, and raised at the end of the step
+            self._fail_at(position, error)
+            if step.op is Op.SEND:
+                # it was refused before anything was sent, and the receiver waits: now a stand-in is sent
+                with contextlib.suppress(BaseException):  # the first error is published
+                    step.call()
+
+    def _fail_at(self, position: int, error: BaseException) -> None:
+        self.failed = True
+        if self.error is None:
+            self.error = error
+            self.on_failure(position, error)
+
+    def forward(self, stage: Stage, microbatch: int, slot: int, message: int, splits: bool) -> None:
+        """F. The slot is that of the input; ``NONE`` stands for no slot, and for no message."""
+        outputs = stage.forward(microbatch, self.slots.get(slot, ()), splits=splits)
+        if message != NONE:
+            self.made[message] = outputs
+
+    def backward(self, stage: Stage, microbatch: int, slot: int, message: int) -> None:
+        """B. The slot is that of the output's gradient."""
+        grads = stage.backward(microbatch, self.slots.get(slot, ()))
+        if message != NONE:
+            self.made[message] = grads
+
+    def backward_input(self, stage: Stage, microbatch: int, slot: int, message: int) -> None:
+        """I."""
+        grads = stage.backward_input(microbatch, self.slots.get(slot, ()))
+        if message != NONE:
+            self.made[message] = grads
+
+    def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
+        """OVERLAP_F_B: by the modules' own method, together or in order."""
+        stage, pair = forward.args[0], backward.args[0]
+        if stage.fuses and stage.fuses_with(pair) and self._fused(*forward.args, *backward.args):
+            self._pairs.counts.fused += 1
+            return
+        labelled = partial(_labelled, label, backward)
+        self._pairs.run(forward, labelled, (stage.index, pair.index), stage.may_run_beside(pair))
+
+    def _fused(
+        self,
+        stage: Stage,
+        microbatch: int,
+        slot: int,
+        message: int,
+        splits: bool,
+        pair: Stage,
+        pair_microbatch: int,
+        pair_slot: int,
+        pair_message: int,
+    ) -> bool:
+        inputs, grads = self.slots.get(slot, ()), self.slots.get(pair_slot, ())
+        found = stage.forward_backward(microbatch, inputs, pair, pair_microbatch, grads, splits=splits)
+        if found is None:
+            return False
+        for number, tensors in zip((message, pair_message), found, strict=True):
+            if number != NONE:
+                self.made[number] = tensors
+        return True
+
+    def pair_counts(self) -> PairCounts:
+        """How many pairs went which way so far."""
+        return self._pairs.counts
+
+    def wait_recv(self, channel: int, slot: int) -> None:
+        """WAIT_RECV."""
+        tensors = self.endpoint.wait_recv(channel, slot)
+        if tensors is None:
+            self.failed = True
+        else:
+            self.slots[slot] = tensors
+
+    def send(self, message: Message, channel: int, number: int, made: int) -> None:
+        """SEND; in a failed step a stand-in."""
+        tensors = self.made.pop(made, None)
+        self.endpoint.send(message, channel, number, None if self.failed else tensors)
+
+    def hand_over(self, made: int, slot: int) -> None:
+        """HAND_OVER."""
+        tensors = self.made.pop(made, None)
+        if tensors is not None and not self.failed:
+            self.slots[slot] = handed_over(tensors)
+
+    def free(self, slot: int) -> None:
+        """FREE."""
+        self.slots.pop(slot, None)
+
+    def last_backward(self, stage: Stage, op: Op, call: Callable[[], None]) -> None:
+        """B or W, the last one of its stage."""
+        stage.meet(op, self.failed)
+        call()
+
+    def meet(self, stage: Stage, op: Op) -> None:
+        """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too: the stage's replicas wait."""
+        stage.meet(op, self.failed)
+
+
+class _Resolver:
+    """Finds the arguments of every instruction, in program order."""
+
+    def __init__(self, executor: PythonExecutor, instructions: list[Instruction]) -> None:
+        self.executor = executor
+        self.program = executor.program
+        self.last_backwards = last_backwards(instructions)
+        self.split = {(it.stage, it.microbatch) for it in instructions if it.op is Op.I}
+        self.slots: dict[Message, int] = {}
+        self.numbers: dict[Message, int] = {}
+
+    def step(self, it: Instruction) -> Step:
+        label = "" if it.action is None else f"{_LABEL_PREFIX}{it.action}"
+        return Step(it.op, self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it), label)
+
+    def _last(self, it: Instruction, call: Callable[[], None]) -> Callable[[], None]:
+        """The stage's replicas are told of its last B or W."""
+        stage, microbatch = backward_of(it)
+        if self.last_backwards.get(stage) != microbatch:
+            return call
+        op = Op.W if it.op is Op.W else Op.B
+        return partial(self.executor.last_backward, self.executor.stages[stage], op, call)
+
+    def _compute(self, it: Instruction) -> Callable[[], None]:
+        executor = self.executor
+        if it.op is Op.W:
+            return partial(executor.stages[it.stage].backward_weight, it.microbatch)
+        if it.op is Op.OVERLAP_F_B:
+            backward = self._backward(executor.backward, it.pair_stage, it.pair_microbatch)
+            label = f"{_LABEL_PREFIX}{Action(ActionKind.B, it.pair_stage, it.pair_microbatch)}"
+            return partial(executor.overlapped, self._forward(it.stage, it.microbatch), backward, label)
+        if it.op is Op.F:
+            return self._forward(it.stage, it.microbatch)
+        if it.op in (Op.B, Op.I):
+            method = executor.backward if it.op is Op.B else executor.backward_input
+            return self._backward(method, it.stage, it.microbatch)
+        return partial(executor.meet, executor.stages[it.stage], it.op)
+
+    def _forward(self, stage: int, microbatch: int) -> partial[None]:
+        slot = self.slots.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)
+        made = self._made(ActionKind.F, stage, microbatch)
+        splits = (stage, microbatch) in self.split
+        return partial(self.executor.forward, self.executor.stages[stage], microbatch, slot, made, splits)
+
+    def _backward(self, method: Callable[..., None], stage: int, microbatch: int) -> partial[None]:
+        slot = self.slots.get(Message(ChannelKind.GRADIENT, stage, microbatch), NONE)
+        made = self._made(ActionKind.B, stage, microbatch)
+        return partial(method, self.executor.stages[stage], microbatch, slot, made)
+
+    def _made(self, kind: ActionKind, stage: int, microbatch: int) -> int:
+        """The number of what an action makes for another stage."""
+        target = feeds(kind, stage, self.program.num_stages)
+        carried = ChannelKind.ACTIVATION if kind is ActionKind.F else ChannelKind.GRADIENT
+        return NONE if target == NONE else self._number(Message(carried, target, microbatch))
+
+    def _number(self, message: Message) -> int:
+        return self.numbers.setdefault(message, len(self.numbers))
+
+    def _move(self, it: Instruction) -> Callable[[], None]:
+        executor, endpoint = self.executor, self.executor.endpoint
+        kind = self.program.channels[it.channel].kind
+        message = Message(kind, it.stage, it.microbatch)
+        if it.op in (Op.POST_RECV, Op.HAND_OVER):
+            self.slots[message] = it.slot
+        if it.op is Op.SEND:
+            # its stage is the producer
+            message = message._replace(stage=it.stage + (1 if kind is ChannelKind.ACTIVATION else -1))
+        match it.op:
+            case Op.POST_RECV:
+                return partial(endpoint.post_recv, message, it.channel, it.slot)
+            case Op.WAIT_RECV:
+                return partial(executor.wait_recv, it.channel, it.slot)
+            case Op.SEND:
+                return partial(executor.send, message, it.channel, it.slot, self._number(message))
+            case Op.WAIT_SEND:
+                return partial(endpoint.wait_send, it.slot)
+            case Op.HAND_OVER:
+                return partial(executor.hand_over, self._number(message), it.slot)
+        return partial(executor.free, it.slot)
+
+
+def _labelled(label: str, call: Callable[[], None]) -> None:
+    """A backward that shows by itself in a profile, which matters where it has a thread of its own."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return call()
+    with torch.profiler.record_function(label):
+        call()
+
+
+def _waits_of_sends(instructions: list[Instruction]) -> list[tuple[int, int]]:
+    """The position of every SEND with that of its WAIT_SEND, which is when it ends."""
+    found: list[tuple[int, int]] = []
+    sends: dict[int, int] = {}
+    for position, it in enumerate(instructions):
+        if it.op is Op.SEND:
+            sends[it.slot] = position
+        elif it.op is Op.WAIT_SEND:
+            found.append((sends[it.slot], position))
+    return found

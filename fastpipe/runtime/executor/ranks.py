@@ -1,0 +1,370 @@
+"""The ranks of this process: one executor each, threads when there are several, and what becomes of a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastpipe.program import Op, Program
+from fastpipe.runtime import native
+from fastpipe.runtime.common import CPU, Failure, ThreadState, TransportError, cause_text
+from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
+from fastpipe.runtime.executor.events import DeviceEvents
+from fastpipe.runtime.executor.executor import Drained, Executor, Seconds
+from fastpipe.runtime.executor.native_executor import NativeExecutor
+from fastpipe.runtime.executor.python_executor import PythonExecutor
+from fastpipe.runtime.stage import PairCounts, Stage
+from fastpipe.runtime.transport import Transport
+
+Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
+"""Per rank, the start and end of every instruction."""
+
+_CLOSING_SECONDS = 10
+"""How long a device may be behind its host when a pipeline is closed, beside what deferred results wait."""
+
+
+@dataclass
+class Outcome:
+    """What the local ranks brought back from a step.
+
+    Attributes:
+        spans: per rank, the times of its instructions.
+        failure: the first failure on a local rank.
+        error: the exception behind it.
+        first: the first failure anywhere, if it was known when that one happened: it may be the reason for it.
+    """
+
+    spans: Spans = field(default_factory=dict)
+    failure: Failure | None = None
+    error: BaseException | None = None
+    first: Failure | None = None
+
+    def refuse(self, error: BaseException, rank: int) -> None:
+        """The step ran to its end, and then failed on this process; ``rank`` is one of its ranks."""
+        self.failure = self.first = failure_of(error, rank)
+        self.error = error
+
+
+class LocalRanks:
+    """Runs the program on the ranks of this process.
+
+    Args:
+        stages: per local rank, its stages by index.
+        executor: the class to run them with.
+        transport: how ranks exchange tensors.
+        timeout: seconds to wait for a peer.
+        publish: called at once with a failure of a local rank; returns the first there was.
+        pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.stage.pairs`.
+        device: what the stages compute on.
+        several_streams: whether each stage may have a stream of its own.
+
+    Attributes:
+        device_events: of what the steps of these ranks give the device.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Mapping[int, Stage]],
+        executor: type[Executor],
+        transport: Transport,
+        timeout: float,
+        publish: Callable[[Failure], Failure],
+        pairs: str,
+        device: torch.device = CPU,
+        several_streams: bool = False,
+    ) -> None:
+        self.stages = stages
+        self.executor = executor
+        self.transport = transport
+        self.timeout = timeout
+        self.publish = publish
+        self.pairs = pairs
+        self.device = device
+        self.device_events = DeviceEvents()
+        # of all programs the same: memory that one has done with is another's only on its own stream
+        self._streams = {
+            rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
+            for rank, held in stages.items()
+        }
+        self.num_threads = torch.get_num_threads()
+        self._executors: dict[int, list[Executor]] = {}
+        self._programs: list[Program] = []
+        self._current: Sequence[Executor] = ()
+        self._outcome = Outcome()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
+
+    @property
+    def first(self) -> int:
+        """The lowest local rank, which stands for the process in what concerns no single rank."""
+        return min(self.stages)
+
+    def has(self, program: Program) -> bool:
+        """Whether a program is prepared."""
+        return id(program) in self._executors
+
+    def prepare(self, program: Program) -> None:
+        """Make a program's executors."""
+        # kept, so that the id stays its own
+        self._programs.append(program)
+        executors = [self._make_executor(program, rank) for rank in self.stages]
+        self._executors[id(program)] = executors
+        self.device_events.ask(executor.check for executor in executors)
+
+    def _make_executor(self, program: Program, rank: int) -> Executor:
+        def on_failure(position: int, error: BaseException) -> None:
+            self._failed(program, rank, position, error)
+
+        return self.executor(
+            program,
+            rank,
+            self.stages[rank],
+            self.transport,
+            on_failure=on_failure,
+            timeout=self.timeout,
+            num_threads=self.num_threads,
+            pairs=self.pairs,
+            device=self.device,
+            streams=self._streams[rank],
+        )
+
+    def run(
+        self,
+        program: Program,
+        signature: int,
+        announce: bool,
+        trace: bool = False,
+        error: BaseException | None = None,
+    ) -> Outcome:
+        """One step on every local rank; see `Executor.run`.
+
+        Args:
+            program: one that is prepared.
+            signature: names the shapes of this step.
+            announce: whether they are unknown yet.
+            trace: whether the times are wanted.
+            error: why the step failed on this process before it began: it is published, and the program is drained.
+        """
+        with self._lock:
+            self._outcome = Outcome()
+            for executor in self._executors[id(program)]:
+                executor.forget_failure()
+            self._current = self._executors[id(program)]
+        try:
+            if error is not None:
+                failure = failure_of(error, self.first)
+                self._note(failure, error, self.publish(failure))
+            if self._pool is None:
+                self._run_one(self._current[0], signature, announce, trace, error is not None)
+            else:
+                self._run_all(self._pool, signature, announce, trace, error is not None)
+        finally:
+            with self._lock:
+                self._current = ()
+                # not kept: an exception holds the frames that it went through, and these the pipeline
+                outcome, self._outcome = self._outcome, Outcome()
+        return outcome
+
+    def ask_replicas(self, program: Program) -> Outcome:
+        """Come to every meeting of a program, and do nothing else: the replicas of all stages say what they miss."""
+        self._outcome = outcome = Outcome()
+        for rank, held in self.stages.items():
+            found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
+            for _, parallel in found:
+                parallel.begin(True)
+                parallel.ask()
+            try:
+                for instruction in program[rank]:
+                    if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
+                        held[instruction.stage].meet(instruction.op, True)
+            except Exception as error:  # published, and the step's outcome
+                failure = Failure(rank, cause_text(error), dead=True)
+                self._note(failure, error, self.publish(failure))
+            deadline = time.monotonic() + self.timeout
+            for stage, parallel in found:
+                self._await_replicas(rank, stage, parallel, True, deadline)
+        self._outcome = Outcome()
+        return outcome
+
+    def check(self, outcome: Outcome) -> bool:
+        """When the devices have come to the end of a step: whether the transport found none of its peers gone in it.
+
+        Otherwise that is the step's failure.
+        """
+        try:
+            self.device_events.check()
+        except TransportError as error:
+            failure = error.failure()
+            outcome.failure, outcome.error, outcome.first = failure, error, failure
+            return False
+        return True
+
+    def pair_counts(self) -> PairCounts:
+        """How many pairs went which way so far, on all local ranks."""
+        total = PairCounts()
+        for executors in self._executors.values():
+            for counts in (executor.pair_counts() for executor in executors):
+                total.together += counts.together
+                total.in_order += counts.in_order
+                total.fused += counts.fused
+        return total
+
+    def recording_text(self) -> str:
+        """How steps are recorded and replayed, in a line; empty where they never are."""
+        return ""
+
+    def fail(self) -> None:
+        """The step failed elsewhere; may be called from any thread."""
+        with self._lock:  # all the time: when it is free the next step may begin
+            for executor in self._current:
+                executor.fail()
+
+    def interrupt(self) -> None:
+        """The same, from a signal handler: without the lock, which the thread that it interrupted may hold."""
+        for executor in tuple(self._current):
+            executor.fail()
+
+    def leave(self, failure: Failure) -> None:
+        """No step comes any more: end the connections, so that who waits for this process is told."""
+        self.device_events.give_up(failure)
+        self.forget()
+        self.transport.leave()
+
+    def forget(self) -> None:
+        """The programs so far are run no more. Waits for what the device still has of them and can be asked for."""
+        self.device_events.ask_nobody()
+        for executor in [executor for executors in self._executors.values() for executor in executors]:
+            executor.close()
+        self._executors.clear()
+        self._programs.clear()
+
+    def retire(self) -> None:
+        """End the threads; the transport goes on."""
+        self.forget()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+    def close(self) -> None:
+        """End the threads, and what the transport holds."""
+        # before anything ends: streams that wait for it go on then
+        cause = "the pipeline was closed before its device was done; read the loss before that"
+        done = self.device_events.close(Failure(self.first, cause), _CLOSING_SECONDS)
+        self.retire()
+        if done:
+            self.transport.close()
+        else:
+            self.transport.leave()
+
+    def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
+        state = ThreadState(self.device)
+        futures = [pool.submit(self._in_thread, state, executor, *how) for executor in self._current]
+        for future in futures:
+            future.result()
+
+    def _in_thread(self, state: ThreadState, executor: Executor, *how: Any) -> None:
+        # OpenMP keeps the number of threads for each thread: bits depend on it
+        torch.set_num_threads(self.num_threads)
+        with state.applied():
+            self._run_one(executor, *how)
+
+    def _run_one(self, executor: Executor, *how: Any) -> None:
+        replicated = [(stage, stage.parallel) for stage in executor.stages.values() if stage.parallel is not None]
+        for stage, parallel in replicated:
+            parallel.begin(stage.work.reduces and torch.is_grad_enabled())
+        spans = self._run_program(executor, *how)
+        deadline = time.monotonic() + self.timeout
+        for stage, parallel in replicated:
+            self._await_replicas(executor.rank, stage.index, parallel, spans is None, deadline)
+
+    def _run_program(self, executor: Executor, *how: Any) -> tuple[Seconds, Seconds] | None:
+        """None when the step failed, here or elsewhere."""
+        try:
+            spans: tuple[Seconds, Seconds] = executor.run(*how)
+        except Drained:
+            return None
+        except BaseException as error:  # the step's outcome
+            failure = Failure(executor.rank, cause_text(error))
+            self._note(failure, error, failure)
+            return None
+        with self._lock:
+            self._outcome.spans[executor.rank] = spans
+        return spans
+
+    def _await_replicas(self, rank: int, stage: int, parallel: DataParallel, failed: bool, deadline: float) -> None:
+        """What was started in the step for a stage's replicas ends; if it cannot, this pipeline cannot go on."""
+        try:
+            parallel.finish(failed, deadline)
+        except Exception as error:  # published, and the step's outcome
+            action = f"{stage}{Op.REDUCE_GRAD.name}"
+            failure = Failure(rank, cause_text(error), stage, action, dead=not isinstance(error, ReplicaError))
+            seen = failure.error()
+            seen.__cause__ = error
+            self._note(failure, seen, self.publish(failure))
+
+    def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
+        """Called by an executor at once, while it goes on draining."""
+        failure = failure_at(program, self.stages[rank], rank, position, error)
+        self._note(failure, error, self.publish(failure))
+        with self._lock:
+            for executor in self._current:
+                if executor.rank != rank:
+                    executor.fail()
+
+    def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
+        with self._lock:
+            # while a failed step is drained a peer may be lost, which says more: there is no next step
+            known = self._outcome.failure
+            if known is None or (failure.dead and not known.dead):
+                self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """The failure behind an exception outside the program: a peer that does not answer has failed itself."""
+    return error.failure() if isinstance(error, TransportError) else Failure(rank, cause_text(error))
+
+
+def failure_at(
+    program: Program, stages: Mapping[int, Stage], rank: int, position: int, error: BaseException
+) -> Failure:
+    """The failure behind an exception: a peer that does not answer has failed itself, even if none knows which."""
+    if isinstance(error, TransportError):
+        return error.failure()
+    instruction = program[rank][position]
+    action = instruction.action
+    text = str(action) if action is not None else instruction.op.name
+    stage, microbatch = instruction.stage, instruction.microbatch
+    if instruction.op is Op.OVERLAP_F_B and stages[stage].running != microbatch:
+        stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
+    # what is no longer waited for may still come, and would be taken for a message of the next step
+    gave_up = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
+    return Failure(rank, cause_text(error), stage, text, microbatch, dead=gave_up)
+
+
+def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
+    """The class for "auto", "native" or "python", with stages on a device.
+
+    Raises:
+        ValueError: for another choice, or one that cannot be: "native" where the extension cannot be loaded, or the
+            Python executor on a device; it says why.
+    """
+    if choice not in ("auto", "native", "python"):
+        raise ValueError(f"executor = {choice!r}: use 'auto', 'native' or 'python'")
+    if choice == "native" and native.load() is None:
+        raise ValueError(f"executor = 'native': {native.native_status()} Use executor='auto' or 'python' instead.")
+    if choice != "python" and native.load() is not None:
+        return NativeExecutor
+    if device.type != "cpu":
+        why = "" if choice == "python" else f" {native.native_status()}"
+        raise ValueError(
+            f"executor = {choice!r}: the stages are on {device}, and the Python executor computes on CPUs alone; set "
+            f"executor='native', or device='cpu'.{why}"
+        )
+    return PythonExecutor

@@ -1,0 +1,479 @@
+"""Layers one after the other as one module, under the keys of the whole model; values that skip layers; recomputation.
+
+`carry` hands a value of one layer to every later layer that names it.
+
+Recomputation is `torch.utils.checkpoint` without reentrance, around a stage or around each of its layers. The split
+of a backward recomputes once, in I (see `fastpipe.runtime.stage.weight_grad`); random numbers are those of F;
+buffers, BatchNorm's for example, are after the backward what F made of them, as a forward that runs twice would count
+twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol, overload
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from fastpipe.runtime.common import keep_buffers
+from fastpipe.runtime.data_parallel import is_sharded
+
+
+@dataclass(eq=False)
+class Carried:
+    """An output, and values for later layers by name; made by `carry`.
+
+    Attributes:
+        output: what the next layer gets.
+        values: what every later layer gets whose forward names it.
+    """
+
+    output: Any
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+# what looks into outputs, hooks of FSDP say, has to find the tensors
+pytree.register_pytree_node(
+    Carried,
+    lambda carried: ([carried.output, carried.values], None),
+    lambda children, context: Carried(*children),
+    serialized_type_name="fastpipe.Carried",
+)
+
+
+def carry(output: Any, /, **values: Any) -> Carried:
+    """Return this from a layer's forward to give values to later layers, however far behind it they are.
+
+    Every later layer whose ``forward`` names a value gets it as a keyword argument, in the same stage and in others;
+    the layers between need not know of it. So does a ``loss_fn`` that has a keyword-only parameter of that name, or a
+    further one without a default. Gradients come back the same way. Within a pipeline a value travels as far
+    as the last stage that names it.
+
+    Args:
+        output: what the layer hands to the next one, as if it were returned by itself.
+        values: by name, anything that may cross a boundary: trees of tensors, None, numbers. A name that is carried
+            already gets the new value from here on.
+    """
+    if not values:
+        raise ValueError("carry: there is nothing to carry; give values by name, or return the output by itself")
+    return Carried(output, values)
+
+
+def as_arguments(value: Any) -> tuple[Any, ...]:
+    """What a layer returned, as the next one's positional arguments: a tuple or a list gives several.
+
+    A NamedTuple, a dict or any other object is one argument.
+    """
+    return tuple(value) if type(value) in (tuple, list) else (value,)
+
+
+def apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What a layer returned: its output, and what it carries."""
+    return (value.output, value.values) if isinstance(value, Carried) else (value, {})
+
+
+def carried_on(
+    carried: Mapping[str, Any],
+    values: Mapping[str, Any],
+    stage: int,
+    own: frozenset[str] | None,
+    later: frozenset[str] | None,
+) -> dict[str, Any]:
+    """What travels on after a stage.
+
+    Args:
+        carried: what came to it.
+        values: what its own layers carry.
+        stage: which one.
+        own: the names that its layers, or its loss, take; None for any.
+        later: the names that later stages take; None for any.
+
+    Raises:
+        ValueError: for a value of its own that no layer takes.
+    """
+    for name in values:
+        if later is not None and name not in later and own is not None and name not in own:
+            raise ValueError(
+                f"carry: stage {stage} carries {name!r}, and no later layer's forward names it; name it there, or "
+                "leave it out"
+            )
+    return {name: value for name, value in {**carried, **values}.items() if later is None or name in later}
+
+
+def together(given: Mapping[str, Any], named: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
+    """A stage's keyword arguments: those of the step, and those that are carried to it.
+
+    Raises:
+        ValueError: when a name is among both.
+    """
+    both = sorted(given.keys() & named.keys())
+    if both:
+        raise ValueError(
+            f"{both[0]}: it was given to step, and a layer before stage {stage} carries a value of this name; "
+            "rename one of them"
+        )
+    return {**given, **named}
+
+
+class Taker(Protocol):
+    """A stage, as far as names are concerned.
+
+    Attributes:
+        index: its place.
+        takes: the names that it takes; None for any.
+        later: those that later stages take; None for any.
+    """
+
+    index: int
+    later: frozenset[str] | None
+
+    @property
+    def takes(self) -> frozenset[str] | None:
+        """See above."""
+        ...
+
+
+def names_message(stages: Iterable[Taker]) -> dict[str, list[str] | None]:
+    """Which names the local stages take, for the other processes."""
+    return {str(stage.index): None if stage.takes is None else sorted(stage.takes) for stage in stages}
+
+
+def tell_later(stages: Iterable[Taker], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
+    """Tell the local stages what is taken behind them."""
+    for stage in stages:
+        stage.later = names_later(messages, stage.index)
+
+
+def names_later(messages: Sequence[Mapping[str, list[str] | None]], stage: int) -> frozenset[str] | None:
+    """What the stages after one take; None for any."""
+    found = [names for message in messages for index, names in message.items() if int(index) > stage]
+    return None if None in found else frozenset(name for names in found if names is not None for name in names)
+
+
+NONE = "none"
+FULL = "full"
+LAYERS = "layers"
+WAYS = (NONE, FULL, LAYERS)
+
+Policy = str | Callable[[int, nn.Module], str]
+"""One way for all stages, or ``function(stage index, module)`` that says it for each."""
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse a ``recompute`` that is none.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not callable(policy) and policy not in WAYS:
+        raise ValueError(
+            f"recompute = {policy!r}: use 'none', 'full' (each stage as a whole), 'layers' (each layer by itself), or "
+            "a function (stage index, module) that returns one of them"
+        )
+
+
+def way_of(policy: Policy, stage: int, module: nn.Module) -> str:
+    """What one stage recomputes.
+
+    Raises:
+        ValueError: when the policy's function returns no way.
+    """
+    if callable(policy):
+        with contextlib.suppress(ValueError):  # of a function that does not tell its arguments
+            _check_arguments(policy)
+    way = policy(stage, module) if callable(policy) else policy
+    if way not in WAYS:
+        raise ValueError(f"recompute returned {way!r} for stage {stage}: return 'none', 'full' or 'layers'")
+    return way
+
+
+def _check_arguments(policy: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(policy).bind(0, None)
+    except TypeError as error:
+        raise TypeError(f"recompute is a function that does not take (stage index, module): {error}") from None
+
+
+def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call a function that keeps its inputs alone.
+
+    Args:
+        function: what to call; in the backward again.
+        module: whose buffers it may change.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    contexts = partial(_contexts, module)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _contexts(module: nn.Module) -> tuple[Any, Any]:
+    """Around the forward, and around its repetitions."""
+    return contextlib.nullcontext(), _BuffersKept(module)
+
+
+class _BuffersKept:
+    """Around every repetition: a forward that asks for a gradient itself is repeated for that, and in the backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._put_back: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        self._put_back.append(keep_buffers([self._module]))
+
+    def __exit__(self, *error: object) -> None:
+        self._put_back.pop()()
+
+
+class WholeNames(nn.Module):
+    """A part of a model whose parameters and buffers have the names that they have in the whole model."""
+
+    def accepts(self) -> frozenset[str] | None:
+        """The keyword arguments that it takes; None for any."""
+        return _named_in(self)
+
+
+class Chain(WholeNames):
+    """Layers one after the other, under their names in the whole model, so that the keys of the state are its own.
+
+    A layer that returns a tuple or a list feeds the next one several arguments; a keyword argument goes to every layer
+    whose ``forward`` names it, and so does what a layer carries to every later one.
+
+    Attributes:
+        recompute: what it does not keep for the backward; see `fastpipe.runtime.model.chain`.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module] | Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(str(name), layer)
+        self._names = [accepted_names(layer) for layer in layers.values()]
+        self.recompute = NONE
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layers."""
+        return self._run(*args, **kwargs) if self.recompute != FULL else recomputed(self._run, self, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        value: Any = args
+        carried: dict[str, Any] = {}
+        layers: Any = self._modules.values()
+        # not children(), which leaves out a layer that stands there twice
+        for layer, names in zip(layers, self._names, strict=True):
+            inputs, named = as_arguments(value), chosen(kwargs, names) if kwargs else {}
+            found = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
+            value, values = apart(found)
+            if values:
+                carried |= values
+                kwargs = {**kwargs, **values}
+        return Carried(value, carried) if carried else value
+
+    def accepts(self) -> frozenset[str] | None:
+        """The keyword arguments that a layer of it takes; None for any."""
+        names = [accepted_names(layer) for layer in self.children()]
+        return None if None in names else frozenset().union(*(n for n in names if n is not None))
+
+
+class Layers(Sequence[nn.Module]):
+    """The layers of a model, and how neighbours become one module.
+
+    Args:
+        layers: in order.
+        names: what each is called in the whole model; its index unless given.
+    """
+
+    _layers: Sequence[nn.Module] = ()
+
+    def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
+        self._layers = list(layers)
+        self._names = [str(i) for i in range(len(self._layers))] if names is None else list(names)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[nn.Module]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layers[index]
+
+    def chain(self, indices: Iterable[int]) -> WholeNames:
+        """Neighbours as one module."""
+        return Chain({self._names[i]: self._layers[i] for i in indices})
+
+    def check_unhooked(self, indices: Iterable[int]) -> None:
+        """Refuse hooks of layers, where `chain` makes a module that does not call the layers themselves.
+
+        Raises:
+            ValueError: naming the layer.
+        """
+        for i in indices:
+            if self._layers and (self._layers[i]._forward_hooks or self._layers[i]._forward_pre_hooks):
+                raise ValueError(
+                    f"stages: layer {i} of the split model has hooks, those of fully_shard for example, and a stage "
+                    "would not call them; add them to the model's own modules before split, or to each stage in a "
+                    "function stage_index -> module, made by layers.chain(indices)"
+                )
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer of a parameter; None for a name that there is not."""
+        first = name.partition(".")[0]
+        return self._names.index(first) if first in self._names else None
+
+
+def as_layers(stages: Any) -> Layers | None:
+    """The layers of a model that is given as their list; None for other forms."""
+    if isinstance(stages, Layers):
+        return stages
+    if isinstance(stages, nn.Sequential | nn.ModuleList):
+        check_forward(stages)
+        if has_own_forward(stages):
+            kind = type(stages)
+            raise ValueError(
+                f"model: {kind.__name__} is a {kind.__mro__[1].__name__} with a forward of its own, which its members "
+                "one after the other would leave out; hand over its layers as a list"
+            )
+        # with their names, which need not be numbers
+        modules: Any = stages._modules
+        return Layers(modules.values(), modules)
+    return Layers(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else None
+
+
+def has_own_forward(model: Any) -> bool:
+    """Whether it is a list of modules that does something else than call its members one after the other."""
+    is_list = isinstance(model, nn.Sequential | nn.ModuleList)
+    return is_list and type(model).forward not in (nn.Sequential.forward, nn.Module.forward)
+
+
+def check_forward(module: nn.Module) -> None:
+    """That calling a module runs the forward of its class on the module, so that a part of it can do the same.
+
+    Raises:
+        ValueError: for a ``forward`` that was replaced on the instance, for a compiled module and for a wrapped one.
+    """
+    name = type(module).__name__
+    if module._compiled_call_impl is not None:
+        raise ValueError(
+            f"model: {name} is compiled as a whole, and its stages would run the whole; compile its blocks, or the "
+            "stages of the pipeline (pipe.stage_modules), instead"
+        )
+    if is_sharded(module):
+        raise ValueError(
+            f"model: fully_shard was applied to {name} as a whole, which its stages cannot keep; apply it to the "
+            "embedding, to every block, to the norm and to the head before the model is split, or to each stage in a "
+            "function stage_index -> module"
+        )
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            "model is in DistributedDataParallel, which its stages cannot keep; give model.module, and the group of "
+            "the replicas as Pipeline(data_parallel=)"
+        )
+    own = vars(module).get("forward")
+    accepted: Any = type(module).forward
+    # accelerate's unwrap_model leaves the forward of the class there, without its decorators
+    while own is not None and own != MethodType(accepted, module):
+        if not hasattr(accepted, "__wrapped__"):
+            raise ValueError(
+                f"model: {name}.forward was replaced on the instance (by Accelerator.prepare or torch.compile, for "
+                "example), and its stages would run the whole model; split the model before that, or give "
+                "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+            )
+        accepted = accepted.__wrapped__
+
+
+def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The model as one module, where it is given as its layers too."""
+    if isinstance(model, nn.Module):
+        return model
+    layers = as_layers(model)
+    assert layers is not None, "a model is a module or the list of its layers"
+    return layers.chain(range(len(layers)))
+
+
+def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapper: str | None) -> Callable[..., Any]:
+    """What to call instead of a stage's module, so that it recomputes.
+
+    Args:
+        module: of the stage.
+        inner: what is in its wrapper, or the same.
+        way: see `fastpipe.runtime.model.chain`.
+        stage: its index.
+        wrapper: what the stage is wrapped in, if it has replicas.
+
+    Raises:
+        ValueError: where that cannot be done from outside.
+    """
+    if isinstance(inner, Chain):
+        inner.recompute = way
+        return module
+    if way == NONE:
+        return module
+    if way == LAYERS:
+        raise ValueError(
+            f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, whose layers are not known "
+            "here; use 'full', give the model's layers as a list, or have it use torch.utils.checkpoint itself "
+            "(models of Hugging Face: model.gradient_checkpointing_enable() before the split)"
+        )
+    if wrapper is not None:
+        raise ValueError(
+            f"recompute = {way!r}: stage {stage} is {wrapper}, and a wrapper must not run twice; give "
+            "the model's layers as a list, or use torch.utils.checkpoint within it (models of Hugging Face: "
+            "model.gradient_checkpointing_enable() before the split)"
+        )
+    return lambda *args, **kwargs: recomputed(module, module, args, kwargs)
+
+
+def accepted_names(module: nn.Module) -> frozenset[str] | None:
+    """The keyword arguments that a module's forward takes; None for any."""
+    return module.accepts() if isinstance(module, WholeNames) else _named_in(module)
+
+
+def _named_in(module: nn.Module) -> frozenset[str] | None:
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except ValueError:  # compiled: a traced module of torch.jit says nothing
+        return None
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in keywords)
+
+
+def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str]) -> str | None:
+    """The first argument that a module's forward needs and is not given, or is given as None.
+
+    Args:
+        module: a stage's; of a chain the first layer counts.
+        args: what it is given.
+        names: of what it is given by name.
+    """
+    layer = next(iter(module.children()), module) if isinstance(module, Chain) else module
+    try:
+        parameters = list(inspect.signature(layer.forward).parameters.values())
+    except ValueError:  # compiled: a traced module of torch.jit says nothing
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
+    if args and all(value is None for value in args):
+        return needed[0] if needed else None
+    return next((name for name in needed[len(args) :] if name not in names), None)
+
+
+def chosen(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
+    """Those of ``kwargs`` that are among ``names``; all when ``names`` is None."""
+    return {name: value for name, value in kwargs.items() if names is None or name in names}

@@ -1,0 +1,460 @@
+"""Stages that two ranks hold, and layers that stand in several stages.
+
+The bidirectional schedules hold every stage twice, with equal parameters, and each holder computes its half of the
+microbatches. After the step both have the same gradient: the first half's sum plus the second half's, added to what
+was in ``.grad`` before. Where both holders are in one process the second is a hidden copy that follows the first;
+between processes the two exchange their gradients, and both optimizers do the same to the same numbers. Buffers are
+each holder's own.
+
+A layer that stands in several stages of one process runs on two ranks at once, and each needs its own alias of a
+weight. So each later stage has a twin of the layer with its own ``_parameters`` and ``_modules``. The twin shares
+everything else: its buffers and hooks are the very same dicts, a submodule without parameters is the very same
+module, and other attributes follow the layer's before every step.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from fastpipe.placement import Placement
+from fastpipe.runtime.common import dense, zero_grad_of
+from fastpipe.runtime.model.chain import Chain
+
+_SEPARATE = {"_parameters", "_modules"}
+TORCHS_OWN = nn.Module().__dict__.keys() - _SEPARATE
+"""Torch's own entries, hooks say, which need no look into."""
+
+_NOTHING = object()
+
+Made = dict[int, nn.Module]
+"""By ``id`` of the module, the twins in one stage."""
+
+_originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+"""From each twin to what it is a twin of: as an attribute it would be copied with the twin."""
+
+
+def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """Stages that share no module with parameters: the later stage gets a twin."""
+    seen: set[int] = set()
+    own = {}
+    for stage, module in sorted(modules.items()):
+        made: Made = {}
+        for name, child in list(module._modules.items()) if isinstance(module, Chain) else ():
+            if child is not None and seen & with_parameters(child):
+                module._modules[name] = twin(child, made)
+        own[stage] = twin(module, made) if seen & with_parameters(module) else module
+        seen |= with_parameters(own[stage])
+    return own
+
+
+def with_parameters(module: nn.Module) -> set[int]:
+    """The ``id`` of the modules in it that have parameters of their own."""
+    return {id(m) for m in module.modules() if any(p is not None for p in m._parameters.values())}
+
+
+def twin(module: nn.Module, made: Made) -> nn.Module:
+    """The twin of a module that has parameters.
+
+    Args:
+        module: it.
+        made: the twins that its stage has already; those of the module and of its parts are added.
+    """
+    new = {}
+    for original in module.modules():
+        if id(original) not in made and with_parameters(original):
+            own = made[id(original)] = new[original] = object.__new__(type(original))
+            own.__dict__.update(_parameters={}, _modules={})
+            _originals[own] = original
+    for original, own in new.items():
+        _follow(original, own, {}, made)
+    return made[id(module)]
+
+
+class Twins:
+    """All twins in the stages of a process.
+
+    Args:
+        stages: their modules.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        self._stages = [[(_originals[m], m) for m in stage.modules() if m in _originals] for stage in stages]
+        self._made: list[Made] = [{id(original): own for original, own in pairs} for pairs in self._stages]
+        self._seen: list[list[dict[str, Any]]] = [[{} for _ in pairs] for pairs in self._stages]
+
+    def follow(self) -> None:
+        """Between steps: whatever the user changed in the layers is changed in the twins."""
+        for pairs, made, seen in zip(self._stages, self._made, self._seen, strict=True):
+            for (original, own), before in zip(pairs, seen, strict=True):
+                _follow(original, own, before, made)
+
+
+def _follow(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made) -> None:
+    """Have a twin be as its original but for what its own forward made of it.
+
+    Args:
+        original: a layer.
+        own: its twin.
+        seen: the original's attributes when this was done last; brought up to date.
+        made: see `twin`.
+    """
+    follow_attributes(original, own, seen, made)
+    _become(own._parameters, original._parameters)
+    _become(own._modules, {name: made.get(id(child), child) for name, child in original._modules.items()})
+
+
+def follow_attributes(
+    original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made, apart: Container[str] = _SEPARATE
+) -> None:
+    """The same for all but the entries ``apart``."""
+    theirs, ours = vars(original), vars(own)
+    for name in seen.keys() - theirs.keys():
+        ours.pop(name, None)
+        del seen[name]
+    for name, value in theirs.items():
+        if name not in apart and seen.get(name, _NOTHING) is not value:
+            seen[name] = value
+            ours[name] = value if name in TORCHS_OWN else _as_seen_by(made, value)
+
+
+def _become(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Have the same entries, in the same order."""
+    if list(ours) != list(theirs):
+        ours.clear()
+    ours.update(theirs)
+
+
+def _as_seen_by(made: Made, value: Any) -> Any:
+    """An attribute of a twin: the very same, unless it leads to a module that has a twin in the stage."""
+    leaves, shape = pytree.tree_flatten(value)
+    own = [_own_leaf(made, leaf) for leaf in leaves]
+    if all(map(operator.is_, own, leaves)):
+        return value
+    return pytree.tree_unflatten(own, shape)
+
+
+def _own_leaf(made: Made, leaf: Any) -> Any:
+    if isinstance(leaf, nn.Module):
+        return made.get(id(leaf), leaf)
+    if isinstance(leaf, MethodType) and id(leaf.__self__) in made:
+        return MethodType(leaf.__func__, made[id(leaf.__self__)])
+    if isinstance(leaf, functools.partial):
+        given = (leaf.func, leaf.args, leaf.keywords)
+        func, args, keywords = seen = tuple(_as_seen_by(made, part) for part in given)
+        return leaf if all(map(operator.is_, seen, given)) else functools.partial(func, *args, **keywords)
+    return leaf
+
+
+Exchange = Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
+"""``(peer, tensors)`` to the peer's tensors, which look alike."""
+
+
+def holders_of(placement: Placement, stage: int) -> list[int]:
+    """The ranks that hold a stage, that of the first half of the microbatches first."""
+    return list(dict.fromkeys(route[stage] for route in placement.routes))
+
+
+Told = dict[str, tuple[str, list[int]]]
+"""By what is told, the name of a tied weight that was replaced since the last step say, its digest, and the ranks that
+have to tell the same."""
+
+FROZEN = "requires_grad of "
+"""What begins the key of gradient flags that are not all True."""
+
+
+class StageCopies(ABC):
+    """What has to be done around a step for stages that are held twice."""
+
+    def prepare(self) -> Told:
+        """Before a step is agreed on: take in what the user changed, and say what the others have to have changed."""
+        return {}
+
+    def agreed(self) -> None:  # noqa: B027 - most have told nothing
+        """All have changed the same."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Before every step, also one without gradients: both holders have the same parameters."""
+
+    @abstractmethod
+    def before_step(self) -> None:
+        """Put aside the gradients there are, so that the step's own stand alone."""
+
+    @abstractmethod
+    def after_step(self, succeeded: bool) -> None:
+        """Sum the two halves, and add what was put aside."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """The modules are as they are during a step."""
+        return nullcontext()
+
+    def release(self) -> None:  # noqa: B027 - most have nothing to undo
+        """When a step is over, however it ended: the modules are as the user knows them."""
+
+
+def check_told(replies: Sequence[Told]) -> None:
+    """Refuse a tied weight that is not the same on all ranks that have it.
+
+    Args:
+        replies: of every rank.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    for rank, told in enumerate(replies):
+        for name, (digest, holders) in told.items():
+            for other in holders:
+                given, _ = replies[other].get(name, (None, []))
+                if given != digest and name.startswith(FROZEN):
+                    raise ValueError(
+                        f"{name} is not the same on ranks {rank} and {other}, which both have the weight: set it alike "
+                        "on every rank"
+                    )
+                if given != digest:
+                    how = "was not" if given is None else "has other values, or another look,"
+                    raise ValueError(
+                        f"tied: {name} was replaced by another Parameter on rank {rank}, and {how} on rank {other}: "
+                        "assign one of the same values on every rank that has a stage with it"
+                    )
+
+
+class NoCopies(StageCopies):
+    """Every stage is held once."""
+
+    def follow(self) -> None:
+        """Nobody to follow."""
+
+    def before_step(self) -> None:
+        """Nothing to put aside."""
+
+    def after_step(self, succeeded: bool) -> None:
+        """Nothing to sum."""
+
+
+def check_no_post_hooks(module: nn.Module) -> None:
+    """Refuse hooks that would see half of a gradient.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    for name, parameter in module._parameters.items():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"stages: {name} of a {type(module).__name__} has a hook of register_post_accumulate_grad_hook, and "
+                "the schedule holds its stage twice: the hook would see what one half of the microbatches gives to "
+                ".grad; remove it, and change .grad after pipe.step, before the optimizer's step"
+            )
+
+
+_APART = {"_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_compiled_call_impl"}
+"""What a hidden copy has of its own."""
+
+
+class LocalCopies(StageCopies):
+    """Both holders are in this process.
+
+    Args:
+        pairs: the user's module and its hidden copy, for every stage.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
+        self._made = {id(original): copied for original, copied in self.modules}
+        self._children = [dict(original._modules) for original, _ in self.modules]
+        # what the copy has of these is a copy; hooks are the original's, so that they are called for both halves
+        self._seen = [{k: v for k, v in vars(a).items() if k not in TORCHS_OWN} for a, _ in self.modules]
+        self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.kept: list[torch.Tensor | None] = []
+
+    def prepare(self) -> Told:
+        """Refuse what the copies cannot follow."""
+        for (original, _), children in zip(self.modules, self._children, strict=True):
+            if original._modules != children:
+                raise ValueError(
+                    f"stages: a part of a {type(original).__name__} was replaced since the Pipeline was built, and the "
+                    "schedule holds its stage twice; build a new Pipeline"
+                )
+            check_no_post_hooks(original)
+        return {}
+
+    def follow(self) -> None:
+        """Whatever became of the user's parameters, the optimizer's step say, becomes of the copy's; and `eval`."""
+        for (original, copied), seen in zip(self.modules, self._seen, strict=True):
+            follow_attributes(original, copied, seen, self._made, _APART)
+        # as they stand now: any of them may have been replaced
+        self.parameters = _pairs_of_parameters(self.modules)
+        with torch.no_grad():
+            for first, second in self.parameters:
+                if (second.shape, second.dtype) != (first.shape, first.dtype):
+                    second.data = torch.empty_like(first)
+                second.copy_(first)
+                second.requires_grad_(first.requires_grad)
+                if second._backward_hooks is not first._backward_hooks:
+                    second._backward_hooks = first._backward_hooks
+
+    def before_step(self) -> None:
+        """Put aside the gradients."""
+        self.kept = [first.grad for first, _ in self.parameters]
+        for first, second in self.parameters:
+            first.grad = second.grad = None
+
+    def after_step(self, succeeded: bool) -> None:
+        """First half plus second half, added to what was there."""
+        for (first, second), kept in zip(self.parameters, self.kept, strict=True):
+            first.grad = _accumulated(kept, _added(first.grad, second.grad))
+            second.grad = None
+        self.kept = []
+
+
+def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Each parameter of the copies with what stands in its place in the original, once."""
+    found: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for original, copied in modules:
+        for name, second in copied._parameters.items():
+            first = original._parameters.get(name)
+            if first is not None and second is not None:
+                found.setdefault(id(second), (first, second))
+    return list(found.values())
+
+
+class RemoteCopies(StageCopies):
+    """The other holder of each stage is another process.
+
+    Args:
+        rank: this rank.
+        modules: the stages held twice, ascending.
+        holders: their ranks, that of the first half first.
+        exchange: how tensors are swapped with another rank.
+    """
+
+    def __init__(
+        self, rank: int, modules: Mapping[int, nn.Module], holders: Mapping[int, Sequence[int]], exchange: Exchange
+    ) -> None:
+        self.rank = rank
+        self.stages = [(modules[s], holders[s]) for s in sorted(modules)]
+        self.exchange = exchange
+        self.kept: list[list[torch.Tensor | None]] = []
+        self._adopt_parameters()
+
+    def _adopt_parameters(self) -> None:
+        """The second holder takes over the first one's parameters."""
+        for module, holders in self.stages:
+            own = [p.detach() for p in module.parameters()]
+            theirs = self.exchange(self._peer(holders), own)
+            if holders[0] != self.rank:
+                for mine, given in zip(own, theirs, strict=True):
+                    mine.copy_(given)
+
+    def prepare(self) -> Told:
+        """Refuse hooks that would see half of a gradient; both holders have the same gradient flags."""
+        told: Told = {}
+        for module, holders in self.stages:
+            for inner in module.modules():
+                check_no_post_hooks(inner)
+            frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+            if frozen:
+                told[f"{FROZEN}{frozen[0]}"] = ",".join(frozen), list(holders)
+        return told
+
+    def _peer(self, holders: Sequence[int]) -> int:
+        return holders[1] if holders[0] == self.rank else holders[0]
+
+    def follow(self) -> None:
+        """Both holders' optimizers did the same to the same numbers."""
+
+    def before_step(self) -> None:
+        """Put aside the gradients."""
+        self.kept = [[p.grad for p in module.parameters()] for module, _ in self.stages]
+        for module, _ in self.stages:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+    def after_step(self, succeeded: bool) -> None:
+        """Swap gradients with the other holder and sum them in the same order on both."""
+        for (module, holders), kept in zip(self.stages, self.kept, strict=True):
+            if succeeded:
+                self._sum(module, holders)
+            for parameter, before in zip(module.parameters(), kept, strict=True):
+                parameter.grad = _accumulated(before, parameter.grad)
+        self.kept = []
+
+    def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
+        parameters = list(module.parameters())
+        kinds = torch.tensor([_kind(p.grad) for p in parameters] or [_NONE])
+        own = [zero_grad_of(p) if p.grad is None else dense(p.grad) for p in parameters]
+        (their_kinds, *theirs) = self.exchange(self._peer(holders), [kinds, *own])
+        for i, parameter in enumerate(parameters):
+            mine = own[i] if kinds[i] else None
+            given = theirs[i] if their_kinds[i] else None
+            total = _added(mine, given) if holders[0] == self.rank else _added(given, mine)
+            stays_sparse = _DENSE not in (kinds[i], their_kinds[i])
+            parameter.grad = total.to_sparse(1) if total is not None and stays_sparse else total
+
+
+_NONE, _DENSE, _SPARSE = range(3)
+
+
+def _kind(grad: torch.Tensor | None) -> int:
+    """What the other holder has to know of a gradient, beside its numbers."""
+    if grad is None:
+        return _NONE
+    return _DENSE if grad.layout is torch.strided else _SPARSE
+
+
+def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+def _accumulated(grad: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    """As autograd does it: in place, since somebody may hold the gradient, in a bucket of all gradients say."""
+    if grad is None or more is None or grad.layout is not torch.strided:
+        return _added(grad, more)
+    with torch.no_grad():
+        return grad.add_(more)
+
+
+def make_copies(
+    placement: Placement, modules: Mapping[int, Mapping[int, nn.Module]], exchange: Exchange | None
+) -> StageCopies:
+    """What fits a placement.
+
+    Args:
+        placement: where stages are.
+        modules: per local rank, its modules by stage.
+        exchange: how to reach the other processes; None when all ranks are here.
+    """
+    doubled = [s for s in range(placement.num_stages) if len(holders_of(placement, s)) > 1]
+    if not doubled:
+        return NoCopies()
+    if exchange is None:
+        ranks = {stage: holders_of(placement, stage) for stage in doubled}
+        return LocalCopies([(modules[a][stage], modules[b][stage]) for stage, (a, b) in ranks.items()])
+    ((rank, own),) = modules.items()
+    held = {stage: module for stage, module in own.items() if stage in doubled}
+    return RemoteCopies(rank, held, {stage: holders_of(placement, stage) for stage in held}, exchange)
+
+
+def modules_by_rank(
+    placement: Placement, ranks: Sequence[int], modules: Mapping[int, nn.Module]
+) -> dict[int, dict[int, nn.Module]]:
+    """The modules of every local rank; of two holders in this process the second gets a copy."""
+    found: dict[int, dict[int, nn.Module]] = {rank: {} for rank in ranks}
+    for stage, module in modules.items():
+        local = [rank for rank in holders_of(placement, stage) if rank in found]
+        for number, rank in enumerate(local):
+            found[rank][stage] = module if number == 0 else copy.deepcopy(module)
+    return found

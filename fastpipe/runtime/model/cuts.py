@@ -1,0 +1,310 @@
+"""Where a list of layers is cut into stages, and what every layer costs: counted, or measured on an example."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastpipe.partition import partition as partition_layers
+from fastpipe.runtime.common import cuda_devices, keep_buffers, time_when_idle
+from fastpipe.runtime.model.chain import WholeNames, accepted_names, apart, as_arguments, as_layers, chosen
+
+_REPEATS = 5
+logger = logging.getLogger("fastpipe")
+
+
+def layer_costs(
+    layers: Sequence[nn.Module] | nn.Sequential | nn.ModuleList, *args: Any, by: str = "flops", **kwargs: Any
+) -> list[float]:
+    """The cost of every layer, for `fastpipe.partition`.
+
+    ``Pipeline(layers, ..., partition=fastpipe.partition(costs, num_stages))`` then cuts the model so that the most
+    expensive stage is as cheap as can be. Parameters, their gradients, buffers and random generators are left alone.
+
+    Args:
+        layers: the model's layers, in order.
+        args: one microbatch, as the first layer takes it; not needed for ``"parameters"``.
+        by: ``"parameters"``: their number. ``"flops"``: operations of forward and backward, as torch's own counter has
+            them: matrix products, convolutions and attention; the rest is free. Counted without computing anything,
+            also for a model on the meta device, but for layers that look at values. ``"seconds"``: forward and
+            backward, the median of five runs on this machine. Every process measures others, and all have to cut
+            alike: measure on one, and tell the rest. ``"activation_bytes"``: what forward keeps for backward, without
+            parameters. ``"memory"``: the same, and parameters with their gradients.
+        kwargs: keyword arguments, given to every layer whose forward names them.
+
+    Returns:
+        One number a layer.
+
+    Raises:
+        ValueError: for another ``by``, no layers, or no example where one is needed.
+    """
+    measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes, "memory": _memory}
+    listed = list(layers)
+    if not listed:
+        raise ValueError("layers is empty: give the list of the model's layers")
+    if by == "parameters":
+        return [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in listed]
+    if by not in measures:
+        raise ValueError(f"by = {by!r}: use 'parameters', {', '.join(map(repr, measures))}")
+    if not args:
+        raise ValueError(f"by = {by!r}: give one microbatch, as the first layer takes it")
+    if by == "flops":
+        counted = _flops_of_fakes(listed, args, kwargs)
+        if counted is not None:
+            return counted
+    with torch.random.fork_rng(devices=cuda_devices(listed)):
+        return _by_layer(listed, args, kwargs, measures[by])
+
+
+Measure = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], float]
+
+
+def _by_layer(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any], measure: Measure) -> list[float]:
+    """What a measure finds for each layer, given what the one before it returned."""
+    costs = []
+    value: Any = args
+    carried: dict[str, Any] = {}
+    with torch.enable_grad():
+        for layer in layers:
+            inputs = tuple(map(_leaves_of_a_graph, as_arguments(value)))
+            named = chosen({**kwargs, **_leaves_of_a_graph(carried)}, accepted_names(layer))
+            with left_alone(layer):
+                costs.append(float(measure(layer, inputs, named)))
+                value, values = apart(layer(*inputs, **named))
+                carried |= values
+    return costs
+
+
+class _Fake(WholeNames):
+    """A layer whose parameters and buffers have looks and no values."""
+
+    def __init__(self, layer: nn.Module, mode: FakeTensorMode) -> None:
+        super().__init__()
+        # not a child, whose tensors are real
+        self._layer = [layer]
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        self._tensors: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+
+    def accepts(self) -> frozenset[str] | None:
+        """The layer's keyword arguments."""
+        return accepted_names(self._layer[0])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's, on such tensors."""
+        return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
+
+
+def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any]) -> list[float] | None:
+    """FLOPs without computing anything; None where a layer asks for values."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((p.device for layer in layers for p in layer.parameters()), torch.device("cpu"))
+
+    def fake(leaf: Any) -> Any:
+        return mode.from_tensor(leaf.to(device)) if isinstance(leaf, torch.Tensor) else leaf
+
+    try:
+        fakes = [_Fake(layer, mode) for layer in layers]
+        inputs, named = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
+        with mode:
+            return _by_layer(fakes, inputs, named, _flops)
+    except Exception as error:  # logged
+        # what is wrong with the layers themselves shows again when they are run
+        logger.info("FLOPs are counted in a real run, as the layers do not run without values: %s", error)
+        return None
+
+
+def _flops(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
+    with FlopCounterMode(display=False) as counter:
+        _forward_and_backward(layer, inputs, named)
+    return float(counter.get_total_flops())
+
+
+def _seconds(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
+    _forward_and_backward(layer, inputs, named)
+    devices, times = cuda_devices([layer]), []
+    for _ in range(_REPEATS):
+        start = time_when_idle(devices)
+        _forward_and_backward(layer, inputs, named)
+        times.append(time_when_idle(devices) - start)
+    return statistics.median(times)
+
+
+def _activation_bytes(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
+    found: dict[int, int] = {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        # alive until all is counted, or two could be counted at one address
+        outputs = layer(*inputs, **named)
+        total = sum(found.values())
+    del outputs
+    return total
+
+
+def _memory(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
+    held = sum(p.nbytes * (2 if p.requires_grad else 1) for p in layer.parameters())
+    return held + _activation_bytes(layer, inputs, named)
+
+
+def _forward_and_backward(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    outputs = [t for t in _tensors(layer(*inputs, **named)) if t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves_of_a_graph(value: Any) -> Any:
+    """An input as a stage gets it: cut off what came before, with the wish for a gradient as it was."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(cut, value)
+
+
+@contextlib.contextmanager
+def left_alone(layer: nn.Module) -> Iterator[None]:
+    """Buffers and gradients come back."""
+    put_back = keep_buffers([layer])
+    grads = [(parameter, parameter.grad) for parameter in layer.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        put_back()
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+MEASURED = {"flops": "FLOPs", "seconds": "seconds", "memory": "bytes"}
+"""What ``partition`` may name that takes an example, and what it is counted in."""
+
+
+def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[float] | None:
+    """The costs of the layers that ``partition`` asks for; None where it asks for none, or where rank 0 counts them.
+
+    Times differ from process to process, and all have to cut alike, so those of rank 0 decide.
+
+    Raises:
+        ValueError: naming ``example`` or ``partition``.
+    """
+    if not isinstance(partition, str) or partition not in MEASURED:
+        if example is not None:
+            raise ValueError(
+                f"example is given and partition = {partition!r} needs none: leave it out, or set partition to one of "
+                f"{', '.join(map(repr, MEASURED))}"
+            )
+        if partition != "layers" and callable(stages) and not isinstance(stages, nn.Module):
+            raise ValueError(f"partition = {partition!r}: stages is a function, which makes whole stages; leave it out")
+        return None
+    if example is None:
+        raise ValueError(
+            f"partition = {partition!r}: pass one microbatch as example=, as the first layer takes it; a tuple is "
+            "several arguments"
+        )
+    layers = as_layers(stages)
+    if layers is None:
+        raise ValueError(f"partition = {partition!r}: give the model's layers as a list; these stages are cut already")
+    if rank:
+        return None
+    return layer_costs(layers, *(example if isinstance(example, tuple) else (example,)), by=partition)
+
+
+def cut_by(partition: Any, costs: Sequence[float] | None, num_stages: int) -> Any:
+    """``partition`` as the number of layers of every stage, where it was costs."""
+    if costs is None:
+        return partition
+    _check_count(len(costs), num_stages)
+    return [len(part) for part in partition_layers(costs, num_stages)]
+
+
+def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -> list[range]:
+    """Which layers every stage has."""
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"stages[{index}] is a {type(layer).__name__}: the layers are nn.Modules")
+    if partition in ("layers", "parameters"):
+        _check_count(len(layers), num_stages)
+        return partition_layers(len(layers) if partition == "layers" else layer_costs(layers, by=partition), num_stages)
+    if isinstance(partition, str) and re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", partition):
+        partition = [int(count) for count in partition.split(",")]
+    if isinstance(partition, str) or not isinstance(partition, Sequence):
+        raise ValueError(
+            f"partition = {partition!r}: use 'layers', 'parameters', {', '.join(map(repr, MEASURED))}, or the number "
+            "of layers of every stage, as a list or as text like '3,2,2,1'"
+        )
+    return _explicit(list(partition), len(layers), num_stages)
+
+
+def layer_counts(stages: Any, num_stages: int, partition: Any) -> list[int] | None:
+    """The number of layers of every stage; None where the stages were not made from layers."""
+    layers = as_layers(stages)
+    return None if layers is None else [len(part) for part in layer_ranges(layers, num_stages, partition)]
+
+
+def cut_text(stages: Any, num_stages: int, partition: Any, unit: str, costs: Sequence[float] | None) -> str:
+    """Where a list of layers is cut, and how far the largest stage is from the mean; empty for other forms.
+
+    Args:
+        stages: the layers.
+        num_stages: into how many.
+        partition: how.
+        unit: what costs are counted in.
+        costs: of the layers, by which they were cut; their parameters unless given.
+    """
+    layers = as_layers(stages)
+    if layers is None:
+        return ""
+    ranges = layer_ranges(layers, num_stages, partition)
+    listed = " | ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in ranges)
+    if costs is None:
+        return f"layers {listed}; {_imbalance(layer_costs(layers, by='parameters'), ranges, 'parameters')}"
+    return f"layers {listed}; {_imbalance(costs, ranges, unit)}"
+
+
+def _imbalance(costs: Sequence[float], ranges: Sequence[range], unit: str) -> str:
+    sums = [sum(costs[layer] for layer in part) for part in ranges]
+    if not sum(sums):
+        return f"no {unit}"
+    largest = max(sums)
+    excess = largest * len(sums) / sum(sums) - 1
+    return f"stage {sums.index(largest)} has most {unit}, {excess:.1%} above the mean"
+
+
+def _check_count(num_layers: int, num_stages: int) -> None:
+    if num_layers < num_stages:
+        raise ValueError(
+            f"stages has {num_layers} layers and the schedule has {num_stages} stages: give at least one layer a "
+            "stage, or use fewer ranks or stages_per_rank"
+        )
+
+
+def _explicit(counts: list[Any], num_layers: int, num_stages: int) -> list[range]:
+    counts = [len(count) if isinstance(count, range) else count for count in counts]
+    if len(counts) != num_stages or any(not isinstance(c, int) or c < 1 for c in counts) or sum(counts) != num_layers:
+        raise ValueError(
+            f"partition = {counts}: give {num_stages} numbers of at least 1, one a stage, that sum to the "
+            f"{num_layers} layers"
+        )
+    ends = [sum(counts[: i + 1]) for i in range(num_stages)]
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

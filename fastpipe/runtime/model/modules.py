@@ -1,0 +1,200 @@
+"""From what the user gives as ``stages`` to the modules of the local stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fastpipe.runtime.common import located, walked
+from fastpipe.runtime.data_parallel import unwrapped
+from fastpipe.runtime.model.chain import Layers, WholeNames, as_layers
+from fastpipe.runtime.model.cuts import layer_ranges
+from fastpipe.runtime.model.shared_weight import Tie
+from fastpipe.runtime.model.tied import make_ties, split_name, tied_names
+from fastpipe.runtime.model.torch_stages import TracedStage, device_of
+
+Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
+
+
+def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partition: Any) -> dict[int, nn.Module]:
+    """The module of every local stage.
+
+    Args:
+        stages: the model's layers, a function of the stage's index, or a dict of the local stages.
+        num_stages: how many stages the model is cut into.
+        local: the stages of this process.
+        partition: ``"layers"``, or the number of layers of every stage.
+
+    Raises:
+        TypeError, ValueError: naming ``stages`` or ``partition`` and what to give.
+    """
+    if isinstance(stages, Mapping):
+        return _from_mapping(stages, num_stages, local)
+    layers = as_layers(stages)
+    if layers is not None:
+        ranges = layer_ranges(layers, num_stages, partition)
+        return {stage: layers.chain(ranges[stage]) for stage in local}
+    if isinstance(stages, nn.Module) or not callable(stages):
+        raise TypeError(
+            f"stages is a {type(stages).__name__}: give the list of the model's layers (or an nn.Sequential), a "
+            "function stage_index -> nn.Module, a dict {stage_index: nn.Module}, or what torch.distributed.pipelining "
+            "makes of it"
+        )
+    made = {stage: stages(stage) for stage in local}
+    for stage, module in made.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"stages({stage}) returned a {type(module).__name__}: return an nn.Module")
+    return made
+
+
+def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Sequence[int]) -> dict[int, nn.Module]:
+    for stage, module in stages.items():
+        if not isinstance(stage, int) or not 0 <= stage < num_stages:
+            raise ValueError(f"stages has the key {stage!r}: stages are 0 to {num_stages - 1}")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"stages[{stage}] is a {type(module).__name__}: give an nn.Module")
+    missing = [stage for stage in local if stage not in stages]
+    if missing:
+        raise ValueError(f"stages lacks stage {missing[0]}, which this process computes: it needs {list(local)}")
+    return {stage: stages[stage] for stage in local}
+
+
+def find_ties(
+    stages: Stages,
+    modules: Mapping[int, nn.Module],
+    num_stages: int,
+    partition: Any,
+    declared: Sequence[Sequence[str]] | None,
+) -> list[Tie]:
+    """The weights that have several names: those declared, and those that share a Parameter where it can be seen.
+
+    Raises:
+        ValueError: for a name that there is not.
+    """
+    layers = as_layers(stages)
+    if layers is not None:
+        ranges = layer_ranges(layers, num_stages, partition)
+        stage_of = {layer: stage for stage, part in enumerate(ranges) for layer in part}
+        names = tied_names(layers.chain(range(len(layers))), declared)
+        return make_ties(names, lambda name: _in_layers(name, layers, stage_of))
+    local = nn.ModuleDict({str(stage): unwrapped(module) for stage, module in modules.items()})
+    return make_ties(tied_names(local, declared), lambda name: split_name(name, num_stages))
+
+
+def _in_layers(name: str, layers: Layers, stage_of: Mapping[int, int]) -> tuple[int, str]:
+    layer = layers.layer_of(name)
+    if layer is None:
+        known = next(layers.chain(range(len(layers))).named_parameters(), ("none",))[0]
+        raise ValueError(f"tied: {name!r} names no layer; names begin with the layer's, as {known} does")
+    return stage_of[layer], name
+
+
+def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:
+    """Refuse a stage that is not where the pipeline computes."""
+    for stage, module in modules.items():
+        for name, tensor in tensors_of(module):
+            if tensor.device.type != device.type or (device.index not in (None, tensor.device.index)):
+                raise ValueError(
+                    f"stages: {name} of stage {stage} is on {tensor.device} and device = {device}; move the stage with "
+                    f"module.to({str(device)!r}), or pass device={str(tensor.device)!r}"
+                )
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def find_device(modules: Any, device: str | torch.device | None) -> torch.device:
+    """The device that the user names, else that of the first parameter there is, else the CPU.
+
+    Raises:
+        ValueError: when there is no such device, or torch sees none here.
+    """
+    if device is not None:
+        try:
+            wanted = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device = {device!r}: {error}") from None
+        return located(wanted)
+    there = device_of(modules)
+    if there is not None:
+        return there
+    candidates: Any = ()
+    if isinstance(modules, Mapping):
+        candidates = modules.values()
+    elif isinstance(modules, Sequence | nn.Sequential | nn.ModuleList):
+        candidates = modules
+    for module in candidates:
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            return parameter.device
+    return torch.device("cpu")
+
+
+class Named(NamedTuple):
+    """A parameter of this process.
+
+    Attributes:
+        stage: where it is; of a tied weight the first stage of the model that uses it.
+        name: in the whole model; of a tied weight the first one.
+        parameter: it.
+        is_echo: whether another process has it, too, in that first stage.
+    """
+
+    stage: int
+    name: str
+    parameter: nn.Parameter
+    is_echo: bool
+
+
+def named_parameters(modules: Mapping[int, nn.Module], first_names: Mapping[str, tuple[int, str]]) -> Iterator[Named]:
+    """Every parameter of the local stages once, in the order of the unsplit model's; of tied shards the first.
+
+    Args:
+        modules: by stage.
+        first_names: from the further names of tied weights to the stage and name under which each is known.
+    """
+    seen: set[int | str] = set()
+    for stage, module in sorted(modules.items()):
+        prefix = state_prefix(module, stage)
+        for name, parameter in unwrapped(module).named_parameters():
+            first = first_names.get(prefix + name)
+            known = first or (stage, prefix + name)
+            if not seen & {id(parameter), known[1]}:
+                seen |= {id(parameter), known[1]}
+                yield Named(*known, parameter, first is not None)
+
+
+def prefixes_message(modules: Mapping[int, nn.Module]) -> dict[str, str]:
+    """By stage of this process, what goes before its module's own keys."""
+    return {str(stage): state_prefix(module, stage) for stage, module in modules.items()}
+
+
+def prefixes_of(messages: Iterable[Mapping[str, str]]) -> dict[int, str]:
+    """By stage, what all processes say."""
+    return {int(stage): prefix for message in messages for stage, prefix in message.items()}
+
+
+def state_prefix(module: nn.Module, stage: int) -> str:
+    """What goes before a module's own keys: a part of a list of layers has the whole model's already."""
+    own = unwrapped(module)
+    whole = isinstance(own, WholeNames) or (isinstance(own, TracedStage) and own.whole_names)
+    return "" if whole else f"{stage}."
+
+
+def flags_of(module: nn.Module) -> list[bool]:
+    """What may change from step to step in a module and what it hands on: training modes and gradient flags.
+
+    Every step looks.
+    """
+    flags = []
+    for found in walked(module):
+        flags.append(found.training)
+        parameters = found._parameters
+        if parameters:
+            flags += [parameter.requires_grad for parameter in parameters.values() if parameter is not None]
+    return flags

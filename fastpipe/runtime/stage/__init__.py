@@ -1,0 +1,70 @@
+"""Forward and backward of one slice of the model, for one microbatch at a time.
+
+Promises: the bits of the unsplit model; weight gradients wait for W where the schedule says so.
+Uses: `model`, `data_parallel`, `common`.
+"""
+
+from __future__ import annotations
+
+from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors
+from fastpipe.runtime.stage.context import ContextFactory, checked_contexts, current, last_microbatches
+from fastpipe.runtime.stage.losses import (
+    AddedLosses,
+    NoLoss,
+    StageWork,
+    add_loss,
+    checked_loss,
+    detached,
+    loss_and_metrics,
+    names_of,
+    returned_loss,
+    scale_loss,
+    sum_in_order,
+    weighed,
+)
+from fastpipe.runtime.stage.pairs import IN_ORDER, WAYS, PairCounts, PairPolicy, Pairs, check_overlap, pair_policy
+from fastpipe.runtime.stage.random_numbers import (
+    PER_MICROBATCH,
+    Generators,
+    RandomNumbers,
+    RngUsage,
+    describe_random,
+    microbatch_seed,
+)
+from fastpipe.runtime.stage.stage import Stage
+
+__all__ = [
+    "AddedLosses",
+    "ContextFactory",
+    "Generators",
+    "IN_ORDER",
+    "NoLoss",
+    "PER_MICROBATCH",
+    "PairCounts",
+    "PairPolicy",
+    "Pairs",
+    "RandomNumbers",
+    "RngUsage",
+    "Stage",
+    "StageWork",
+    "TreespecCache",
+    "WAYS",
+    "add_loss",
+    "check_overlap",
+    "checked_contexts",
+    "checked_loss",
+    "current",
+    "describe_random",
+    "detached",
+    "from_tensors",
+    "last_microbatches",
+    "loss_and_metrics",
+    "microbatch_seed",
+    "names_of",
+    "pair_policy",
+    "returned_loss",
+    "scale_loss",
+    "sum_in_order",
+    "to_tensors",
+    "weighed",
+]

@@ -1,0 +1,178 @@
+"""current: which action a thread computes, for whoever asks in the middle of it; and what is put around actions.
+
+Where the extension is, both executors note it in C++, so torch's own threads, which run a GPU's backward, know it, too;
+else it is noted here. The native executor does not ask Python for it where nobody does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fastpipe.program import Columns, Op
+from fastpipe.runtime import native
+
+
+class Current(NamedTuple):
+    """An action, as it is computed.
+
+    Attributes:
+        step: how many training steps there were before; `Pipeline.step_count` when the step began.
+        stage: the stage's index.
+        microbatch: the microbatch.
+        action: ``"F"``, ``"B"``, ``"I"`` or ``"W"``.
+        is_last_microbatch: whether it is the last of its stage and kind in the step on this rank; B and I are a kind.
+        training: whether the step has a backward.
+    """
+
+    step: int
+    stage: int
+    microbatch: int
+    action: str
+    is_last_microbatch: bool
+    training: bool
+
+
+ContextFactory = Callable[[Current], AbstractContextManager[Any]]
+"""Gives a context manager for an action."""
+
+
+class _Here(threading.local):
+    action: Current | None = None
+
+
+_here = _Here()
+
+
+def current() -> Current | None:
+    """The action that this thread computes: in a layer's forward, the loss function, and hooks of a backward.
+
+    In what a checkpoint recomputes it is the backward that does so. Of a pair that the modules' own method runs, it is
+    the forward. Outside of a pipeline's step, None.
+    """
+    if _here.action is not None:
+        return _here.action
+    found = _native_current()
+    if found is None:
+        return None
+    step, stage, microbatch, op, is_last, training = found
+    return Current(step, stage, microbatch, Op(op).name, is_last, training)
+
+
+def _native_current() -> tuple[int, int, int, int, bool, bool] | None:
+    runtime: Any = native.load()
+    found: tuple[int, int, int, int, bool, bool] | None = None if runtime is None else runtime.current()
+    return found
+
+
+def checked_contexts(
+    forward_context: ContextFactory | None, backward_context: ContextFactory | None
+) -> tuple[ContextFactory | None, ContextFactory | None]:
+    """The two, if they are functions.
+
+    Raises:
+        TypeError: naming the one that is none.
+    """
+    for name, given in (("forward_context", forward_context), ("backward_context", backward_context)):
+        if given is not None and (not callable(given) or hasattr(type(given), "__enter__")):
+            raise TypeError(
+                f"{name} is a {type(given).__name__}: give a function of the action that returns a context manager"
+            )
+    return forward_context, backward_context
+
+
+class ActionContext:
+    """Of one stage on one rank: what is current in it, and what is put around its actions.
+
+    Args:
+        stage: its index.
+        forward_context: around every F; None for nothing.
+        backward_context: around every B, I and W.
+
+    Attributes:
+        step: the number of the step.
+        last: the microbatches of its last F, its last B or I, and its last W.
+    """
+
+    def __init__(
+        self, stage: int, forward_context: ContextFactory | None = None, backward_context: ContextFactory | None = None
+    ):
+        self.stage = stage
+        self.forward_context = forward_context
+        self.backward_context = backward_context
+        self.step = 0
+        self.last = (-1, -1, -1)
+
+    def noted(self, op: Op, microbatch: int) -> AbstractContextManager[None]:
+        """Around an action of the Python executor."""
+        runtime: Any = native.load()
+        if runtime is None:
+            return self._noted_here(op, microbatch)
+        context: AbstractContextManager[None] = runtime.Moment(self.step, self.last, op, self.stage, microbatch)
+        return context
+
+    @contextlib.contextmanager
+    def _noted_here(self, op: Op, microbatch: int) -> Iterator[None]:
+        before = _here.action
+        is_last = self.last[_KIND[op]] == microbatch
+        training = op is not Op.F or torch.is_grad_enabled()
+        _here.action = Current(self.step, self.stage, microbatch, op.name, is_last, training)
+        try:
+            yield
+        finally:
+            _here.action = before
+
+    def around_forward(self) -> AbstractContextManager[Any]:
+        """What the user puts around the F that is current."""
+        return _entered(self.forward_context)
+
+    def around_backward(self) -> AbstractContextManager[Any]:
+        """What the user puts around the B, I or W that is current."""
+        return _entered(self.backward_context)
+
+    @property
+    def around(self) -> Callable[[Callable[[], None]], None] | None:
+        """The same for C++, which gives the call to put it around."""
+        return None if self.backward_context is None else self._call
+
+    def _call(self, call: Callable[[], None]) -> None:
+        with self.around_backward():
+            call()
+
+
+_NOTHING = contextlib.nullcontext()
+_KIND = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
+
+
+def _entered(around: ContextFactory | None) -> AbstractContextManager[Any]:
+    if around is None:
+        return _NOTHING
+    action = current()
+    assert action is not None, "contexts are for actions"
+    context = around(action)
+    if not hasattr(context, "__exit__"):
+        name = "forward_context" if action.action == "F" else "backward_context"
+        raise TypeError(f"{name} returned a {type(context).__name__}: return a context manager")
+    return context
+
+
+def last_microbatches(columns: Columns, stage: int) -> tuple[int, int, int]:
+    """The microbatches of a stage's last F, its last B or I, and its last W in one rank's program; -1 for none."""
+    ops, stages, microbatches, pair_stages, pair_microbatches = columns[:5]
+    pairs = ops == Op.OVERLAP_F_B
+    own, paired = stages == stage, pairs & (pair_stages == stage)
+    forwards = own & ((ops == Op.F) | pairs)
+    backwards = (own & ((ops == Op.B) | (ops == Op.I))) | paired
+    of_backwards = np.where(paired, pair_microbatches, microbatches)
+    return _last(forwards, microbatches), _last(backwards, of_backwards), _last(own & (ops == Op.W), microbatches)
+
+
+def _last(which: Any, microbatches: Any) -> int:
+    found = np.flatnonzero(which)
+    return int(microbatches[found[-1]]) if len(found) else -1

@@ -1,0 +1,60 @@
+"""One step: agree on the inputs, run the local ranks, gather what came out.
+
+Promises: a step ends with a result on every rank, or with an error on every rank.
+Uses: `executor` and all below, `coordination`.
+"""
+
+from __future__ import annotations
+
+from fastpipe.runtime.step.clip import GradNorms, Held, Norm, clip_grad_norm
+from fastpipe.runtime.step.gathering import gather
+from fastpipe.runtime.step.inputs import Request
+from fastpipe.runtime.step.microbatch import (
+    Rules,
+    check_reduction,
+    check_split_and_merge,
+    count_rows,
+    loss_divisors,
+    rule_for,
+    split,
+    split_argument,
+)
+from fastpipe.runtime.step.programs import Programs, options_with_stages
+from fastpipe.runtime.step.result import (
+    MetricRules,
+    StepResult,
+    Values,
+    added_by_name,
+    check_rules,
+    reduce_metrics,
+    weights_of,
+)
+from fastpipe.runtime.step.steps import Settings, Steps
+
+__all__ = [
+    "GradNorms",
+    "Held",
+    "MetricRules",
+    "Norm",
+    "Programs",
+    "Request",
+    "Rules",
+    "Settings",
+    "StepResult",
+    "Steps",
+    "Values",
+    "added_by_name",
+    "check_reduction",
+    "check_rules",
+    "check_split_and_merge",
+    "clip_grad_norm",
+    "count_rows",
+    "gather",
+    "loss_divisors",
+    "options_with_stages",
+    "reduce_metrics",
+    "rule_for",
+    "split",
+    "split_argument",
+    "weights_of",
+]

@@ -1,0 +1,333 @@
+"""Clipping by the norm of all gradients of the pipeline: to the last bit that of the unsplit model.
+
+torch's norm is a norm of norms: one a parameter, and then one of these. Summing the squares that every rank finds for
+itself gives other last bits. So the ranks tell each other the norm of every parameter, eight bytes each, and all of
+them take the same last norm, in the order of the unsplit model's parameters.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from fastpipe.errors import StepError
+from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.model import Named
+from fastpipe.runtime.step.steps import Steps
+
+logger = logging.getLogger("fastpipe")
+Meet = Callable[[str, Callable[[], Reply]], list[Reply]]
+
+
+class Held(NamedTuple):
+    """A gradient of this process."""
+
+    stage: int
+    name: str
+    grad: torch.Tensor
+    is_echo: bool = False
+
+
+class Norm(NamedTuple):
+    """Which gradient a norm is of.
+
+    Attributes:
+        stage: where the parameter is.
+        name: its name in the whole model.
+        dtype: of the gradient, without ``torch.``.
+        rank: whose norm is taken.
+    """
+
+    stage: int
+    name: str
+    dtype: str
+    rank: int
+
+    @property
+    def place(self) -> str:
+        """Which gradient, as a user reads it."""
+        return f"{self.name} (stage {self.stage}, rank {self.rank})"
+
+
+Row = tuple[int, str, str, bool]
+"""Of a gradient: stage, name, dtype without ``torch.``, and whether it is an echo."""
+
+
+class Merged:
+    """Every gradient's norm once, in the order of the unsplit model's parameters, out of those of all ranks.
+
+    Args:
+        tables: of each rank, the rows of its norms in order.
+
+    Attributes:
+        norms: which gradients they are of.
+    """
+
+    def __init__(self, tables: Sequence[Sequence[Row]]) -> None:
+        found: dict[tuple[int, str], tuple[int, Norm]] = {}
+        given = enumerate((rank, *row) for rank, table in enumerate(tables) for row in table)
+        self._same: list[tuple[int, int, Norm, int]] = []
+        # a tied weight takes its place among those of its first stage, so its echoes come last
+        for at, (rank, stage, name, dtype, _) in sorted(given, key=lambda pair: pair[1][-1]):
+            first, norm = found.setdefault((stage, name), (at, Norm(stage, name, dtype, rank)))
+            if first != at:
+                self._same.append((first, at, norm, rank))
+        chosen = sorted(found.values(), key=lambda pair: pair[1].stage)
+        self.norms = [norm for _, norm in chosen]
+        self._order = torch.tensor([at for at, _ in chosen], dtype=torch.long)
+        looks = [torch.empty(0, dtype=getattr(torch, norm.dtype)) for norm in self.norms]
+        self._groups = [(dtype.to_real(), torch.tensor(places)) for (_, dtype), (_, places) in _grouped(looks).items()]
+
+    def values(self, gathered: torch.Tensor) -> torch.Tensor:
+        """The norms, as doubles, out of those of all ranks one after the other.
+
+        Raises:
+            ValueError: when two ranks hold a parameter and have different gradients of it.
+        """
+        for first, at, norm, rank in self._same:
+            one, other = gathered[first].item(), gathered[at].item()
+            if one != other and not (math.isnan(one) and math.isnan(other)):
+                raise ValueError(
+                    f"the ranks that hold {norm.name} have different gradients of it: norm {one:g} on rank "
+                    f"{norm.rank}, {other:g} on rank {rank}; change gradients on all holders alike"
+                )
+        return gathered[self._order]
+
+    def total(self, values: torch.Tensor, order: float, device: torch.device) -> torch.Tensor:
+        """The norm of norms, as `torch.nn.utils.get_total_norm` takes it."""
+        if not self.norms:
+            return torch.tensor(0.0, device=device)
+        groups = [values[places].to(dtype).to(device) for dtype, places in self._groups]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.cat(groups), order)
+        return total
+
+
+class GradNorms:
+    """The norms of all gradients, gathered over the ranks: numbers alone, and names only where they have changed."""
+
+    def __init__(self) -> None:
+        self._digests: list[int] = []
+        self.merged = Merged([])
+
+    def gather(
+        self, meet: Meet, call: str, held: Sequence[Held], make: Callable[[], tuple[float, Reply]]
+    ) -> tuple[torch.Tensor, list[Reply]]:
+        """The norms of all ranks' gradients, in the order of ``merged.norms``. Called on every rank alike.
+
+        Args:
+            meet: see `fastpipe.runtime.step.Steps.all_gather`.
+            call: its first argument.
+            held: the gradients of this process.
+            make: gives the order of the norm, and what else to tell the others. What it raises is an error on every
+                rank, and so is what is wrong with the gradients.
+
+        Returns:
+            The norms, and the messages of all ranks.
+        """
+        table = [(h.stage, h.name, str(h.grad.dtype).removeprefix("torch."), h.is_echo) for h in held]
+
+        def numbers() -> Reply:
+            order, more = make()
+            packed = base64.b64encode(norms_of(held, order).numpy().tobytes()).decode()
+            # what another rank knows of this one's table it has from this one, so the digest may be this process's own
+            return {"norms": packed, "digest": hash(tuple(table)), "known": self._digests, **more}
+
+        replies = meet(call, numbers)
+        digests = [reply["digest"] for reply in replies]
+        if any(reply["known"] != digests for reply in replies):
+            tables = [reply["table"] for reply in meet(f"{call}, names", lambda: {"table": table})]
+            self.merged, self._digests = Merged(tables), digests
+        data = bytearray(b"".join(base64.b64decode(reply["norms"]) for reply in replies))
+        gathered = torch.frombuffer(data, dtype=torch.double) if data else torch.empty(0, dtype=torch.double)
+        return self.merged.values(gathered), replies
+
+
+def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Both as numbers.
+
+    Raises:
+        ValueError: naming the one that is wrong, and what to give.
+    """
+    limit, order = _number(max_norm), _number(math.inf if norm_type == "inf" else norm_type)
+    if not limit >= 0:
+        raise ValueError(f"max_norm = {max_norm!r}: give a number of at least 0; float('inf') only measures")
+    if not order >= 0:
+        raise ValueError(f"norm_type = {norm_type!r}: give the p of the p-norm, 2.0 say and at least 0, or 'inf'")
+    return limit, order
+
+
+def _number(value: Any) -> float:
+    """What is one, or a tensor of one; NaN for all else."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def gradients_of(parameters: Iterable[Named]) -> list[Held]:
+    """The gradients there are."""
+    return [Held(p.stage, p.name, p.parameter.grad, p.is_echo) for p in parameters if p.parameter.grad is not None]
+
+
+@torch.no_grad()
+def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
+    """The norm of each gradient, as doubles on the CPU, which hold that of every dtype; one transfer for all.
+
+    Raises:
+        ValueError: for a sparse gradient, of which torch has no norm.
+    """
+    for h in held:
+        if h.grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {h.name} (stage {h.stage}) is sparse, and torch takes no norm of such: leave out "
+                "sparse=True of its embedding, or make .grad dense by to_dense() before it is clipped"
+            )
+    grads = [h.grad for h in held]
+    norms: list[torch.Tensor] = [torch.empty(0)] * len(grads)
+    plain = [i for i, grad in enumerate(grads) if not _is_spread(grad)]
+    for (_, _), ([tensors], places) in _grouped([grads[i] for i in plain]).items():
+        for place, norm in zip(places, torch._foreach_norm(tensors, order), strict=True):
+            norms[plain[place]] = norm
+    for places, found in _sharded_norms(grads, order):
+        for place, norm in zip(places, found.unbind(), strict=True):
+            norms[place] = norm
+    return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.double)
+
+
+def _grouped(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
+    """The tensors and their indices by device and dtype, the groups in the order in which torch would take them."""
+    return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
+
+
+def _is_spread(grad: Any) -> bool:
+    # who has made a DTensor has imported them; to do so here would cost every program half a second
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(grad, module.DTensor)
+
+
+def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
+    """The norms of gradients that FSDP spread over processes: one reduction for all that are spread alike."""
+    spread: dict[Any, list[int]] = {}
+    for i, grad in enumerate(grads):
+        if _is_spread(grad):
+            spread.setdefault((grad.device_mesh, grad.placements, grad.dtype), []).append(i)
+    for (mesh, placements, dtype), places in spread.items():
+        local = torch.stack([_local_norm(grads[i], order) for i in places])
+        for dimension, placement in enumerate(placements):
+            if placement.is_shard():
+                local = _reduced(local, order, mesh.get_group(dimension))
+            elif not placement.is_replicate():
+                raise ValueError(f"a gradient has the placement {placement}: reduce it before it is clipped")
+        yield places, local.to(dtype.to_real())
+
+
+def _local_norm(grad: Any, order: float) -> torch.Tensor:
+    local: torch.Tensor = grad.to_local()
+    # a process may have none of its rows, and an empty tensor has no norm of every order
+    return torch.linalg.vector_norm(local, order).double() if local.numel() else local.new_zeros((), dtype=torch.double)
+
+
+def _reduced(norms: torch.Tensor, order: float, group: Any) -> torch.Tensor:
+    if order <= 0:
+        raise ValueError(f"norm_type = {order}: gradients that are spread over processes take a norm above 0")
+    if math.isinf(order):
+        dist.all_reduce(norms, dist.ReduceOp.MAX, group)
+        return norms
+    powers = norms**order
+    dist.all_reduce(powers, group=group)
+    return powers ** (1 / order)
+
+
+def same_arguments(replies: Sequence[Reply]) -> tuple[float, float, bool]:
+    """The arguments of the call, which are those of every rank.
+
+    Raises:
+        ValueError: when they are not.
+    """
+    given = [tuple(reply["arguments"]) for reply in replies]
+    if len(set(given)) > 1:
+        listed = "; ".join(f"rank {rank}: {arguments}" for rank, arguments in enumerate(given))
+        raise ValueError(f"max_norm, norm_type, error_if_nonfinite: give the same on every rank, not {listed}")
+    limit, order, is_error = given[0]
+    return limit, order, is_error
+
+
+def report_nonfinite(
+    total: torch.Tensor,
+    norms: Sequence[Norm],
+    values: torch.Tensor,
+    local: Sequence[Held],
+    *,
+    is_error: bool,
+    expected: bool = False,
+) -> None:
+    """Name the gradients that made the norm infinite or NaN.
+
+    Args:
+        total: the norm.
+        norms: which gradients there are.
+        values: their norms.
+        local: those of this process, which it logs.
+        is_error: whether to raise.
+        expected: whether it is nothing to warn of.
+
+    Raises:
+        StepError: if that is to be an error, on every rank.
+    """
+    if bool(total.isfinite()):
+        return
+    bad = [norm for norm, finite in zip(norms, values.isfinite().tolist(), strict=True) if not finite]
+    names = ", ".join(norm.place for norm in bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+    cause = f"not finite are the gradients of {names}" if bad else "each gradient is finite, their norm overflows"
+    text = f"the norm of the gradients is {float(total)}: {cause}"
+    if is_error:
+        rank, stage = (bad[0].rank, bad[0].stage) if bad else (None, None)
+        raise StepError(f"{text}; nothing was clipped", rank=rank, stage=stage, cause=cause)
+    own = {(held.stage, held.name) for held in local}
+    if any((norm.stage, norm.name) in own for norm in bad):
+        logger.log(logging.INFO if expected else logging.WARNING, "%s", text)
+
+
+def clip_grad_norm(
+    steps: Steps,
+    gathering: GradNorms,
+    named: Sequence[Named],
+    device: torch.device,
+    max_norm: Any,
+    norm_type: Any,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """See `fastpipe.Pipeline.clip_grad_norm_`."""
+    local = gradients_of(named)
+
+    def arguments() -> tuple[float, Reply]:
+        # whatever is wrong here is an error on every rank, and nobody waits
+        limit, order = check_limits(max_norm, norm_type)
+        return order, {"arguments": [limit, order, bool(error_if_nonfinite)]}
+
+    values, replies = gathering.gather(steps.all_gather, "clip_grad_norm_", local, arguments)
+    limit, order, is_error = same_arguments(replies)
+    norms, total = gathering.merged.norms, gathering.merged.total(values, order, device)
+    # a scaler tries large scales, and leaves out the steps that overflow
+    report_nonfinite(total, norms, values, local, is_error=is_error, expected=steps.loss_scale is not None)
+    _clip_by(named, limit, total)
+    return total
+
+
+def _clip_by(named: Sequence[Named], limit: float, total: torch.Tensor) -> None:
+    """Scale gradients as torch does; those of each mesh by themselves, as torch scales no mixture of kinds."""
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for p in named:
+        grad: Any = p.parameter.grad
+        kinds.setdefault(grad.device_mesh if _is_spread(grad) else None, []).append(p.parameter)
+    for parameters in kinds.values():
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)

@@ -1,0 +1,426 @@
+"""From the arguments of a step to the work of every local stage."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fastpipe.runtime.common import bytes_of, tensors_in
+from fastpipe.runtime.data_parallel import unwrapped
+from fastpipe.runtime.model import chosen, missing_argument
+from fastpipe.runtime.stage import Stage, StageWork
+from fastpipe.runtime.step.microbatch import (
+    Counted,
+    Rules,
+    count_rows,
+    is_asked,
+    lengths,
+    loss_divisors,
+    rows_of_cut,
+    rule_for,
+    split,
+    split_argument,
+)
+from fastpipe.runtime.step.result import Weights
+
+ROWS, NAMED, RULE = "rows", "named", "rule"
+"""How what was given as a whole batch is cut: positional inputs, and those by keyword, row by row if they have as many
+as the batch; others as `split` says, and targets in any proportion."""
+_SAMPLE = 4096
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked of one step.
+
+    Attributes:
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+        target: the loss function's second argument.
+        output_grad: gradients of the outputs, instead of a loss.
+        num_microbatches: how many microbatches.
+        training: whether there is a backward.
+        reduces: whether gradients are reduced over the replicas of the pipeline.
+        gathers_outputs: whether every rank gets them in the end.
+        index: the number of the batch, as the user counts.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    output_grad: Any
+    num_microbatches: int
+    training: bool
+    reduces: bool = True
+    gathers_outputs: bool = False
+    index: int | None = None
+
+
+@dataclass
+class Inputs:
+    """The microbatches that this process needs.
+
+    Attributes:
+        args: for the first stage, positional arguments by microbatch.
+        kwargs: every keyword argument that a local stage takes, by name and microbatch.
+        targets: by microbatch, on a process with the last stage.
+        output_grads: the same.
+        counted: the rows of every microbatch, where they can be counted.
+        whole: of what was given as a whole batch, the rows and by which rule they are cut, of every length one.
+        divisors: of the losses, where the user's own function of the target says them.
+        unknown: keys of the rules for splitting that are the name of nothing here.
+    """
+
+    args: list[tuple[Any, ...]] | None = None
+    kwargs: dict[str, list[Any]] = field(default_factory=dict)
+    targets: list[Any] | None = None
+    output_grads: list[tuple[torch.Tensor, ...]] | None = None
+    counted: Counted | None = None
+    whole: dict[str, list[Any]] = field(default_factory=dict)
+    divisors: list[float] | None = None
+    unknown: list[str] = field(default_factory=list)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What the shapes between stages may depend on."""
+        return tuple(map(_looks, (self.args, self.kwargs, self.targets, self.output_grads)))
+
+    def given(self) -> dict[str, list[bool]]:
+        """By keyword argument that a local stage takes: for which microbatches it is not None."""
+        return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
+
+
+def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, list[Any]]:
+    """Of every argument that this rank was given, needed here or not: its form, and a checksum of its values.
+
+    Args:
+        request: of the user.
+        inputs: what was taken of it. An iterator's items count where they were taken.
+        whole: whether all elements count, those of a device among them, for which that waits. Otherwise it is some
+            thousand of every tensor on the CPU, which takes some microseconds.
+    """
+    given = dict(zip(_input_names(request), request.args, strict=True))
+    given |= {name: inputs.kwargs.get(name, v) if isinstance(v, Iterator) else v for name, v in request.kwargs.items()}
+    given |= {"target": request.target, "output_grad": request.output_grad}
+    found = {}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Iterator):
+            form = [type(value).__name__, *getattr(value, "shape", [len(value)] if isinstance(value, list) else [])]
+            found[name] = [form, _digest(value, 0, whole)]
+    return found
+
+
+def _digest(value: Any, found: int, whole: bool) -> int:
+    if type(value) in (tuple, list):
+        for item in value:
+            found = _digest(item, found, whole)
+    elif type(value) is dict:
+        found = _digest(list(value.values()), found, whole)
+    elif type(value) in (bool, int, float, str):
+        found = zlib.crc32(repr(value).encode(), found)
+    elif type(value) in (torch.Tensor, nn.Parameter) and _is_read(value, whole):
+        found = zlib.crc32(bytes_of(value if whole else _sampled(value)).numpy().data, found)
+    # other objects may have what is each rank's own, as a cache of keys and values does
+    return found
+
+
+def _is_read(tensor: torch.Tensor, whole: bool) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and (whole or tensor.device.type == "cpu")
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """At most some thousand elements of it, from everywhere."""
+    tensor, size = tensor.detach(), tensor.numel()
+    if size <= _SAMPLE:
+        return tensor
+    stride = size // _SAMPLE | 1  # odd, as it would meet the same columns of every row otherwise
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::stride]
+    return tensor[torch.unravel_index(torch.arange(0, size, stride), tensor.shape)]
+
+
+def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
+    """Refuse a step whose ranks were given different batches: inputs of one would meet targets of another.
+
+    Args:
+        digests: what `batch_digests` says on every rank. What one rank gives as a tensor and another one as a list is
+            not compared.
+
+    Raises:
+        ValueError: naming the argument and the ranks.
+    """
+    for name in sorted({name for own in digests for name in own}):
+        by_type: dict[str, dict[int, list[Any]]] = {}
+        for rank, own in enumerate(digests):
+            if name in own:
+                by_type.setdefault(own[name][0][0], {})[rank] = own[name]
+        for found in by_type.values():
+            first, *_ = found
+            others = [rank for rank, own in found.items() if own != found[first]]
+            if others:
+                raise ValueError(
+                    f"{name} has other values on ranks {others} than on rank {first}: in every call of step give all "
+                    "ranks of a pipeline the same batch, or None where a rank does not need it. Shuffle by the same "
+                    "seed on all of them, give a DistributedSampler the pipelines as its replicas, and let no rank "
+                    "leave out a call (see Loading data in docs/guide.md)"
+                )
+
+
+def _looks(value: Any) -> Any:
+    # torch's pytree takes several times as long as all else that a step does with its inputs
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.requires_grad, _layout(value)
+    if type(value) in (list, tuple):
+        return tuple(map(_looks, value))
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if pytree.tree_is_leaf(value):
+        return type(value).__name__
+    leaves, structure = pytree.tree_flatten(value)
+    return str(structure), *map(_looks, leaves)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
+    """None where it is contiguous. Operators lay out what they make like what they are given."""
+    if tensor.layout is not torch.strided:
+        return tensor.layout
+    return None if tensor.is_nested or tensor.is_contiguous() else tensor.stride()
+
+
+def take_inputs(
+    request: Request,
+    rules: Rules,
+    stages: Sequence[Stage],
+    loss_fn: Callable[..., Any] | None,
+    reduction: str | Callable[[Any], float],
+) -> Inputs:
+    """Split what the local stages need; nothing else is touched, so iterators stay where they are on other ranks.
+
+    Raises:
+        ValueError: naming the argument, what was found, and what to give.
+    """
+    if request.target is not None and request.output_grad is not None:
+        raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
+    inputs = Inputs(unknown=_unknown_names(rules, request, stages))
+    count = request.num_microbatches
+    columns: list[list[Any]] = []
+    first = next((stage for stage in stages if stage.is_first), None)
+    if first is not None:
+        _check_input(first, request)
+        columns = _split_args(request, rules)
+        inputs.args = _by_microbatch(columns, count)
+        for i, value in enumerate(request.args):
+            _note_whole(inputs, request, value, rules, i, f"input {i}" if i else "the input", ROWS)
+    for name, value in request.kwargs.items():
+        if any(stage.accepts is None or name in stage.accepts for stage in stages):
+            inputs.kwargs[name] = split_argument(value, count, rules, name, name)
+            _note_whole(inputs, request, value, rules, name, name, NAMED)
+    if any(stage.is_last for stage in stages):
+        _take_for_last(inputs, request, rules, loss_fn)
+        if callable(reduction) and inputs.output_grads is None and (loss_fn is None or inputs.targets is not None):
+            inputs.divisors = loss_divisors(reduction, None, inputs.targets, count)
+    inputs.counted = count_rows(inputs.targets, columns, inputs.kwargs, rules)
+    if reduction == "mean" and inputs.counted is not None and not sum(inputs.counted[1]):
+        raise ValueError("the microbatches have no rows at all: give at least one, or loss_reduction='sum'")
+    return inputs
+
+
+def _unknown_names(rules: Rules, request: Request, stages: Sequence[Stage]) -> list[str]:
+    """The names in the rules that nothing has: a keyword argument need not be given in every step."""
+    if not isinstance(rules, Mapping) or any(stage.accepts is None for stage in stages):
+        return []
+    known = {"target", "output_grad", *request.kwargs}.union(*(stage.accepts or () for stage in stages))
+    return [key for key in rules if isinstance(key, str) and key not in known]
+
+
+def _check_input(first: Stage, request: Request) -> None:
+    """Refuse a step without an input that the first stage needs; a list may have several in each of its tuples."""
+    args = request.args
+    if any(isinstance(value, list | Iterator) for value in args):
+        return
+    missing = missing_argument(unwrapped(first.module), args, request.kwargs)
+    if missing is None and (request.kwargs or len(args) != 1 or args[0] is not None):
+        return
+    needed = "" if missing is None else f"the model's first layer needs {missing!r}; "
+    raise ValueError(
+        f"the input is {'None' if args and args[0] is None else 'missing'}: {needed}give the batch on the rank of the "
+        "first stage, or nothing where the model takes none"
+    )
+
+
+def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
+    """Every positional argument by microbatch."""
+    count = request.num_microbatches
+    positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
+    if request.args and positions and max(positions) >= len(request.args):
+        raise ValueError(f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0")
+    names = _input_names(request)
+    return [split_argument(value, count, rules, i, names[i]) for i, value in enumerate(request.args)]
+
+
+def _input_names(request: Request) -> list[str]:
+    """What the positional arguments are called in errors."""
+    count = len(request.args)
+    return ["the input"] if count == 1 else [f"input {i}" for i in range(count)]
+
+
+def _by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
+    """The positional arguments of every microbatch."""
+    if not columns:
+        return [() for _ in range(count)]
+    # a list or an iterator of tuples: each tuple is one microbatch's arguments
+    if len(columns) == 1 and all(isinstance(item, tuple) for item in columns[0]):
+        return list(columns[0])
+    return list(zip(*columns, strict=True))
+
+
+def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Callable[..., Any] | None) -> None:
+    count = request.num_microbatches
+    if request.output_grad is not None:
+        parts = split(request.output_grad, count, rule_for(rules, "output_grad"), "output_grad")
+        inputs.output_grads = [tensors_in(part, "output_grad") for part in parts]
+        return
+    if request.target is None:
+        if loss_fn is not None and request.training:
+            raise ValueError("target = None: loss_fn needs a target on the rank of the last stage; pass target=")
+        return
+    if loss_fn is None:
+        raise ValueError("target: there is no loss_fn to give it to; pass loss_fn= to Pipeline, or leave target out")
+    inputs.targets = split(request.target, count, rule_for(rules, "target"), "target")
+    _note_whole(inputs, request, request.target, rules, "target", "target", RULE)
+
+
+def _note_whole(
+    inputs: Inputs, request: Request, value: Any, rules: Rules, key: str | int, name: str, unasked: str
+) -> None:
+    """Note the rows of a whole batch's tensors, where no other has as many, and refuse those that share a history.
+
+    Args:
+        inputs: where they are noted.
+        request: of the user.
+        value: one argument.
+        rules: how arguments are cut.
+        key: by which the rules know it.
+        name: what it is called in errors.
+        unasked: how it is cut where no rule speaks of it.
+    """
+    way = RULE if is_asked(rules, key) else unasked
+    for leaf, rows in lengths(value, rule_for(rules, key), name).items():
+        if [rows, way] not in inputs.whole.values():
+            inputs.whole[leaf] = [rows, way]
+    if request.training and request.num_microbatches > 1 and not isinstance(value, list | Iterator):
+        _check_history(value, name)
+
+
+def _check_history(value: Any, name: str) -> None:
+    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    history = next((leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn), None)
+    if history is not None:
+        raise ValueError(
+            f"{name} is the output of {history.name()}, which all microbatches would go back through, and the first "
+            "one frees it: make what computes it a layer of the pipeline, or give cut = x.detach().requires_grad_(), "
+            "and after the step call x.backward(cut.grad) where cut.grad is not None"
+        )
+
+
+def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
+    """Refuse arguments whose microbatches do not belong together.
+
+    Args:
+        whole: the rows of each, and how they are cut: `ROWS`, `NAMED` or `RULE`.
+        num_microbatches: into which they are cut.
+
+    Raises:
+        ValueError: where an input that no rule speaks of does not have the batch's rows, or where rows are not in the
+            same proportion in every microbatch.
+    """
+    if num_microbatches == 1:
+        return
+    rows = {name: found for name, (found, _) in whole.items()}
+    batch = [name for way in (ROWS, NAMED) for name, found in whole.items() if found[1] == way and rows[name] != 1]
+    shared = [name for name, found in whole.items() if found[1] == NAMED and rows[name] == 1]
+    if shared and not batch and RULE not in (way for _, way in whole.values()):
+        raise ValueError(
+            f"{shared[0]} has 1 row and num_microbatches = {num_microbatches}: give at least one row a microbatch, or "
+            "fewer microbatches"
+        )
+    for name in batch:
+        if rows[name] != rows[batch[0]]:
+            raise ValueError(
+                f"{name} has {rows[name]} rows (dimension 0) and {batch[0]} has {rows[batch[0]]}: what has not a row "
+                "for each of the batch is not cut unless split= says how; name it there, with 'replicate' for what all "
+                "microbatches share, a dimension, or a function"
+            )
+    cut = [name for name, found in whole.items() if name in batch or found[1] == RULE]
+    first = batch[0] if batch else next(iter(cut), "")
+    for name in cut:
+        own, others = (list(rows_of_cut(count, num_microbatches)) for count in (rows[name], rows[first]))
+        if any(mine * rows[first] != rows[name] * other for mine, other in zip(own, others, strict=True)):
+            raise ValueError(
+                f"{name} has {rows[name]} rows and {first} has {rows[first]}: as microbatches of {own} and {others} "
+                "rows they do not belong together; give batches of the same length, lists of microbatches, or split= "
+                "with another dimension or 'replicate' for what is not a batch"
+            )
+
+
+def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
+    """Refuse a keyword argument that some stages get and others do not.
+
+    Args:
+        given: what `Inputs.given` says on every rank.
+
+    Raises:
+        ValueError: naming the argument and the ranks.
+    """
+    for name in sorted({name for own in given for name in own}):
+        found = {rank: own[name] for rank, own in enumerate(given) if name in own}
+        if len(set(map(tuple, found.values()))) > 1:
+            without = [rank for rank, values in found.items() if not all(values)]
+            others = [rank for rank in found if rank not in without]
+            raise ValueError(
+                f"{name}: it is None on ranks {without}, and not, or for other microbatches, on ranks "
+                f"{others or without}; stages of all of them take it: give it alike on each"
+            )
+
+
+def stage_works(
+    inputs: Inputs,
+    stages: Sequence[Stage],
+    request: Request,
+    weights: Weights,
+    keep_outputs: bool,
+    loss_scale: torch.Tensor | None,
+) -> list[StageWork]:
+    """What every stage gets.
+
+    Args:
+        inputs: of this process.
+        stages: the local ones.
+        request: of the user.
+        weights: of the microbatches, as the processes agreed.
+        keep_outputs: whether the last stage's outputs are wanted.
+        loss_scale: what a backward's roots are multiplied by.
+    """
+    works = []
+    for stage in stages:
+        names = chosen(inputs.kwargs, stage.accepts)
+        work = StageWork(
+            keep_outputs=keep_outputs,
+            reduces=request.reduces,
+            divisors=weights.loss,
+            loss_scale=loss_scale,
+        )
+        if stage.is_first:
+            work.args = inputs.args
+        if names:
+            count = request.num_microbatches
+            work.kwargs = [{name: values[i] for name, values in names.items()} for i in range(count)]
+        if stage.is_last:
+            work.targets, work.output_grads = inputs.targets, inputs.output_grads
+        works.append(work)
+    return works

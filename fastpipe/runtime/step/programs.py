@@ -1,0 +1,196 @@
+"""Programs: the schedule and the program for a number of microbatches, made once and kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastpipe.action import ActionKind
+from fastpipe.api import lower
+from fastpipe.collectives import with_collectives
+from fastpipe.machine import COALESCED, Lanes
+from fastpipe.placement import Placement
+from fastpipe.program import Program
+from fastpipe.schedule import Schedule
+from fastpipe.schedules import find, make_schedule
+from fastpipe.validate_program import validate_program
+
+
+class Programs:
+    """Makes and keeps the programs of a pipeline.
+
+    Args:
+        schedule: a name, or a schedule.
+        num_ranks: the number of ranks.
+        options: the options of a named schedule.
+        stage_to_rank: the rank of every stage, where it is not the schedule's own.
+        lanes: what the transport executes in one order.
+        recv_lookahead: see `fastpipe.lower`.
+
+    Attributes:
+        parallel: whether any stage of the pipeline has replicas, which meet in the program.
+    """
+
+    def __init__(
+        self,
+        schedule: str | Schedule,
+        num_ranks: int,
+        options: Mapping[str, Any],
+        stage_to_rank: Sequence[int] | None,
+        lanes: Lanes,
+        recv_lookahead: int | str,
+    ) -> None:
+        self._schedule = schedule
+        self._num_ranks = num_ranks
+        self._options = dict(options)
+        self._stage_to_rank = stage_to_rank
+        self.lanes = lanes
+        self.recv_lookahead = recv_lookahead
+        self.parallel = False
+        self._schedules: dict[int, Schedule] = {}
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
+        self._have_pairs: dict[int, bool] = {}
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The schedule for a number of microbatches."""
+        if num_microbatches not in self._schedules:
+            self._schedules[num_microbatches] = self._make(num_microbatches)
+        return self._schedules[num_microbatches]
+
+    def _forwards(self, num_microbatches: int) -> Schedule:
+        """Forward alone; also for a number that the schedule does not take, out of one for more microbatches."""
+        given = self._schedule.num_microbatches if isinstance(self._schedule, Schedule) else 0
+        try:
+            return forwards_of(self.schedule(num_microbatches), num_microbatches)
+        except ValueError:
+            for more in (given, *range(num_microbatches + 1, num_microbatches + 4 * self._num_ranks + 1)):
+                with contextlib.suppress(ValueError):
+                    if more > num_microbatches > 0:
+                        return forwards_of(self.schedule(more), num_microbatches)
+            raise
+
+    def _make(self, num_microbatches: int) -> Schedule:
+        if isinstance(self._schedule, Schedule):
+            made = self._schedule
+            if made.num_microbatches != num_microbatches:
+                raise ValueError(
+                    f"num_microbatches = {num_microbatches}: the schedule given has {made.num_microbatches}; pass that "
+                    "or the name of a schedule, which is made for any number"
+                )
+        else:
+            made = make_schedule(
+                self._schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches, **self._options
+            )
+        return made if self._stage_to_rank is None else relabelled(made, self._stage_to_rank)
+
+    def has_backward(self, num_microbatches: int) -> bool:
+        """Whether there is anything but forwards."""
+        kinds = {part.kind for rank in self.schedule(num_microbatches) for action in rank for part in action.parts}
+        return kinds != {ActionKind.F}
+
+    def has_pairs(self, num_microbatches: int) -> bool:
+        """Whether a forward and a backward are fused anywhere; a schedule may begin to with more microbatches."""
+        if num_microbatches not in self._have_pairs:
+            kinds = {action.kind for rank in self.schedule(num_microbatches) for action in rank}
+            self._have_pairs[num_microbatches] = ActionKind.OVERLAP_F_B in kinds
+        return self._have_pairs[num_microbatches]
+
+    @property
+    def num_stages(self) -> int:
+        """Into how many stages the model is cut."""
+        return next(iter(self._schedules.values())).num_stages
+
+    def program(self, num_microbatches: int, forward_only: bool) -> Program:
+        """The program, validated for the transport's lanes."""
+        key = (num_microbatches, forward_only, self.parallel)
+        if key not in self._programs:
+            chosen = self._forwards(num_microbatches) if forward_only else self.schedule(num_microbatches)
+            program = lower(chosen, recv_lookahead=self.recv_lookahead, coalesce=self.lanes == COALESCED)
+            whole = with_collectives(program) if self.parallel else program
+            self._programs[key] = validate_program(whole, lanes=self.lanes)
+        return self._programs[key]
+
+
+def forwards_of(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The schedule's forwards, of its first microbatches on every route.
+
+    A forward waits for forwards of its own microbatch alone, so what is left of the order can still run.
+    """
+    placement = schedule.placement
+    left: list[list[int]] = [[] for _ in placement.routes]
+    for i in range(num_microbatches):
+        left[placement.route_of(i, num_microbatches)].append(i)
+    numbers: dict[int, int] = {}
+    for i in range(schedule.num_microbatches):
+        line = left[placement.route_of(i, schedule.num_microbatches)]
+        if line:
+            numbers[i] = line.pop(0)
+    if any(left):
+        raise ValueError(f"num_microbatches = {num_microbatches}: {schedule.num_microbatches} have not as many a route")
+    orders = [
+        [
+            part._replace(microbatch=numbers[part.microbatch])
+            for action in rank
+            for part in action.parts
+            if part.kind is ActionKind.F and part.microbatch in numbers
+        ]
+        for rank in schedule
+    ]
+    return Schedule.from_actions(f"{schedule.name} forward", placement, num_microbatches, orders)
+
+
+def options_with_stages(
+    schedule: str | Schedule, options: Mapping[str, Any] | None, stages_per_rank: int | None
+) -> dict[str, Any]:
+    """The options of a schedule, ``stages_per_rank`` among them where it takes it.
+
+    Raises:
+        ValueError: for a ``stages_per_rank`` that the schedule cannot have.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"schedule_options = {options!r}: give a dict of the schedule's options")
+    chosen = dict(options or {})
+    if isinstance(schedule, Schedule):
+        if chosen:
+            raise ValueError(f"schedule_options = {chosen}: a Schedule is made already; give options with its name")
+        found = len(schedule.placement.stages_of(0))
+        if stages_per_rank not in (None, found):
+            raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages a rank")
+        return chosen
+    family = find(schedule)
+    if stages_per_rank is None:
+        return chosen
+    if "stages_per_rank" in family.options:
+        chosen["stages_per_rank"] = stages_per_rank
+    elif stages_per_rank != family.stages_per_rank:
+        raise ValueError(
+            f"stages_per_rank = {stages_per_rank}: {family.name} has {family.stages_per_rank}; leave it out"
+        )
+    return chosen
+
+
+def relabelled(schedule: Schedule, stage_to_rank: Sequence[int]) -> Schedule:
+    """The schedule with its ranks renamed so that every stage is where ``stage_to_rank`` says.
+
+    Raises:
+        ValueError: when that is not a renaming: two stages that share a rank in the schedule must share one.
+    """
+    placement = schedule.placement
+    wanted = list(stage_to_rank)
+    if placement.num_routes > 1:
+        raise ValueError(f"stage_to_rank = {wanted}: {schedule.name} has two routes, which it does not name")
+    names: dict[int, int] = {}
+    if len(wanted) == placement.num_stages:
+        names = dict(zip(placement.routes[0], wanted, strict=True))
+    fits = [names.get(rank) for rank in placement.routes[0]] == wanted
+    if not fits or sorted(names.values()) != list(range(schedule.num_ranks)):
+        raise ValueError(
+            f"stage_to_rank = {wanted}: give the rank of each of {placement.num_stages} stages, with the ranks of "
+            f"{schedule.name} ({list(placement.routes[0])}) only renamed; for any other placement pass a Schedule "
+            "made with Schedule.from_actions"
+        )
+    columns = {names[rank]: columns for rank, columns in enumerate(schedule.columns)}
+    renamed = Placement(schedule.num_ranks, (tuple(wanted),), "custom")
+    ordered = [columns[rank] for rank in range(schedule.num_ranks)]
+    return Schedule(schedule.name, renamed, schedule.num_microbatches, ordered, schedule.options)

@@ -1,0 +1,33 @@
+"""Moves tensors from rank to rank, in the order of each channel.
+
+Promises: messages of a channel arrive in order; a send's memory is free once it was waited for; a lost peer raises
+`TransportError` with its rank.
+Uses: `coordination` (who shares a host), `common`.
+"""
+
+from __future__ import annotations
+
+from fastpipe.runtime.transport.groups import Membership, membership, ranks_per_host, registered_group
+from fastpipe.runtime.transport.loopback import Loopback
+from fastpipe.runtime.transport.process_group import CoalescedGroups, ProcessGroups
+from fastpipe.runtime.transport.selection import CHOICES, Mixed, select_transport
+from fastpipe.runtime.transport.shared_memory import SharedMemory
+from fastpipe.runtime.transport.transport import NATIVE_ALONE, Message, Transport, why_not_python
+
+__all__ = [
+    "CHOICES",
+    "CoalescedGroups",
+    "Loopback",
+    "Membership",
+    "Message",
+    "Mixed",
+    "NATIVE_ALONE",
+    "ProcessGroups",
+    "SharedMemory",
+    "Transport",
+    "membership",
+    "ranks_per_host",
+    "registered_group",
+    "select_transport",
+    "why_not_python",
+]

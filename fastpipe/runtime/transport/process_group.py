@@ -1,0 +1,566 @@
+"""The process-group transports: any c10d backend; each message by itself, or coalesced.
+
+``"process_group"`` has one group for each kind and direction (activation | gradient, to a higher | to a lower rank),
+so that every channel is an in-order stream of its own on backends that ignore tags. The tag is always 0. A step that
+announces its messages sends a header before each; in other steps the receiver knows what comes and posts its receives
+ahead. On a GPU (NCCL) waiting for a message makes the current stream wait, and the host goes on. The groups' own
+timeout and TORCH_NCCL_* then decide when a silent peer is given up.
+
+``"process_group_coalesced"`` makes one operation of a send and a receive that two ranks both begin side by side, as
+`torch.distributed.batch_isend_irecv` does on NCCL: one kernel moves both ways, on one communicator for each two
+ranks. The price is that neither is done before the other. So receives are posted when their messages are made
+(`fastpipe.lower`), and a program is proved with that rule (`fastpipe.machine`). In a step that announces its messages
+these go one by one, through the four groups. Gloo has no such operations; there the parts of one are begun together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from fastpipe.machine import COALESCED, Turn, batches, turns
+from fastpipe.program import Channel, Program
+from fastpipe.runtime import native
+from fastpipe.runtime.common import (
+    CPU,
+    Failure,
+    Specs,
+    Tensors,
+    TensorSpec,
+    TransportError,
+    attended,
+    flat,
+    keep_in_children,
+    logged,
+    specs_of,
+)
+from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of
+from fastpipe.runtime.transport.transport import Endpoint, Message, SpecBook, Transport
+
+HEADER = 512
+"""Numbers in a header."""
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+_POISON, _GOOD = 0, 1
+
+
+def write_header(specs: Specs | None) -> torch.Tensor:
+    """A header: good or poison, the number of tensors, then dtype, gradient flag, sizes and strides of each."""
+    numbers = [_POISON, 0] if specs is None else [_GOOD, len(specs)]
+    for spec in specs or ():
+        if spec.dtype not in _DTYPES:
+            raise ValueError(f"a stage hands on a tensor of {spec.dtype}, which cannot be sent; convert it")
+        numbers += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.size), *spec.size, *spec.stride]
+    if len(numbers) > HEADER:
+        raise ValueError(
+            f"a stage hands on {len(specs or ())} tensors, more than a header describes; join some of them"
+        )
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
+
+
+def read_header(header: torch.Tensor) -> Specs | None:
+    """The specs in a header; None when the sender has failed."""
+    numbers = header.tolist()
+    if numbers[0] == _POISON:
+        return None
+    specs, at = [], 2
+    for _ in range(numbers[1]):
+        dtype, requires_grad, dims = numbers[at : at + 3]
+        size = tuple(numbers[at + 3 : at + 3 + dims])
+        stride = tuple(numbers[at + 3 + dims : at + 3 + 2 * dims])
+        specs.append(TensorSpec(_DTYPES[dtype], size, stride, bool(requires_grad)))
+        at += 3 + 2 * dims
+    return tuple(specs)
+
+
+class _Receive:
+    """A receive on its way: queued (announcing) or posted."""
+
+    def __init__(self, message: Message, slot: int) -> None:
+        self.message = message
+        self.slot = slot
+        self.tensors: Tensors | None = None
+        self.works: list[Any] = []
+
+
+class ProcessGroupEndpoint(Endpoint):
+    """One rank's side of `ProcessGroups`, on a CPU."""
+
+    def __init__(self, transport: ProcessGroups, channels: Sequence[Channel], rank: int, timeout: float) -> None:
+        self.transport = transport
+        self.groups = transport.groups
+        self.channels = channels
+        self.rank = rank
+        self.timeout = timedelta(seconds=timeout)
+        self.book = SpecBook()
+        self.queued: dict[int, deque[_Receive]] = {}
+        self.receives: dict[int, _Receive] = {}
+        self.sends: dict[int, tuple[int, list[Any]]] = {}
+        self.broken: set[int] = set()
+
+    def begin(self, signature: Hashable, announce: bool) -> None:
+        """See `Endpoint.begin`."""
+        self.book.begin(signature, announce)
+
+    def post_recv(self, message: Message, channel: int, slot: int) -> None:
+        """See `Endpoint.post_recv`."""
+        receive = self.receives[slot] = _Receive(message, slot)
+        if self.book.announcing:
+            self.queued.setdefault(channel, deque()).append(receive)
+        elif self._peer(channel) not in self.broken:
+            self._post(receive, channel, self.book[message])
+
+    def wait_recv(self, channel: int, slot: int) -> Tensors | None:
+        """See `Endpoint.wait_recv`."""
+        receive = self.receives.pop(slot)
+        if self._peer(channel) in self.broken:
+            return None
+        queue = self.queued.get(channel)
+        while queue and receive in queue:
+            self._receive_announced(queue.popleft(), channel)
+        self._wait(receive.works, channel)
+        return receive.tensors
+
+    def _receive_announced(self, receive: _Receive, channel: int) -> None:
+        header = torch.empty(HEADER, dtype=torch.int64)
+        self._wait([self._start("recv", header, channel)], channel)
+        specs = read_header(header)
+        if specs is not None:
+            self.book.write(receive.message, specs)
+            self._post(receive, channel, specs)
+
+    def _post(self, receive: _Receive, channel: int, specs: Specs) -> None:
+        buffers = [spec.empty() for spec in specs]
+        receive.works = [self._start("recv", flat(buffer), channel) for buffer in buffers]
+        pairs = zip(buffers, specs, strict=True)
+        receive.tensors = tuple(buffer.requires_grad_(spec.requires_grad) for buffer, spec in pairs)
+
+    def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
+        """See `Endpoint.send`."""
+        ready = None if tensors is None else self.book.prepare(message, tensors)
+        if self._peer(channel) in self.broken:
+            self.sends[number] = (channel, [])
+            return
+        parts: list[torch.Tensor] = []
+        if self.book.announcing:
+            parts.append(write_header(None if ready is None else specs_of(ready)))
+        elif ready is None:
+            ready = tuple(spec.empty().zero_() for spec in self.book[message])
+        parts += [flat(tensor) for tensor in ready or ()]
+        # the parts are kept beside their works: nothing else need keep them alive until they are sent
+        self.sends[number] = (channel, [(self._start("send", part, channel), part) for part in parts])
+
+    def wait_send(self, number: int) -> None:
+        """See `Endpoint.wait_send`."""
+        channel, works = self.sends.pop(number)
+        if self._peer(channel) not in self.broken:
+            self._wait([work for work, _ in works], channel)
+
+    def end(self) -> None:
+        """See `Endpoint.end`."""
+        self.queued.clear()
+        self.receives.clear()
+        self.sends.clear()
+
+    def _peer(self, channel: int) -> int:
+        return self.channels[channel].peer_of(self.rank)
+
+    def _start(self, verb: str, tensor: torch.Tensor, channel: int) -> Any:
+        group = self.groups[group_index(self.channels[channel])]
+        try:
+            return getattr(group, verb)([tensor], self._peer(channel), 0)
+        except RuntimeError as error:
+            raise self._lost(channel, error) from error
+
+    def _wait(self, works: Sequence[Any], channel: int) -> None:
+        try:
+            for work in works:
+                self.transport.waits.wait(work, self.timeout.total_seconds())
+        except RuntimeError as error:
+            raise self._lost(channel, error) from error
+        except KeyboardInterrupt:  # raised again: the second one, after which no message is waited for
+            self.broken |= {channel.peer_of(self.rank) for channel in self.channels if self.rank in channel[:2]}
+            raise
+
+    def _lost(self, channel: int, error: RuntimeError) -> TransportError:
+        peer = self._peer(channel)
+        self.broken.add(peer)
+        lost = self.transport.lost
+        return dead_or_silent(peer if lost is None or lost.rank is None else lost.rank, error)
+
+
+class PlainWaits:
+    """Waits without the native extension: nothing but the timeout ends them. (Python's `Work` has no `abort`.)"""
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone; see csrc/torch/work_waits.h."""
+
+    def wait(self, work: Any, seconds: float) -> None:
+        """Wait for a message."""
+        work.wait(timedelta(seconds=seconds))
+
+
+def make_waits() -> Any:
+    """The waits of one rank for messages: they end when a rank is lost, and signals are handled meanwhile."""
+    runtime: Any = native.load()
+    if runtime is None:
+        return PlainWaits()
+    waits = runtime.WorkWaits()
+    keep_in_children(waits)
+    return waits
+
+
+def wait_for(work: Any, waits: Any, timeout: timedelta, device: torch.device) -> None:
+    """Wait for a message; on a GPU only its current stream does. (With a time limit NCCL would block the host.)"""
+    if device.type == "cpu":
+        waits.wait(work, timeout.total_seconds())
+    else:
+        work.wait()
+
+
+def swap(
+    out: Any, back: Any, ranks: tuple[int, int], tensors: Sequence[torch.Tensor], waits: Any, timeout: timedelta
+) -> list[torch.Tensor]:
+    """Send tensors to a peer, and receive as many that look like them.
+
+    The rank that is less sends first, and the other one receives first. So both come to the two groups in one order:
+    NCCL connects a pair at its first message, for which it waits for the other end; and in one group a pair's messages
+    go one after the other, whichever way they go.
+
+    Args:
+        out: the group that sends.
+        back: the one that receives; it may be the same.
+        ranks: the own one, and the peer.
+        tensors: on any devices that the groups know.
+        waits: of this rank.
+        timeout: for the peer.
+
+    Raises:
+        TransportError: when the peer is dead or silent.
+    """
+    rank, peer = ranks
+    own = [tensor.detach().contiguous() for tensor in tensors]
+    theirs = [torch.empty_like(tensor) for tensor in own]
+    ways = [(out.send, own), (back.recv, theirs)]
+    try:
+        works = [
+            (move([tensor], peer, 0), tensor.device)
+            for move, moved in (ways if rank < peer else ways[::-1])
+            for tensor in moved
+        ]
+        for work, device in works:
+            wait_for(work, waits, timeout, device)
+    except RuntimeError as error:
+        raise dead_or_silent(peer, error) from error
+    return theirs
+
+
+def dead_or_silent(peer: int, error: RuntimeError) -> TransportError:
+    """What to raise when c10d says that of a peer, in many lines."""
+    return TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
+
+
+def group_index(channel: Channel) -> int:
+    """Which of the four groups carries a channel."""
+    return int(channel.kind) * 2 + int(channel.destination < channel.source)
+
+
+_Way = tuple[int, int, int]
+"""A group, who sends there, and who receives."""
+
+
+class ProcessGroups(Transport):
+    """The ranks are processes, one each, of a c10d process group.
+
+    All of them make it at once.
+
+    Args:
+        member: this process's place among them; its group is the one to imitate.
+        timeout: seconds to wait for a peer.
+    """
+
+    kind = "process_group"
+    lanes = "directed"
+
+    def __init__(self, member: Membership, timeout: float = 600) -> None:
+        self.rank = member.rank
+        self.timeout = timedelta(seconds=timeout)
+        self.device = member.device
+        self.backend = backend_of(member)
+        self.lost: Failure | None = None
+        self.waits = make_waits()
+        self._member = member
+        self._warm: set[_Way] = set()
+        names = ("activation up", "activation down", "gradient up", "gradient down")
+        self._own = OwnGroups(member, names, self.timeout)
+        has_streams = member.device.type != "cpu"
+        self._streams = [torch.Stream(device=member.device) for _ in names] if has_streams else []
+
+    @property
+    def groups(self) -> list[Any]:
+        """The four of them."""
+        return self._own.groups
+
+    def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
+        """One rank's side."""
+        self._warm_up(program)
+        return ProcessGroupEndpoint(self, program.channels, rank, timeout)
+
+    def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
+        """One rank's side in C++."""
+        self._warm_up(program)
+        together = self._together(program, rank)
+        return runtime.over_process_groups(self.groups, self.waits, self.device, self._streams, **together)
+
+    def _together(self, program: Program, rank: int) -> dict[str, Any]:
+        """What C++ needs to know of transfers that are one operation: here there are none."""
+        return {}
+
+    def _warm_up(self, program: Program) -> None:
+        """Where connections are made by the first message (NCCL), send one on every channel, all ranks in one order.
+
+        Made in a step, by two ranks while a third waits for one of them, they are a class of hangs of their own. As
+        every rank goes through the same list, the first channel in it that is not done has both its ends there.
+        """
+        self._connect([(group_index(channel), channel.source, channel.destination) for channel in program.channels])
+
+    def _connect(self, ways: Sequence[_Way]) -> None:
+        """Send a message each way that this rank is an end of and that none has gone yet."""
+        own = [way for way in ways if way not in self._warm and way[1] != way[2] and self.rank in way[1:]]
+        if self.device.type == "cpu" or not own:
+            return
+        for way in own:
+            peer = way[2] if self.rank == way[1] else way[1]
+            attended(functools.partial(self._first_message, way, peer), self._member.lost, self.timeout, peer)
+            self._warm.add(way)
+
+    def _first_message(self, way: _Way, peer: int) -> None:
+        group, source, _ = way
+        message = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        verb = "send" if self.rank == source else "recv"
+        wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self.timeout, self.device)
+
+    def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Swap tensors with another rank, between steps: its tensors, which look like these.
+
+        Raises:
+            TransportError: when the peer is dead or silent.
+        """
+        low, high = sorted((self.rank, peer))
+        self._connect([(0, low, high), (1, high, low)])
+        out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]
+        return swap(out, back, (self.rank, peer), tensors, self.waits, self.timeout)
+
+    def close(self) -> None:
+        """End the groups, on a GPU when all ranks' devices are done with their messages."""
+        try:
+            all(own.settle() for own in self._all())  # up to the first that finds the device at a standstill
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """End the groups, whatever is under way."""
+        for own in self._all():
+            own.abort()
+        for own in self._all():
+            own.end()
+
+    def unblock(self, failure: Failure) -> None:
+        """See `Transport.unblock`. With NCCL it is streams that wait, and the host for these: it aborts the groups."""
+        if self.device.type != "cpu" and self.lost is None:
+            # before that: whoever then finds that a stream has come on knows that there is no message
+            self.lost = failure
+        self.waits.lose(failure.number)
+        for own in self._all():
+            with logged("to end what waits for a lost rank's messages"):
+                own.abort()
+
+    def _all(self) -> list[OwnGroups]:
+        """All that it has made, in the order in which they are ended."""
+        return [self._own]
+
+    def describe(self) -> str:
+        """One line for `Pipeline.describe`."""
+        return f"{super().describe()}, four {self.backend} groups"
+
+
+_BACKENDS = ("gloo", "nccl")
+
+
+class _Part:
+    """A transfer that is begun with the others of its operation."""
+
+    def __init__(self, verb: str, tensor: torch.Tensor) -> None:
+        self.verb = verb
+        self.tensor = tensor
+        self.work: Any = None
+
+
+class _CoalescedEndpoint(ProcessGroupEndpoint):
+    def __init__(self, transport: CoalescedGroups, program: Program, rank: int, timeout: float) -> None:
+        super().__init__(transport, program.channels, rank, timeout)
+        self.pairs = transport.pairs
+        self.turns_of = _turns(program, rank)
+        self.turns: dict[int, Iterator[Turn]] = {}
+        self.fresh: list[_Part] = []
+        self.held: dict[int, dict[int, list[_Part]]] = {}
+
+    def begin(self, signature: Any, announce: bool) -> None:
+        super().begin(signature, announce)
+        self.turns = {peer: iter(turns) for peer, turns in self.turns_of.items()}
+        self.fresh = []
+        self.held = {peer: {} for peer in self.turns_of}
+
+    def post_recv(self, message: Message, channel: int, slot: int) -> None:
+        super().post_recv(message, channel, slot)
+        self._posted(channel)
+
+    def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
+        super().send(message, channel, number, tensors)
+        self._posted(channel)
+
+    def _start(self, verb: str, tensor: torch.Tensor, channel: int) -> Any:
+        if self.book.announcing:
+            return super()._start(verb, tensor, channel)
+        part = _Part(verb, tensor)
+        self.fresh.append(part)
+        return part
+
+    def _wait(self, works: Sequence[Any], channel: int) -> None:
+        super()._wait([work.work if isinstance(work, _Part) else work for work in works], channel)
+
+    def _posted(self, channel: int) -> None:
+        """Note a transfer for its operation; with the last one of a batch its operations are begun."""
+        peer = self._peer(channel)
+        held, turn = self.held[peer], next(self.turns[peer])
+        if self.fresh:
+            held[turn.operation] = held.get(turn.operation, []) + self.fresh
+            self.fresh = []
+        if not turn.last:
+            return
+        self.held[peer] = {}
+        try:
+            for _, parts in sorted(held.items()):
+                begin_together(self.pairs[peer].groups[0], int(self.rank < peer), parts, CPU)
+        except RuntimeError as error:
+            raise self._lost(channel, error) from error
+
+
+class CoalescedGroups(ProcessGroups):
+    """Process groups with one group more for each peer; see `ProcessGroups`.
+
+    Raises:
+        ValueError: for a backend of which is not known what it does with several transfers at once.
+    """
+
+    kind = "process_group_coalesced"
+    lanes = COALESCED
+
+    def __init__(self, member: Membership, timeout: float = 600) -> None:
+        if (backend := backend_of(member)) not in _BACKENDS:
+            raise ValueError(
+                f"transport = {self.kind!r}: the process group's backend is {backend!r}, and this takes 'gloo' or "
+                "'nccl'; use 'process_group'"
+            )
+        super().__init__(member, timeout)
+        self.pairs: dict[int, OwnGroups] = {}
+
+    def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
+        """One rank's side."""
+        self._warm_up(program)
+        return _CoalescedEndpoint(self, program, rank, timeout)
+
+    def _together(self, program: Program, rank: int) -> dict[str, Any]:
+        pairs = {peer: own.groups[0] for peer, own in self.pairs.items()}
+        return {"pairs": pairs, "turns": turns(batches(program)[rank])}
+
+    def _warm_up(self, program: Program) -> None:
+        """The same for the groups of two: made by all ranks in one order, and their connections with them."""
+        super()._warm_up(program)
+        for channel in program.channels:
+            peer = channel.peer_of(self.rank)
+            if self.rank in channel[:2] and peer != self.rank and peer not in self.pairs:
+                self.pairs[peer] = self._make_pair(peer)
+
+    def _make_pair(self, peer: int) -> OwnGroups:
+        both = sorted((self.rank, peer))
+        member = replace(
+            self._member, rank=both.index(self.rank), size=2, ranks=tuple(self._member.ranks[rank] for rank in both)
+        )
+        made = OwnGroups(member, [f"pair {both}"], self.timeout)
+        if self.device.type != "cpu":
+            first = functools.partial(self._first_operation, made.groups[0], both.index(peer))
+            attended(first, self._member.lost, self.timeout, peer)
+        return made
+
+    def _first_operation(self, group: Any, peer: int) -> None:
+        parts = [_Part(verb, torch.zeros(1, dtype=torch.uint8, device=self.device)) for verb in ("send", "recv")]
+        begin_together(group, peer, parts, self.device)
+        for part in parts:
+            wait_for(part.work, self.waits, self.timeout, self.device)
+
+    def _all(self) -> list[OwnGroups]:
+        return [*self.pairs.values(), *super()._all()]
+
+    def describe(self) -> str:
+        """One line for `Pipeline.describe`."""
+        return f"{super().describe()}, and {len(self.pairs)} for pairs of ranks"
+
+
+def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.device) -> None:
+    """Begin an operation, as one where the backend knows such.
+
+    Args:
+        group: of two ranks.
+        peer: the other one, in the group.
+        parts: what it consists of; each gets the work to wait for.
+        device: of the tensors.
+    """
+    if not group._get_backend(device).supports_coalescing:
+        for part in parts:
+            part.work = getattr(group, part.verb)([part.tensor], peer, 0)
+        return
+    group._start_coalescing(device)
+    try:
+        for part in parts:
+            getattr(group, part.verb)([part.tensor], peer, 0)
+    finally:
+        # whatever fails: what NCCL is given in a group that nobody ends, by whomever on this thread, never begins
+        work = group._end_coalescing(device)
+    for part in parts:
+        part.work = work
+
+
+def _turns(program: Program, rank: int) -> Mapping[int, list[Turn]]:
+    """By peer: the turn of each transfer, in order."""
+    found: dict[int, list[Turn]] = {}
+    for position, turn in sorted(turns(batches(program)[rank]).items()):
+        channel = program.channels[program[rank][position].channel]
+        found.setdefault(channel.peer_of(rank), []).append(turn)
+    return found

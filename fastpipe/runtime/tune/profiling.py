@@ -1,0 +1,422 @@
+"""From steps of a pipeline to what its stages and layers cost: the input of `fastpipe.plan`.
+
+Seconds of stages come from traced steps. Bytes, and the shares of layers, are metered beside a forward pass: the
+first forward is caught on its way into the module, and its input goes through the layers a few times more, forward,
+backward for the input and backward for the weights, while the ranks behind wait for what this one hands on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fastpipe.cost import CostModel
+from fastpipe.placement import is_whole
+from fastpipe.planner.layer_costs import LayerCosts
+from fastpipe.program import Op
+from fastpipe.runtime.common import Tensors, cuda_devices, keep_buffers, time_when_idle
+from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.data_parallel import Sharded, unwrapped
+from fastpipe.runtime.model import Chain, chosen
+from fastpipe.runtime.stage import Stage, StageWork, from_tensors, to_tensors
+from fastpipe.runtime.step import StepResult, Steps
+from fastpipe.timeline import Timeline
+
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A stage or a layer and one microbatch.
+
+    Attributes:
+        forward: seconds.
+        backward_input: seconds.
+        backward_weight: seconds.
+        held: bytes kept from the forward to the end of the backward: what autograd saves, inputs and outputs, but
+            neither parameters nor buffers.
+        handed: bytes of what it hands on.
+        parameters: bytes of its parameters.
+        rows: of the first input; 0 where there is no tensor.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    held: float
+    handed: float
+    parameters: float
+    rows: int
+
+
+class Meters:
+    """Meters on the stages of this process.
+
+    Args:
+        stages: the local ones.
+        by_layer: whether every layer of a stage is measured by itself.
+        trains: whether there are backwards.
+
+    Attributes:
+        found: by stage, what was measured: its layers in order, or the one whole.
+    """
+
+    def __init__(self, stages: Sequence[Stage], *, by_layer: bool, trains: bool) -> None:
+        self.by_layer = by_layer
+        self.trains = trains
+        self.found: dict[int, dict[int, Unit]] = {}
+        # Of two routes both first forwards may come at once, and would disturb each other; and the hook is met again
+        # by what it meters.
+        self._lock = threading.RLock()
+        self._stages = [stage for stage in stages if not isinstance(stage.parallel, Sharded)]
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Within this context the first forward of every stage is measured."""
+        hooks = [
+            unwrapped(stage.module).register_forward_pre_hook(
+                lambda module, args, kwargs, stage=stage: self._catch(stage, module, args, kwargs), with_kwargs=True
+            )
+            for stage in self._stages
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _catch(self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        with self._lock:
+            if stage.index in self.found:
+                return
+            parts = module._modules if self.by_layer else {"": module}
+            ends = next(iter(parts)), next(reversed(parts))
+            self.found[stage.index] = {}
+            for number, (name, part) in enumerate(parts.items()):
+                assert part is not None
+                inner = Chain({name: part}) if self.by_layer else part
+                place = _place(stage.is_first and name == ends[0], stage.is_last and name == ends[1])
+                probe = _Probe(stage, Stage(place[0], inner, place[1], stage.losses.loss_fn), args, kwargs)
+                with torch.set_grad_enabled(self.trains), probe.leaving_no_trace():
+                    self.found[stage.index][number] = probe.unit()
+                args, carried = from_tensors(probe.outputs)
+                kwargs = {**kwargs, **carried}
+
+
+def _place(at_start: bool, at_end: bool) -> tuple[int, int]:
+    """Index and number of stages of one that stands alone where a part of a stage stands."""
+    if at_start and at_end:
+        return 0, 1
+    return (0 if at_start else 2 if at_end else 1), 3
+
+
+class _Probe:
+    """A part of a stage as a stage of its own, and one microbatch.
+
+    Args:
+        stage: the whole one, whose work says what the loss is of.
+        part: the part of it.
+        args: what the part is given.
+        kwargs: of the whole stage.
+
+    Attributes:
+        outputs: what the part hands on.
+    """
+
+    def __init__(self, stage: Stage, part: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.part = part
+        self.args = args
+        self.outputs: Tensors = ()
+        targets, microbatch = stage.work.targets, stage.running or 0
+        self._targets = None if targets is None or not part.is_last else [targets[microbatch]]
+        self._carried = chosen({**stage.losses.carried, **kwargs}, part.losses.names)
+        self._kwargs = [{k: v for k, v in chosen(kwargs, part.accepts).items() if k not in self._carried}]
+        self._devices = cuda_devices([part.module])
+
+    @contextlib.contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """After this context gradients and buffers are as they were."""
+        module = self.part.module
+        grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+        put_back = keep_buffers([module])
+        for parameter, _ in grads:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            self.part.end()
+            put_back()
+            for parameter, grad in grads:
+                parameter.grad = grad
+
+    def unit(self) -> Unit:
+        """The median of a few runs."""
+        held = self._held_bytes()
+        runs = [self._run() for _ in range(_REPEATS)]
+        forward, inputs, weights = (statistics.median(column) for column in zip(*runs, strict=True))
+        tensors = [leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, torch.Tensor)]
+        rows = len(tensors[0]) if tensors and tensors[0].dim() else 0
+        handed = sum(output.nbytes for output in self.outputs)
+        parameters = sum(parameter.nbytes for parameter in self.part.module.parameters())
+        return Unit(forward, inputs, weights, float(held), float(handed), float(parameters), rows)
+
+    def _begin(self) -> Tensors:
+        """A new microbatch: its inputs, of which all that can have a gradient want one."""
+        first = self.part.is_first
+        self.part.begin(StageWork(args=[self.args] if first else None, kwargs=self._kwargs, targets=self._targets))
+        if first:
+            return ()
+        wants = torch.is_grad_enabled()
+        value = self.args[0] if len(self.args) == 1 else self.args
+        given = to_tensors(value, self._carried, self.part.index)
+        return tuple(t.detach().requires_grad_(wants and t.is_floating_point()) for t in given)
+
+    def _run(self) -> tuple[float, float, float]:
+        """Seconds of F, I and W."""
+        inputs, times = self._begin(), [time_when_idle(self._devices)]
+        outputs = self.part.forward(0, inputs, splits=True)
+        times.append(time_when_idle(self._devices))
+        if torch.is_grad_enabled():
+            self.part.backward_input(0, tuple(torch.ones_like(t) for t in outputs if t.requires_grad))
+            times.append(time_when_idle(self._devices))
+            self.part.backward_weight(0)
+        times += [time_when_idle(self._devices)] * (4 - len(times))
+        return times[1] - times[0], times[2] - times[1], times[3] - times[2]
+
+    def _held_bytes(self) -> int:
+        """What is alive between F and the backward because of this microbatch."""
+        module = self.part.module
+        own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+        found: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        inputs = self._begin()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            # alive until all is counted, or two could be counted at one address
+            outputs = self.part.forward(0, inputs)
+        for tensor in outputs:
+            keep(tensor)
+        for tensor in pytree.tree_leaves(self.args):
+            if isinstance(tensor, torch.Tensor):  # a microbatch may be a part of the batch's memory
+                found[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        self.outputs = () if self.part.is_last else tuple(output.detach() for output in outputs)
+        return sum(found.values())
+
+
+_SPREAD = 2.0
+"""How much larger the largest message has to be than the smallest, so that bandwidth and latency can be told apart."""
+_KINDS = ("forward", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What every process knows in the end.
+
+    Attributes:
+        timelines: of the traced steps.
+        units: by stage, its parts.
+        num_microbatches: of a step.
+    """
+
+    timelines: Sequence[Timeline]
+    units: Mapping[int, Mapping[int, Unit]]
+    num_microbatches: int
+
+    def stage_costs(self) -> CostModel:
+        """Medians over the steps; bytes, and the parts of a backward that never ran split, from the meters."""
+        cost = _medians([CostModel.from_timeline(timeline) for timeline in self.timelines])
+        num_stages = self.timelines[0].program.num_stages
+        cost = self._split(cost, num_stages)
+        if len(self.units) < num_stages:
+            return replace(cost, comm=_links(self.timelines, [0.0] * num_stages)[0])
+        last = [units[max(units)] for _, units in sorted(self.units.items())]
+        handed = [unit.handed for unit in last]
+        held = [math.fsum(unit.held for unit in units.values()) for _, units in sorted(self.units.items())]
+        comm, bandwidth = _links(self.timelines, handed)
+        return replace(cost, comm=comm, bandwidth=bandwidth, activation_bytes=handed, stage_bytes=held)
+
+    def _split(self, cost: CostModel, num_stages: int) -> CostModel:
+        """Where only whole backwards ran, I and W in the proportion that was metered; B is then I + W."""
+        seen = {op for timeline in self.timelines for op, _ in timeline.median_seconds()}
+        if Op.B not in seen and Op.OVERLAP_F_B not in seen:
+            return replace(cost, backward=None)
+        if Op.I in seen:
+            return cost
+        inputs, weights = [], []
+        for stage, both in enumerate(cost.per_stage("backward", num_stages).tolist()):
+            units = self.units.get(stage, {}).values()
+            first, second = (math.fsum(getattr(unit, name) for unit in units) for name in _KINDS[1:])
+            share = first / (first + second) if first + second > 0 else 0.5
+            inputs.append(both * share)
+            weights.append(both - both * share)
+        return replace(cost, backward_input=inputs, backward_weight=weights, backward=None)
+
+    def layer_costs(self) -> LayerCosts:
+        """The stages' costs, shared out to their layers in the proportion that was metered."""
+        cost = self.stage_costs()
+        seconds: dict[str, Any] = {}
+        num_stages = len(self.units)
+        for name in _KINDS:
+            by_stage = cost.per_stage(name, num_stages).tolist()
+            shared = [self._shares(stage, name, by_stage[stage]) for stage in range(num_stages)]
+            seconds[name] = [number for numbers in shared for number in numbers]
+        layers = [unit for _, units in sorted(self.units.items()) for unit in units.values()]
+        batch = layers[0].rows * self.num_microbatches
+        return LayerCosts(
+            num_layers=len(layers),
+            **seconds,
+            activation_bytes=[layer.handed for layer in layers],
+            held_bytes=[layer.held for layer in layers],
+            parameter_bytes=[2 * layer.parameters for layer in layers],
+            comm=cost.comm,
+            bandwidth=cost.bandwidth,
+            fused=_fused(cost, num_stages),
+            microbatch_size=layers[0].rows or 1,
+            batch_size=batch or None,
+        )
+
+    def _shares(self, stage: int, name: str, seconds: float) -> list[float]:
+        parts = [getattr(unit, name) for unit in self.units[stage].values()]
+        whole = math.fsum(parts)
+        return [seconds * part / whole if whole > 0 else seconds / len(parts) for part in parts]
+
+
+def profile(
+    steps: Steps,
+    call: Callable[[bool, bool], StepResult],
+    modules: Collection[nn.Module],
+    parameters: Sequence[nn.Parameter],
+    *,
+    inputs: Sequence[Any],
+    num_steps: Any,
+    by_layer: bool,
+    num_microbatches: int,
+) -> Measured:
+    """Run a few steps on one batch and measure them; see `Pipeline.profile`.
+
+    Args:
+        steps: of the pipeline.
+        call: runs a step, or an `eval_step` where the first argument is false; the second says whether to trace it.
+        modules: whose buffers are put back.
+        parameters: whose gradients are put back.
+        inputs: what it is called with.
+        num_steps: how many are traced.
+        by_layer: whether layers are metered, and not stages.
+        num_microbatches: of a step.
+    """
+    _check(steps, inputs, num_steps, by_layer)
+    with _put_back(modules, parameters, steps):
+        call(True, False)
+        timelines = [call(True, True).timeline for _ in range(num_steps)]
+        meters = Meters(steps.stages, by_layer=by_layer, trains=not steps.forward_only)
+        with meters.attached():
+            call(False, False)
+    replies = steps.all_gather("profile", lambda: _message(meters))
+    return Measured(timelines, _units(replies), num_microbatches)
+
+
+def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) -> None:
+    if not is_whole(num_steps, least=1):
+        raise ValueError(f"num_steps = {num_steps!r}: give a whole number of at least 1")
+    if any(isinstance(value, Iterator) for value in inputs):
+        raise ValueError("profile runs several steps on one batch: give whole batches or lists, not iterators")
+    for stage in steps.stages if by_layer else ():
+        if stage.parallel is not None or not isinstance(unwrapped(stage.module), Chain):
+            raise ValueError(
+                f"profile_layers: stage {stage.index} is not a list of plain layers; pass the model's layers as a list "
+                "to Pipeline, or use profile, which gives the costs of the stages"
+            )
+
+
+@contextlib.contextmanager
+def _put_back(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
+    """After this context gradients, buffers, random generators and the count of steps are as they were."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    put_back = keep_buffers(modules)
+    devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
+    step_count = steps.random.step_count
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
+        put_back()
+        steps.random.step_count = step_count
+
+
+def _message(meters: Meters) -> Reply:
+    names = [field.name for field in fields(Unit)]
+    return {
+        "units": [
+            [stage, [[part, *(getattr(unit, name) for name in names)] for part, unit in units.items()]]
+            for stage, units in meters.found.items()
+        ]
+    }
+
+
+def _units(replies: Sequence[Reply]) -> dict[int, dict[int, Unit]]:
+    """By stage; of one that two ranks hold the last one's."""
+    found = {}
+    for reply in replies:
+        for stage, parts in reply["units"]:
+            found[stage] = {part: Unit(*numbers) for part, *numbers in parts}
+    return found
+
+
+def _medians(costs: Sequence[CostModel]) -> CostModel:
+    """Attribute by attribute."""
+    values: dict[str, Any] = {}
+    for name in (field.name for field in fields(CostModel)):
+        column = [getattr(cost, name) for cost in costs]
+        if isinstance(column[0], tuple):
+            values[name] = tuple(statistics.median(numbers) for numbers in zip(*column, strict=True))
+        elif isinstance(column[0], float | int):
+            values[name] = statistics.median(column)
+    return CostModel(**values)
+
+
+def _links(timelines: Sequence[Timeline], sizes: Sequence[float]) -> tuple[float, float]:
+    """Latency and bandwidth, by the transfers whose receiver was there first.
+
+    Where all messages are about as large the two cannot be told apart, and all of a transfer is latency.
+    """
+    found: dict[float, list[float]] = {}
+    for timeline in timelines:
+        for boundary, seconds in zip(*timeline.latencies(), strict=True):
+            found.setdefault(sizes[boundary], []).append(float(seconds))
+    if not found:
+        return 0.0, math.inf
+    medians = {size: statistics.median(seconds) for size, seconds in found.items()}
+    if min(found) > 0 and max(found) >= _SPREAD * min(found):
+        slope, start = np.polyfit(list(medians), list(medians.values()), 1).tolist()
+        if slope > 0 and start >= 0:
+            return start, 1 / slope
+    return max(0.0, statistics.median(s for seconds in found.values() for s in seconds)), math.inf
+
+
+def _fused(cost: CostModel, num_stages: int) -> float:
+    """What a fused pair takes, as a fraction of its two halves."""
+    if cost.overlapped is None:
+        return 1.0
+    pair, forward, backward = (
+        float(cost.per_stage(name, num_stages).sum()) for name in ("overlapped", "forward", "backward")
+    )
+    return pair / (forward + backward) if forward + backward > 0 else 1.0

@@ -1,0 +1,137 @@
+"""Another plan for a pipeline that runs already: what all ranks agree on, and what can be kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastpipe.planner import Plan
+from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.model import FULL, NONE
+from fastpipe.runtime.stage import Stage
+from fastpipe.runtime.step import Programs, Steps
+from fastpipe.schedule import Schedule
+
+Counts = list[int] | None
+"""The number of layers of every stage."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The plan of rank 0, on every rank.
+
+    Attributes:
+        schedule: its order.
+        counts: its partition; None to leave that as it is.
+        recomputes: of every stage whether it recomputes; None to leave that as it is.
+        keeps: whether all stages do that already.
+    """
+
+    schedule: Schedule
+    counts: Counts
+    recomputes: Sequence[bool] | None
+    keeps: bool
+
+    def recompute(self, stage: int, module: Any = None) -> str:
+        """The way of a stage, for `Pipeline`."""
+        return FULL if self.recomputes is not None and self.recomputes[stage] else NONE
+
+
+def agree(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Agreed:
+    """The plan of rank 0, on every rank.
+
+    Args:
+        steps: of the pipeline.
+        plan: what this rank was given; None where another rank has it.
+        rank: of this process.
+
+    Raises:
+        ValueError: where rank 0 has none, or another rank has another one.
+    """
+    replies = steps.all_gather("replan", lambda: _offer(steps, plan, rank))
+    for other, reply in enumerate(replies):
+        if reply["digest"] not in (None, replies[0]["digest"]):
+            raise ValueError(
+                f"plan: rank {other} has another one than rank 0 (a time limit cuts a search wherever it is then); "
+                "plan on rank 0, and call replan() without a plan on the others"
+            )
+    text = replies[0]["text"]
+    schedule = _schedule_of(plan) if plan is not None else Schedule.from_csv(text["csv"], name=text["name"])
+    recomputes, ways = text["recomputes"], dict(pair for reply in replies for pair in reply["ways"])
+    keeps = recomputes is None or (
+        len(recomputes) == len(ways) and all(again == (ways[stage] != NONE) for stage, again in enumerate(recomputes))
+    )
+    return Agreed(schedule, text["counts"], recomputes, keeps)
+
+
+def _offer(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Reply:
+    """The text from rank 0, and from all a digest of it and what their stages recompute."""
+    ways = [[stage.index, stage.recompute] for stage in steps.stages]
+    if plan is None:
+        if rank == 0:
+            raise ValueError("plan = None on rank 0: give what fastpipe.plan returned; other ranks may leave it out")
+        return {"digest": None, "ways": ways}
+    if not isinstance(plan, Plan | Schedule):
+        raise TypeError(f"plan is a {type(plan).__name__}: give what fastpipe.plan returned, or a Schedule")
+    schedule = _schedule_of(plan).validate()
+    partition, recomputes = (None, None) if isinstance(plan, Schedule) else (plan.partition, plan.recomputes)
+    counts = None if partition is None else [len(part) for part in partition]
+    text = {"csv": schedule.to_csv(), "counts": counts, "name": schedule.name, "recomputes": recomputes}
+    digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
+    return {"digest": digest, "ways": ways} | ({"text": text} if rank == 0 else {})
+
+
+def _schedule_of(plan: Plan | Schedule) -> Schedule:
+    return (plan if isinstance(plan, Schedule) else plan.schedule).without_transfers()
+
+
+def check_fits(new: Schedule, counts: Counts, old: Schedule, old_counts: Counts) -> None:
+    """Refuse a plan for another pipeline.
+
+    Raises:
+        ValueError: saying what differs.
+    """
+    if new.num_ranks != old.num_ranks:
+        raise ValueError(f"plan is for {new.num_ranks} ranks, and the pipeline has {old.num_ranks}: plan for these")
+    if old_counts is None and (counts is not None or new.num_stages != old.num_stages):
+        raise ValueError(
+            f"plan has {new.num_stages} stages of its own cut, and this pipeline was given its {old.num_stages} stages "
+            "ready made: plan with the costs of these (pipe.profile), or build the Pipeline from a list of layers"
+        )
+    if counts is None and new.num_stages != old.num_stages:
+        raise ValueError(
+            f"plan has {new.num_stages} stages, and the model is cut into {old.num_stages}: plan with pipe.profile's "
+            "costs, or with pipe.profile_layers's, which say where else to cut"
+        )
+    if counts is not None and old_counts is not None and sum(counts) != sum(old_counts):
+        raise ValueError(f"plan is for {sum(counts)} layers, and the model has {sum(old_counts)}: plan with its costs")
+
+
+def why_it_stays(stages: Sequence[Stage], num_processes: int) -> str | None:
+    """Why no stage can go to another rank, or be cut otherwise; None where that is possible."""
+    if num_processes > 1:
+        return "its ranks are processes"
+    if any(stage.parallel is not None for stage in stages):
+        return "its stages have replicas"
+    return None
+
+
+def refusal(reason: str) -> ValueError:
+    """What to do instead."""
+    return ValueError(
+        f"plan moves layers to other ranks, or has other stages recompute, which this pipeline cannot, as {reason}. To "
+        "change the order alone, plan with placement=pipe.schedule and the costs of pipe.profile(...). For more, save "
+        "with fastpipe.save_checkpoint, build a Pipeline with schedule=plan.schedule, partition=plan.partition, "
+        "recompute=plan.recompute, and load with fastpipe.load_checkpoint"
+    )
+
+
+def successor(plans: Programs, schedule: Schedule, num_ranks: int) -> Programs:
+    """The programs of another schedule for the same transport, the first of them proved."""
+    made = Programs(schedule, num_ranks, {}, None, plans.lanes, plans.recv_lookahead)
+    made.parallel = plans.parallel
+    made.program(schedule.num_microbatches, forward_only=False)
+    return made

@@ -1,0 +1,9 @@
+"""For tests: the unsplit model's step, a pipeline against it, faults on purpose, and a transport that delays."""
+
+from __future__ import annotations
+
+from fastpipe.runtime.transport import Loopback
+from fastpipe.testing.parity import check_parity
+from fastpipe.testing.reference import Fault, Reference, backward_order, reference_step
+
+__all__ = ["Fault", "Loopback", "Reference", "backward_order", "check_parity", "reference_step"]

@@ -1,0 +1,561 @@
+"""check_parity: one step of a pipeline against the same step of the unsplit model, on every rank.
+
+Every process runs the pipeline's step; those that have the model run it, too, and compare. Results, and the gradients
+of those that have no model, go through the control plane, so that a failure on one rank is an error on all.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fastpipe.runtime.common import bytes_of, digest_of, keep_buffers, zero_grad_of
+from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.model import Named, Tie, TiedWeights, whole
+from fastpipe.runtime.pipeline import Pipeline, StepResult
+from fastpipe.runtime.stage import PER_MICROBATCH
+from fastpipe.runtime.step import GradNorms, Held, Norm
+from fastpipe.testing.reference import Reference, reference_step, ties_in
+
+_SHOWN = 20
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same.
+
+    Attributes:
+        what: ``"loss"``, ``"metric"``, ``"added loss"``, ``"norm"``, ``"gradient"`` or ``"parameter"``.
+        name: which one: the parameter's name in the pipeline, the microbatch of a loss, or that of what is reported.
+        stage: where the parameter is; None for what is of the whole model.
+        relative: the largest difference of two elements over the largest element of the unsplit model's.
+        ulps: the largest number of steps between two elements; 0 where only the signs of zeros differ.
+        note: what else there is to say.
+    """
+
+    what: str
+    name: str = ""
+    stage: int | None = None
+    relative: float = math.inf
+    ulps: float = math.nan
+    note: str = ""
+
+    def row(self) -> tuple[str, ...]:
+        """The columns of the table."""
+        stage = "" if self.stage is None else str(self.stage)
+        relative = "" if math.isnan(self.relative) else f"{self.relative:.2g}"
+        ulps = "" if math.isnan(self.ulps) else f"{self.ulps:.0f}" if self.ulps < 1e6 else f"{self.ulps:.1g}"
+        return self.what, self.name, stage, relative, ulps, self.note
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What `fastpipe.check_parity` found; printed, a table with the worst first.
+
+    Attributes:
+        differences: what is not equal to the last bit, the worst first.
+        num_compared: how many gradients were compared.
+        loss: the pipeline's, and the unsplit model's.
+        norm: the norm of all gradients, the pipeline's and the unsplit model's.
+        hints: what may be the reason.
+    """
+
+    differences: Sequence[Difference]
+    num_compared: int
+    loss: tuple[float, float]
+    norm: tuple[float, float]
+    hints: Sequence[str] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Whether loss, gradients and norm are equal to the last bit."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.ok:
+            return (
+                f"parity: loss {self.loss[0]:.6g}, norm {self.norm[0]:.6g} and {self.num_compared} gradients are those "
+                "of the unsplit model, bit for bit"
+            )
+        lines = [
+            f"parity: {len(self.differences)} differences from the unsplit model ({self.num_compared} gradients "
+            "compared), the worst first",
+            f"loss {self.loss[0]:.9g} instead of {self.loss[1]:.9g}; norm {self.norm[0]:.9g} instead of "
+            f"{self.norm[1]:.9g}",
+            *_table(self.differences[:_SHOWN]),
+        ]
+        if len(self.differences) > _SHOWN:
+            lines.append(f"and {len(self.differences) - _SHOWN} more")
+        return "\n".join([*lines, *self.hints])
+
+
+def _table(differences: Iterable[Difference]) -> list[str]:
+    rows = [("what", "name", "stage", "relative", "ulps", ""), *(difference.row() for difference in differences)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    left = (0, 1, 5)
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def worst_first(differences: Iterable[Difference]) -> list[Difference]:
+    """Those of a parameter that two ranks hold only once, and the largest first."""
+    worst: dict[tuple[str, str], Difference] = {}
+    for difference in differences:
+        key = difference.what, difference.name
+        if key not in worst or difference.relative > worst[key].relative:
+            worst[key] = difference
+    return sorted(worst.values(), key=lambda found: -found.relative)
+
+
+def compared(
+    what: str, name: str, stage: int | None, found: torch.Tensor | None, expected: torch.Tensor | None
+) -> list[Difference]:
+    """One difference, or none. A gradient that is missing is one of zeros."""
+    if found is None or expected is None:
+        given = found if expected is None else expected
+        if given is None or not given.any():
+            return []
+        zeros = torch.zeros_like(given)
+        found, expected = (zeros, expected) if found is None else (found, zeros)
+    assert expected is not None
+    looks = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (found, expected)]
+    if looks[0] != looks[1]:
+        return [Difference(what, name, stage, note=f"{looks[0]} instead of {looks[1]}")]
+    if same_bytes(found, expected):
+        return []
+    relative, ulps = measured(found, expected)
+    note = "only the signs of zeros" if ulps == 0 else "" if math.isfinite(relative) else "not finite"
+    return [Difference(what, name, stage, relative, ulps, note)]
+
+
+def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors that look alike are the same to the last bit, NaN included."""
+    return torch.equal(*(bytes_of(tensor) for tensor in (found, expected)))
+
+
+def measured(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """The relative difference and the number of representable steps; infinite where only one of two is finite."""
+    a, b = (_real(tensor) for tensor in (found, expected))
+    differs = ~((a == b) | (a.isnan() & b.isnan()))
+    if not (a[differs].isfinite() & b[differs].isfinite()).all():
+        return math.inf, math.nan
+    apart = (a.double() - b.double())[differs].abs()
+    if not apart.numel():
+        return 0.0, 0.0
+    scale = float(b[b.isfinite()].double().abs().max())
+    return float(apart.max()) / scale if scale else math.inf, _ulps(a[differs], b[differs])
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().cpu().contiguous()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def _ulps(a: torch.Tensor, b: torch.Tensor) -> float:
+    integer = _INTEGERS.get(a.dtype)
+    if integer is None:
+        return math.nan
+    x, y = (_ordered(tensor.view(integer).long(), torch.iinfo(integer).min) for tensor in (a, b))
+    same_sign = (x < 0) == (y < 0)
+    # of different signs the difference may be too large for an integer
+    apart = torch.where(same_sign, (x - y).abs().double(), x.double().abs() + y.double().abs())
+    return float(apart.max())
+
+
+def _ordered(bits: torch.Tensor, lowest: int) -> torch.Tensor:
+    """Numbers in the order of the floats that they are the bits of; neighbours differ by 1, both zeros are 0."""
+    return torch.where(bits < 0, lowest - bits, bits)
+
+
+def parity_of(
+    differences: Iterable[Difference],
+    num_compared: int,
+    losses: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor],
+    hints: Mapping[str, bool],
+) -> Parity:
+    """The result, with those hints that apply."""
+    loss, norm = (tuple(map(float, pair)) for pair in (losses, norms))
+    chosen = [hint for hint, applies in hints.items() if applies]
+    return Parity(tuple(worst_first(differences)), num_compared, (loss[0], loss[1]), (norm[0], norm[1]), chosen)
+
+
+Key = tuple[int, str]
+"""Stage and name of a parameter."""
+Gradients = dict[Key, torch.Tensor | None]
+
+_STALE = (
+    "parameters differ: before the check, load into the model what the pipeline has; where ranks are processes, each "
+    "trains its own stages only"
+)
+_RANDOM = (
+    "random numbers were drawn: which ones depends on the order of the actions, so compare without dropout, or in eval "
+    "mode"
+)
+_MERGED = (
+    "a weight that several stages use is one under one name in the model: there its uses are added in another order, "
+    "and its last bits may differ"
+)
+
+
+def check_parity(
+    pipe: Pipeline,
+    model: nn.Module | Sequence[nn.Module] | None,
+    batch: tuple[Any, Any],
+    *,
+    num_microbatches: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Parity:
+    """Run one step of the pipeline and one of the unsplit model; compare losses, metrics, every gradient and the norm.
+
+    Called on every rank alike, and in every replica: each compares what its own batch gave before gradients are
+    averaged. Parameters that ``fully_shard`` spread over replicas are gathered. Gradients, buffers, embeddings with a
+    ``max_norm`` and torch's random generators are left as they were; other parameters are not touched. The step of the
+    unsplit model is `fastpipe.testing.reference_step`.
+
+    Args:
+        pipe: the pipeline.
+        model: the unsplit model or the list of its layers, with the same parameters. It may be that of which the
+            pipeline was made. Where ranks are processes some may give None; their gradients are then sent to one that
+            has the model. Names are matched, without the number of the stage if need be, or else the order of the
+            parameters.
+        batch: ``(input, target)`` as whole batches or lists of microbatches; the input may be a tuple of arguments,
+            the target None where the model returns its loss.
+        num_microbatches: for this step, if not the pipeline's.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        What differs. ``.ok`` says whether nothing does, to the last bit; ``print`` shows a table, the worst first.
+
+    Raises:
+        TypeError: for what is no pipeline or no model.
+        ValueError: when no rank has the model, when its parameters are not as many as the pipeline's, or when there is
+            no loss.
+        StepError: when another rank could not take part.
+    """
+    if not hasattr(pipe, "step"):
+        raise TypeError(f"pipe is a {type(pipe).__name__}: give a Pipeline")
+    if isinstance(model, str) or not isinstance(model, nn.Module | Sequence | None):
+        raise TypeError(f"model is a {type(model).__name__}: give the unsplit model, or the list of its layers")
+    unsplit = None if model is None else whole(model)
+    check = _Check(pipe, unsplit, model, batch, num_microbatches, kwargs or {})
+    with _left_alone(pipe, unsplit) as rewind:
+        return check.run(rewind)
+
+
+class _Check:
+    """One check, from the step to the table."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        model: nn.Module | None,
+        given: nn.Module | Sequence[nn.Module] | None,
+        batch: tuple[Any, Any],
+        num_microbatches: int | None,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.pipe = pipe
+        self.model = model
+        self.given = given
+        self.batch = batch
+        self.count = pipe.num_microbatches if num_microbatches is None else num_microbatches
+        self.kwargs = kwargs
+        self.step_count = pipe.step_count
+
+    def run(self, rewind: Callable[[], bool]) -> Parity:
+        """The pipeline's step, then the unsplit model's from the same buffers and generators."""
+        meet = self.pipe._steps.all_gather
+        meet("check_parity", self._take_batch)
+        result = self._step()
+        if result.loss is None:
+            raise ValueError("pipe: its step has no loss; give it a loss_fn, or a last stage that returns a loss")
+        drew = rewind()
+        self.found = _whole_gradients(self.pipe)
+        replies = meet("check_parity, gradients", lambda: self._beginning(drew))
+        self.names = self._all_names(replies)
+        self.sent = self._gather_gradients(replies)
+        gathering = GradNorms()
+        values, _ = gathering.gather(meet, "check_parity, norms", self._held(), lambda: (2.0, {}))
+        norms, norm = gathering.merged.norms, gathering.merged.total(values, 2.0, self.pipe.device)
+        answers = meet("check_parity, comparison", lambda: self._compare(result, norms, norm, replies))
+        return self._parity(answers, result.loss, norm, any(reply["drew"] for reply in replies))
+
+    def _take_batch(self) -> Reply:
+        """Copies of the batch, so that no gradient is added to the user's."""
+        if not isinstance(self.batch, tuple | list) or len(self.batch) != 2:
+            raise ValueError(f"batch is a {type(self.batch).__name__}: give (input, target); the target may be None")
+        self.copies = [_copy((self.batch, dict(self.kwargs))) for _ in range(2)]
+        return {}
+
+    def _step(self) -> StepResult:
+        (inputs, target), kwargs = self.copies[0]
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        # of this replica alone: the model to compare with has its batch alone
+        with self.pipe.no_sync() if self.pipe._programs.parallel else contextlib.nullcontext():
+            return self.pipe.step(*args, target=target, num_microbatches=self.count, **kwargs)
+
+    def _beginning(self, drew: bool) -> Reply:
+        """What the others need to know of this rank before they compare."""
+        named = _named(self.pipe)
+        parameters = [[p.stage, p.name, digest_of(_whole(p.parameter)), p.is_echo] for p in named]
+        return {"has_model": self.model is not None, "parameters": parameters, "drew": drew}
+
+    def _held(self) -> list[Held]:
+        grads = {(p.stage, p.name): (self.found[p.stage, p.name], p.is_echo) for p in _named(self.pipe)}
+        return [Held(*key, grad, is_echo) for key, (grad, is_echo) in grads.items() if grad is not None]
+
+    def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
+        """Stage and name of every parameter of the pipeline, in the unsplit model's order."""
+        if not any(reply["has_model"] for reply in replies):
+            raise ValueError("model is None on every rank: give the unsplit model on one rank at least")
+        listed = [parameter for reply in replies for parameter in reply["parameters"]]
+        # what is tied has its place among those of its first stage
+        listed.sort(key=lambda parameter: bool(parameter[3]))
+        return sorted(dict.fromkeys((stage, name) for stage, name, *_ in listed), key=lambda key: key[0])
+
+    def _gather_gradients(self, replies: Sequence[Reply]) -> Gradients:
+        """The gradients of ranks that have no model, on the first that has it."""
+        if all(reply["has_model"] for reply in replies):
+            return {}
+        own = [[*key, _packed(grad)] for key, grad in self.found.items()] if self.model is None else []
+        sent = self.pipe._steps.all_gather("check_parity, gradients sent", lambda: {"gradients": own})
+        if self.pipe.rank != next(rank for rank, reply in enumerate(replies) if reply["has_model"]):
+            return {}
+        return {(stage, name): _unpacked(grad) for reply in sent for stage, name, grad in reply["gradients"]}
+
+    def _compare(
+        self, result: StepResult, norms: Sequence[Norm], norm: torch.Tensor, replies: Sequence[Reply]
+    ) -> Reply:
+        """The unsplit model's step, and what differs from it here."""
+        if self.model is None:
+            return {"differences": []}
+        parameters = self._parameters_by_key(self.model)
+        digests = {(stage, name): digest for reply in replies for stage, name, digest, _ in reply["parameters"]}
+        ties = ties_in(self.model, self.pipe._ties)
+        stale = [key for key, p in parameters.items() if digest_of(p) != digests[key]]
+        reference = self._reference(ties)
+        for parameter in parameters.values():
+            parameter.grad = _dense(parameter.grad)
+        expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, norms))
+        found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
+        found += _compare_losses(result, reference) + _compare_reports(result, reference)
+        found += compared("norm", "", None, norm, expected_norm)
+        for (stage, name), grad in {**self.found, **self.sent}.items():
+            found += compared("gradient", name, stage, grad, parameters[stage, name].grad)
+        return {
+            "differences": [asdict(difference) for difference in found],
+            "expected": [float(reference.loss), float(expected_norm)],
+            "merged": len(ties) < len(self.pipe._ties),
+        }
+
+    def _parameters_by_key(self, model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+        """The model's parameters under the pipeline's names.
+
+        Those of the same name, with or without the number of the stage, or else in the same order.
+        """
+        own = dict(model.named_parameters())
+        if len(own) != len(self.names):
+            raise ValueError(
+                f"model has {len(own)} parameters and the pipeline has {len(self.names)}: give the model that the "
+                "pipeline's stages are cut from"
+            )
+        for known in ([name for _, name in self.names], [name.partition(".")[2] for _, name in self.names]):
+            if own.keys() == set(known):
+                return {key: own[name] for key, name in zip(self.names, known, strict=True)}
+        return dict(zip(self.names, own.values(), strict=True))
+
+    def _reference(self, ties: Sequence[Tie]) -> Reference:
+        assert self.model is not None and self.given is not None
+        settings = self.pipe._steps.settings
+        batch, kwargs = self.copies[1]
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with torch.enable_grad():
+            return reference_step(
+                self.given,
+                batch,
+                self.pipe._programs.schedule(self.count),
+                settings.loss_fn,
+                loss_reduction=settings.reduction,
+                split_rules=settings.split,
+                kwargs=kwargs,
+                ties=ties,
+                rng=None if self.pipe._build.seed is None else PER_MICROBATCH,
+                seed=self.pipe._build.seed,
+                step_count=self.step_count,
+                partition=self.pipe._model.partition,
+                metrics=settings.metrics,
+                grad_dtype=self.pipe.grad_dtype,
+                loss_scale=self.pipe._steps.scale_now(),
+            )
+
+    def _parity(self, answers: Sequence[Reply], loss: torch.Tensor, norm: torch.Tensor, drew: bool) -> Parity:
+        found = [Difference(**difference) for answer in answers for difference in answer["differences"]]
+        expected = next(answer["expected"] for answer in answers if "expected" in answer)
+        expected_loss, expected_norm = map(torch.tensor, expected)
+        merged = any(answer.get("merged") for answer in answers)
+        hints = {_STALE: any(d.what == "parameter" for d in found), _RANDOM: drew, _MERGED: merged}
+        return parity_of(found, len(self.names), (loss, expected_loss), (norm, expected_norm), hints)
+
+
+def _compare_losses(result: StepResult, reference: Reference) -> list[Difference]:
+    assert result.loss is not None and result.losses is not None
+    found = compared("loss", "", None, result.loss, reference.loss)
+    for i, (ours, theirs) in enumerate(zip(result.losses, reference.losses, strict=True)):
+        found += compared("loss", f"microbatch {i}", None, ours, theirs)
+    return found
+
+
+def _compare_reports(result: StepResult, reference: Reference) -> list[Difference]:
+    """What differs of the metrics and of the losses that stages added."""
+    found = []
+    for what, ours, theirs in (
+        ("metric", result.metrics, reference.metrics),
+        ("added loss", result.added_losses, reference.added_losses),
+    ):
+        for name in sorted({*ours, *theirs}):
+            if name not in ours or name not in theirs:
+                found.append(Difference(what, name, note="only in the " + ("model" if name in theirs else "pipeline")))
+                continue
+            for pair in zip(*(pytree.tree_leaves(values[name]) for values in (ours, theirs)), strict=True):
+                found += compared(what, name, None, *pair) if isinstance(pair[0], torch.Tensor) else []
+    return found
+
+
+def _expected(parameters: Mapping[Key, nn.Parameter], norms: Sequence[Norm]) -> list[torch.Tensor]:
+    """The unsplit model's gradients; of zeros where it has none and the pipeline has: their number shows in a norm."""
+    there = {(norm.stage, norm.name) for norm in norms}
+    grads = {key: p.grad if p.grad is not None else zero_grad_of(p) for key, p in parameters.items()}
+    return [grad for key, grad in grads.items() if key in there or parameters[key].grad is not None]
+
+
+def _named(pipe: Pipeline) -> list[Named]:
+    return pipe._named_parameters()
+
+
+def _whole_gradients(pipe: Pipeline) -> Gradients:
+    """What the step gave this replica, for the whole of every parameter, however it is spread over replicas."""
+    parallel = {stage.index: stage.parallel for stage in pipe._stages if stage.parallel is not None}
+    held = [(parallel[index], module) for index, module in pipe.stage_modules.items() if index in parallel]
+    holders = {id(parameter): holder for holder, module in held for parameter in module.parameters()}
+
+    def whole(parameter: nn.Parameter) -> torch.Tensor | None:
+        holder = holders.get(id(parameter))
+        return parameter.grad if holder is None else holder.whole_gradient(parameter)
+
+    found = {(p.stage, p.name): whole(p.parameter) for p in _named(pipe)}
+    replicas = pipe._steps.replicas
+    sums = replicas.whole_sums(whole) if isinstance(replicas, TiedWeights) else {}
+    found |= {key: sums[key[1]] for key in found if key[1] in sums}
+    return {key: _dense(grad) for key, grad in found.items()}
+
+
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient whose bytes can be compared, as those of a sparse one, in parts that are to be added, cannot."""
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, of which each replica may have a shard; then all of them have to ask."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def _copy(value: Any) -> Any:
+    """A tree of tensors of their own, leaves of the graph as before."""
+    return pytree.tree_map(_copied, value)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Iterator):
+        raise ValueError("batch has an iterator, which can be read only once: give whole batches or lists")
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _packed(grad: torch.Tensor | None) -> list[Any] | None:
+    """A gradient as JSON, to the last bit."""
+    if grad is None:
+        return None
+    data = base64.b64encode(bytes_of(grad).numpy().tobytes()).decode()
+    return [str(grad.dtype).removeprefix("torch."), list(grad.shape), data]
+
+
+def _unpacked(packed: list[Any] | None) -> torch.Tensor | None:
+    if packed is None:
+        return None
+    dtype, shape, data = packed
+    raw = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+    return raw.view(getattr(torch, dtype)).reshape(shape)
+
+
+@contextlib.contextmanager
+def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], bool]]:
+    """Gradients are put aside, and come back with buffers and random generators, whatever happens.
+
+    Yields:
+        A function that puts back buffers and generators in between, and says whether random numbers were drawn.
+    """
+    held = [stage.module for stage in pipe._stages]
+    modules = {id(m): m for m in [*held, *([] if model is None else [model])]}.values()
+    grads = [(p, p.grad) for module in modules for p in module.parameters()]
+    put_back_buffers, renormalised = keep_buffers(modules), _renormalised(modules)
+    generators, step_count = _generators(pipe.device), pipe.step_count
+
+    def rewind() -> bool:
+        drew = not all(map(torch.equal, generators, _generators(pipe.device)))
+        _set_generators(pipe.device, generators)
+        put_back_buffers()
+        with torch.no_grad():
+            for weight, value in renormalised:
+                weight.copy_(value)
+        return drew
+
+    for parameter, _ in grads:
+        parameter.grad = None
+    put_back = [stage.parallel.put_aside() for stage in pipe._stages if stage.parallel is not None]
+    try:
+        yield rewind
+    finally:
+        rewind()
+        for restore in put_back:
+            restore()
+        pipe.step_count = step_count
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+def _renormalised(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The weights that torch itself changes in a forward, with copies: those of embeddings with a ``max_norm``."""
+    found = [m for root in modules for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return [(m.weight, m.weight.detach().clone()) for m in found if m.max_norm is not None]
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's generators: the CPU's, and the device's where it is another."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _set_generators(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

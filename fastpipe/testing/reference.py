@@ -1,0 +1,445 @@
+"""For tests: the unsplit model's step, faults on purpose, and the transport that delays.
+
+Tied weights get one gradient a use, which are summed in the pipeline's order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpipe.action import ActionKind
+from fastpipe.runtime.common import set_grad_dtype
+from fastpipe.runtime.model import (
+    Chain,
+    Layers,
+    Made,
+    Places,
+    Shared,
+    Tie,
+    accepted_names,
+    apart,
+    as_arguments,
+    as_layers,
+    chosen,
+    has_own_forward,
+    layer_ranges,
+    parameter_of,
+    twin,
+    whole,
+    with_parameters,
+)
+from fastpipe.runtime.stage import (
+    PER_MICROBATCH,
+    AddedLosses,
+    Generators,
+    checked_loss,
+    detached,
+    loss_and_metrics,
+    microbatch_seed,
+    names_of,
+    returned_loss,
+    scale_loss,
+    sum_in_order,
+    weighed,
+)
+from fastpipe.runtime.step import (
+    MetricRules,
+    Rules,
+    Values,
+    added_by_name,
+    count_rows,
+    loss_divisors,
+    reduce_metrics,
+    rule_for,
+    split,
+    split_argument,
+    weights_of,
+)
+from fastpipe.runtime.transport import Loopback
+from fastpipe.schedule import Schedule
+
+__all__ = ["Fault", "Loopback", "Reference", "reference_step"]
+
+
+@contextmanager
+def tied_reference(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
+    """Sum the uses of tied weights as a pipeline does: those of every stage by themselves, then the last stage's first.
+
+    Raises:
+        ValueError: when the model's weights are not tied, or have hooks.
+    """
+    children = dict(model._modules)
+    try:
+        _separate(model, ties)
+        shared = [Shared(tie, _places_by_name(model, tie)) for tie in ties]
+        for weight in shared:
+            weight.check_hooks()
+        with _aliases_in(shared):
+            yield
+    finally:
+        model._modules.update(children)
+
+
+def ties_in(model: nn.Module, ties: Sequence[Tie]) -> list[Tie]:
+    """Those of a pipeline's ties whose uses can be told apart in the unsplit model, under its names.
+
+    Where a function or a trace made the stages the model may lack the number of the stage in them; and a weight that
+    one module uses several times has one name, so that autograd sums its uses in its own order.
+    """
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found = []
+    for tie in ties:
+        for names in (tie.names, tuple(name.partition(".")[2] for name in tie.names)):
+            if len(set(names)) == len(names) and known.issuperset(names):
+                found.append(Tie(names, tie.members))
+                break
+    return found
+
+
+@contextmanager
+def _aliases_in(shared: Sequence[Shared]) -> Iterator[None]:
+    for weight in shared:
+        weight.set_aside()
+        weight.bind_alias()
+    try:
+        yield
+    finally:
+        for weight in shared:
+            weight.add_up(weight.grads())
+            weight.unbind_alias()
+
+
+def _separate(model: nn.Module, ties: Sequence[Tie]) -> None:
+    """Layers of several stages share no module, as `own_modules` has it for those of a pipeline."""
+    layers = {
+        (stage, name.partition(".")[0]) for tie in ties for (stage, _), name in zip(tie.members, tie.names, strict=True)
+    }
+    seen: dict[int, set[int]] = {}
+    made: dict[int, Made] = {}
+    for stage, name in sorted(layers):
+        layer = model.get_submodule(name)
+        if any(earlier & with_parameters(layer) for other, earlier in seen.items() if other != stage):
+            layer = model._modules[name] = twin(layer, made.setdefault(stage, {}))
+        seen.setdefault(stage, set()).update(with_parameters(layer))
+
+
+def _places_by_name(model: nn.Module, tie: Tie) -> dict[int, Places]:
+    first = parameter_of(model, tie.names[0], tie.names[0])
+    places: dict[int, Places] = {}
+    for name, (stage, _) in zip(tie.names, tie.members, strict=True):
+        if parameter_of(model, name, name) is not first:
+            raise ValueError(f"model: {name} and {tie.names[0]} are one weight in the pipeline and not in the model")
+        owner, _, attribute = name.rpartition(".")
+        places.setdefault(stage, []).append((model.get_submodule(owner), attribute))
+    return places
+
+
+@dataclass
+class Reference:
+    """What the unsplit model gave.
+
+    Attributes:
+        loss: of the batch.
+        losses: of every microbatch, as the loss function returned them.
+        outputs: of every microbatch, detached.
+        metrics: what the loss function returned beside the loss, reduced.
+        added_losses: what layers added by `fastpipe.add_loss`, by name.
+    """
+
+    loss: torch.Tensor
+    losses: list[torch.Tensor]
+    outputs: list[Any]
+    metrics: dict[str, Any]
+    added_losses: dict[str, torch.Tensor]
+
+
+def reference_step(
+    model: nn.Module | Sequence[nn.Module],
+    batch: tuple[Any, Any],
+    schedule: Schedule,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    loss_reduction: str | Callable[[Any], float] = "mean",
+    split_rules: Rules = None,
+    kwargs: Mapping[str, Any] | None = None,
+    rng: str | None = None,
+    seed: int | None = None,
+    step_count: int = 0,
+    partition: str | Sequence[int] = "layers",
+    ties: Sequence[Tie] = (),
+    metrics: MetricRules = "mean",
+    loss_scale: torch.Tensor | float | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Reference:
+    """One step of the unsplit model: what every pipelined step must equal, bit for bit, on a CPU.
+
+    The microbatches go one after the other, in the order in which the schedule's B, or W, come; every loss is scaled
+    before its backward; ``.grad`` is added to. Buffers that a forward changes (BatchNorm's) are those of this order; a
+    pipeline's are those of its forwards' order, which differs where B come in another one (``looped_bfs``).
+
+    Args:
+        model: the whole model, or the list of its layers.
+        batch: ``(input, target)``; the input may be a tuple of arguments, the target None without a loss function.
+        schedule: whose number and order of microbatches is followed.
+        loss_fn: ``loss_fn(output, target)``; without it the model returns its loss, alone or in a dict as ``"loss"``.
+        loss_reduction: as for `fastpipe.Pipeline`.
+        split_rules: as ``split`` of `fastpipe.Pipeline`.
+        kwargs: keyword arguments of the model.
+        rng: ``"per_microbatch"`` for the random numbers that a Pipeline of this ``rng`` draws. The model must then be
+            the list of its layers: the numbers depend on where the stages begin.
+        seed: with ``rng``: `torch.initial_seed` when the Pipeline was built; that of now unless given.
+        step_count: with ``rng``: the Pipeline's before its step.
+        partition: with ``rng``: as for `fastpipe.Pipeline`.
+        ties: tied weights whose uses are summed stage by stage, as a pipeline does it (its ``_ties``). Without them
+            autograd sums a microbatch's uses first, which is the same but for rounding.
+        metrics: as for `fastpipe.Pipeline`.
+        loss_scale: what each share of the loss is multiplied by before its backward, as by `fastpipe.GradScaler`.
+        grad_dtype: as for `fastpipe.Pipeline`; the model's parameters keep it.
+    """
+    if schedule.forward_only:
+        raise ValueError(f"schedule: {schedule.name} has no backward, so there is no step to refer to")
+    layers = None if has_own_forward(model) else as_layers(model)
+    model = whole(model)
+    if grad_dtype is not None:
+        set_grad_dtype(model, grad_dtype)
+    cut = _Microbatches.of(batch, kwargs or {}, schedule.num_microbatches, split_rules, has_targets=loss_fn is not None)
+    walk = _Walk(cut, loss_fn, loss_reduction, loss_scale)
+    with tied_reference(model, ties), _halves_apart(model, schedule) as next_half:
+        forward = _forward_of(model, layers, walk.finish, rng, seed, step_count, partition, schedule.num_stages)
+        for i in backward_order(schedule):
+            next_half(i)
+            walk.go(i, forward)
+    return walk.reference(metrics)
+
+
+Forward = Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]
+"""The model's forward of one microbatch, of arguments by position and by name."""
+
+
+@dataclass
+class _Microbatches:
+    """A batch, cut as a pipeline cuts it.
+
+    Attributes:
+        args: the positional arguments of every microbatch.
+        kwargs: those by name.
+        targets: of every microbatch, if there is a loss function.
+        rows: of every microbatch, where they can be counted.
+    """
+
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: list[Any] | None
+    rows: list[int] | None
+
+    @classmethod
+    def of(
+        cls, batch: tuple[Any, Any], kwargs: Mapping[str, Any], count: int, rules: Rules, *, has_targets: bool
+    ) -> _Microbatches:
+        """Cut ``(input, target)`` and the keyword arguments."""
+        inputs, target = batch
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        columns = [split_argument(value, count, rules, i, f"input {i}") for i, value in enumerate(given)]
+        named = {name: split_argument(value, count, rules, name, name) for name, value in kwargs.items()}
+        targets = split(target, count, rule_for(rules, "target"), "target") if has_targets else None
+        counted = count_rows(targets, columns, named, rules)
+        return cls(
+            [tuple(column[i] for column in columns) for i in range(count)],
+            [{name: values[i] for name, values in named.items()} for i in range(count)],
+            targets,
+            None if counted is None else counted[1],
+        )
+
+
+class _Walk:
+    """The unsplit model's microbatches, one after the other, and what is kept of each.
+
+    Args:
+        cut: the microbatches.
+        loss_fn: as for `reference_step`.
+        reduction: its ``loss_reduction``.
+        loss_scale: the same.
+    """
+
+    def __init__(
+        self,
+        cut: _Microbatches,
+        loss_fn: Callable[..., Any] | None,
+        reduction: str | Callable[[Any], float],
+        loss_scale: torch.Tensor | float | None,
+    ) -> None:
+        self.cut, self.loss_fn, self.loss_scale = cut, loss_fn, loss_scale
+        self.count = len(cut.args)
+        given = loss_divisors(reduction, None, cut.targets, self.count) if callable(reduction) else None
+        self.weights = weights_of(reduction, given, cut.rows, self.count)
+        self.divisors: Sequence[float | None] = self.weights.loss or [None] * self.count
+        self.losses: dict[int, torch.Tensor] = {}
+        self.scaled: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        # by stage, of which there is one here
+        self.returned: Values = {0: {}}
+        self.added: Values = {0: {}}
+
+    def finish(self, i: int, output: Any, carried: Mapping[str, Any]) -> Any:
+        """From a microbatch's output, and what layers carry to the loss, to its loss and metrics."""
+        targets = self.cut.targets
+        given, named = weighed((output, chosen(carried, names_of(self.loss_fn))), self.divisors[i])
+        found, measured = (
+            (returned_loss(output), {})
+            if self.loss_fn is None or targets is None
+            else loss_and_metrics(self.loss_fn(given, targets[i], **named))
+        )
+        self.losses[i], self.returned[0][i] = checked_loss(found), list(measured.items())
+        return output
+
+    def go(self, i: int, forward: Forward) -> None:
+        """One microbatch, forward and backward."""
+        with AddedLosses() as collected:
+            output = forward(i, self.cut.args[i], self.cut.kwargs[i])
+        self.scaled[i], share = scale_loss(self.losses[i], self.divisors[i]), collected.share(self.divisors[i])
+        root = self.scaled[i] if share is None else self.scaled[i] + share
+        torch.autograd.backward(root if self.loss_scale is None else root * self.loss_scale)
+        self.outputs[i], self.added[0][i] = detached(output), collected.detached()
+
+    def reference(self, metrics: MetricRules) -> Reference:
+        """What all of them gave."""
+        each = range(self.count)
+        return Reference(
+            sum_in_order([self.scaled[i].detach() for i in each]),
+            [self.losses[i].detach() for i in each],
+            [self.outputs[i] for i in each],
+            reduce_metrics(self.returned, self.count, self.weights, metrics),
+            added_by_name(self.added, self.weights),
+        )
+
+
+def _forward_of(
+    model: nn.Module,
+    layers: Layers | None,
+    finish: Callable[[int, Any, Mapping[str, Any]], Any],
+    rng: str | None,
+    seed: int | None,
+    step: int,
+    partition: Any,
+    num_stages: int,
+) -> Forward:
+    """The model's forward of one microbatch, and its loss by `finish`.
+
+    With `rng` it goes stage by stage, each from the state that it has in a pipeline.
+    """
+    if rng is None:
+        return lambda microbatch, args, kwargs: finish(microbatch, *apart(model(*args, **kwargs)))
+    if rng != PER_MICROBATCH:
+        raise ValueError(f"rng = {rng!r}: use None or {PER_MICROBATCH!r}")
+    if isinstance(model, Chain | nn.Sequential | nn.ModuleList):
+        # which `tied_reference` may have exchanged
+        modules: Any = model._modules
+        layers = Layers(modules.values(), modules)
+    if layers is None:
+        raise TypeError(f"model is a {type(model).__name__}: with rng = {rng!r} give the list of the model's layers")
+    stages = [layers.chain(part) for part in layer_ranges(layers, num_stages, partition)]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    generators = Generators(device)
+    seed = torch.initial_seed() if seed is None else seed
+
+    def forward(microbatch: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        value: Any = args
+        named = dict(kwargs)
+        carried: dict[str, Any] = {}
+        for index, stage in enumerate(stages):
+            with generators.seeded(microbatch_seed(seed, step, index, microbatch)):
+                value, values = apart(stage(*value, **chosen(named, accepted_names(stage))))
+                carried |= values
+                if index == num_stages - 1:
+                    return finish(microbatch, value, carried)
+            named |= values
+            value = as_arguments(value)
+
+    return forward
+
+
+def backward_order(schedule: Schedule) -> list[int]:
+    """The microbatches in the order in which weight gradients of stage 0 are summed; one route after the other."""
+    kinds = (ActionKind.B, ActionKind.W)
+    parts = [part for rank in schedule for action in rank for part in action.parts]
+    order = [part.microbatch for part in parts if part.stage == 0 and part.kind in kinds]
+    return sorted(order, key=lambda i: schedule.placement.route_of(i, schedule.num_microbatches))
+
+
+@contextlib.contextmanager
+def _halves_apart(model: nn.Module, schedule: Schedule) -> Iterator[Callable[[int], None]]:
+    """With two copies, each half's gradients are summed by themselves, and their sum is added to what was there."""
+    if schedule.placement.num_routes == 1:
+        yield lambda microbatch: None
+        return
+    parameters = list(model.parameters())
+    sums = [[p.grad for p in parameters]]
+    route = 0
+
+    def put_aside() -> None:
+        sums.append([p.grad for p in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+
+    def next_half(microbatch: int) -> None:
+        nonlocal route
+        if schedule.placement.route_of(microbatch, schedule.num_microbatches) != route:
+            route = 1
+            put_aside()
+
+    for parameter in parameters:
+        parameter.grad = None
+    yield next_half
+    put_aside()
+    before, first, second = sums
+    for parameter, a, b, c in zip(parameters, before, first, second, strict=True):
+        half_sum = b if c is None else c if b is None else b + c
+        parameter.grad = a if half_sum is None else half_sum if a is None else a + half_sum
+
+
+class Fault(nn.Module):
+    """A module that raises at one of its calls.
+
+    Args:
+        module: what it does otherwise.
+        at_call: which call of its forward raises, counted from 0; or which of its backwards.
+        error: what it raises.
+        backward: whether the backward raises instead of the forward.
+    """
+
+    def __init__(self, module: nn.Module, at_call: int, error: BaseException, *, backward: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self.at_call = at_call
+        self.error: BaseException | None = error
+        self.backward = backward
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, or the fault."""
+        if not self.backward:
+            self._count()
+            return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        if first.requires_grad:
+            first.register_hook(self._in_backward)
+        return output
+
+    def _in_backward(self, grad: torch.Tensor) -> None:
+        self._count()
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls - 1 == self.at_call:
+            # not kept: its traceback holds the frames of the step, and they the pipeline, whose layer this is
+            error, self.error = self.error, None
+            assert error is not None
+            raise error
