@@ -206,8 +206,8 @@ def _serve(
             good, answer = False, "what ran here left behind:\n" + "\n".join(changed)
         pipe.send((good, answer))
         # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever;
-        # what it closes when it is collected is in cycles of its own
-        while gc.collect():
+        # what it closes when it is collected is in cycles of its own, and a thread may hold some for a while
+        while not pipe.poll(0.0 if gc.collect() else 1.0):
             pass
     dist.destroy_process_group()
 
