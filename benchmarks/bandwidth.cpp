@@ -20,7 +20,6 @@
 #include "core/common.h"
 #include "core/host_memory.h"
 #include "core/shared_memory_transport.h"
-#include "core/shared_ring.h"
 
 namespace fastpipe {
 
@@ -83,7 +82,7 @@ struct Seconds {
 
 struct Meeting {
   std::atomic<int> present;
-  BoardAddress addresses[2];
+  PublishedAddress addresses[2];
 };
 
 // One message each way: rank 0 sends first.
@@ -120,7 +119,7 @@ class Player final {
     link_->connect(1 - rank, meeting.addresses[1 - rank]);
     std::vector<ChannelNeeds> needs(2);
     for (std::int32_t r = 0; r < 2; ++r) count_needs(ping_pong(r), needs);
-    auto plan = std::make_shared<SharedMemoryPlan>(link_, codec_, needs, std::vector<bool>{true, true});
+    auto plan = std::make_shared<SharedMemoryChannels>(link_, codec_, needs, std::vector<bool>{true, true});
     transport_ = over_shared_memory(std::move(plan))(ping_pong(rank), 60);
   }
 

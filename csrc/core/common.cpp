@@ -79,7 +79,7 @@ void Helper::Thread::work() {
 Helper::Helper() : thread_(std::make_unique<Thread>()) {}
 
 Helper::~Helper() {
-  if (!home_.here()) static_cast<void>(thread_.release());
+  if (!fork_guard_.same_process()) static_cast<void>(thread_.release());
 }
 
 void Helper::start(FunctionRef<void()> job) {

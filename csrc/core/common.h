@@ -58,10 +58,10 @@ inline Clock::duration as_duration(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// The process in which something was made: a forked child has copies of what is its parent's to end.
-class Home final {
+// The process in which something was made: a forked child has copies of what only its parent may destroy.
+class ForkGuard final {
  public:
-  bool here() const { return ::getpid() == process_; }
+  bool same_process() const { return ::getpid() == process_; }
 
  private:
   const pid_t process_ = ::getpid();
@@ -128,8 +128,8 @@ class Helper {
   Helper();
   Helper(const Helper&) = delete;
   Helper& operator=(const Helper&) = delete;
-  // In a forked child there is no thread, and what the two shared stays as the fork found it, locked perhaps: it is
-  // left alone there, and never destroyed.
+  // In a forked child there is no thread, and what the two shared stays as the fork found it, perhaps locked: it is
+  // never destroyed there.
   ~Helper();
 
   // Until finish() has returned, the job and what it works with must stay.
@@ -140,7 +140,7 @@ class Helper {
  private:
   class Thread;
 
-  Home home_;
+  ForkGuard fork_guard_;
   std::unique_ptr<Thread> thread_;
 };
 

@@ -37,7 +37,7 @@ class CopyMark {
   virtual bool reached() const = 0;
 };
 
-// A stream: what it is given is done in order, and nobody who gives it something waits.
+// A stream: work is done in order, and no host waits for it.
 class CopyQueue {
  public:
   CopyQueue() = default;
@@ -47,7 +47,7 @@ class CopyQueue {
 
   virtual void copy(std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   virtual void zero(std::byte* to, std::size_t bytes) = 0;
-  // Of a flag in exposed memory. Who sees the value sees all that the queue had done before.
+  // Of a flag in exposed memory. A reader that sees the value sees all that the queue had done before.
   virtual void write(SharedWord& flag, std::uint32_t value) = 0;
   // Until the flag is `value` or, on the circle of 32 bits, beyond it.
   virtual void wait(SharedWord& flag, std::uint32_t value) = 0;
@@ -74,6 +74,18 @@ class CopyEngine {
   // Where the calling thread's work goes now; valid until it asks again.
   virtual CopyQueue& current() = 0;
 };
+
+// A piece of a payload. In a place they lie one after the other, each from a whole block on.
+struct CopyPart {
+  const std::byte* data;
+  std::size_t bytes;
+};
+
+// Tensors begin where an allocator of a device would put them: kernels are chosen by it, and with them the last bits.
+constexpr std::size_t whole_blocks(std::size_t bytes) {
+  constexpr std::size_t kBlock = 512;
+  return (bytes + kBlock - 1) / kBlock * kBlock;
+}
 
 // A place on the receiver's side.
 struct CopyPlace {

@@ -82,7 +82,7 @@ std::shared_ptr<SharedMemorySegment> SharedMemorySegment::open(pid_t owner, int 
   if (opened.number() < 0) fail("opening " + path);
   check(opened.number(), bytes, path);
   auto segment = std::make_shared<SharedMemorySegment>(std::move(opened), bytes);
-  segment->forget_descriptor();  // the mapping is enough
+  segment->close_descriptor();  // the mapping is enough
   return segment;
 }
 
@@ -106,36 +106,36 @@ long futex(SharedWord& word, int operation, std::uint32_t value, const timespec*
 
 }  // namespace
 
-void SharedMemoryDoorbell::ring(std::uint32_t reason) const {
-  if (words_.sleeper.load() == reason) wake();
+void SharedMemoryWakeup::notify(std::uint32_t reason) const {
+  if (words_.waiting_for.load() == reason) wake();
 }
 
-void SharedMemoryDoorbell::ring_always() const {
-  if (words_.sleeper.load() != kNoSleeper) wake();
+void SharedMemoryWakeup::notify_any() const {
+  if (words_.waiting_for.load() != kNotWaiting) wake();
 }
 
-void SharedMemoryDoorbell::wake() const {
-  if (words_.sleeper.exchange(kNoSleeper) == kNoSleeper) return;
-  words_.rings.fetch_add(1);
-  futex(words_.rings, FUTEX_WAKE, 1, nullptr);
+void SharedMemoryWakeup::wake() const {
+  if (words_.waiting_for.exchange(kNotWaiting) == kNotWaiting) return;
+  words_.count.fetch_add(1);
+  futex(words_.count, FUTEX_WAKE, 1, nullptr);
 }
 
-std::uint32_t SharedMemoryDoorbell::lie_down(std::uint32_t reason) const {
-  const std::uint32_t rings = words_.rings.load();
-  words_.sleeper.store(reason);
-  return rings;
+std::uint32_t SharedMemoryWakeup::prepare_wait(std::uint32_t reason) const {
+  const std::uint32_t count = words_.count.load();
+  words_.waiting_for.store(reason);
+  return count;
 }
 
-bool SharedMemoryDoorbell::sleep(std::uint32_t rings, int milliseconds) const {
+bool SharedMemoryWakeup::wait(std::uint32_t count, int milliseconds) const {
   const timespec slice{milliseconds / 1000, milliseconds % 1000 * 1000000L};
-  const bool woken = futex(words_.rings, FUTEX_WAIT, rings, &slice) == 0 || errno != ETIMEDOUT;
-  get_up();
+  const bool woken = futex(words_.count, FUTEX_WAIT, count, &slice) == 0 || errno != ETIMEDOUT;
+  cancel_wait();
   return woken;
 }
 
 namespace {
 
-SharedMemoryDescriptor watch(pid_t process) {
+SharedMemoryDescriptor open_pidfd(pid_t process) {
   const auto number = static_cast<int>(::syscall(SYS_pidfd_open, process, 0));
   if (number >= 0) return SharedMemoryDescriptor(number);
   throw Error("shared memory: process " + std::to_string(process) + " cannot be watched (" + std::strerror(errno) +
@@ -145,42 +145,42 @@ SharedMemoryDescriptor watch(pid_t process) {
 }  // namespace
 
 SharedMemoryProcess::SharedMemoryProcess(std::int32_t rank, pid_t process)
-    : rank_(rank), process_(process), watch_(watch(process)) {}
+    : rank_(rank), process_(process), pidfd_(open_pidfd(process)) {}
 
 bool SharedMemoryProcess::alive() const {
-  pollfd descriptor{watch_.number(), POLLIN, 0};
+  pollfd descriptor{pidfd_.number(), POLLIN, 0};
   return ::poll(&descriptor, 1, 0) <= 0;
 }
 
 std::shared_ptr<SharedMemorySegment> SharedMemoryProcess::open(int descriptor, std::size_t bytes) const {
   auto segment = SharedMemorySegment::open(process_, descriptor, bytes);
-  // The number may have been another process's by then, but not if the one that is watched lives still.
+  // The number may have been another process's by then, but not if the process still lives.
   if (alive()) return segment;
   throw Error("shared memory: the process of rank " + std::to_string(rank_) + " died");
 }
 
-SharedMemoryPeer::SharedMemoryPeer(std::int32_t rank, const BoardAddress& address)
-    : process_(rank, address.process), board_(process_, address) {}
+SharedMemoryPeer::SharedMemoryPeer(std::int32_t rank, const PublishedAddress& address)
+    : process_(rank, address.process), words_(process_, address) {}
 
 std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::rings(std::size_t program, std::uint64_t fingerprint) const {
-  const ProgramNotice& notice = board_.words().programs[program % kSharedNotices];
-  const std::uint64_t ready = notice.ready.load();
+  const PublishedSegment& published = words_.words().programs[program % kNumPrograms];
+  const std::uint64_t ready = published.ready.load();
   const auto descriptor = static_cast<int>(ready & 0xffffffff);
-  if (ready != ready_notice(program, descriptor)) return nullptr;
-  if (notice.fingerprint != fingerprint) {
+  if (ready != ready_value(program, descriptor)) return nullptr;
+  if (published.fingerprint != fingerprint) {
     throw Error("shared memory: rank " + std::to_string(rank()) +
                 " runs another program; call step and eval_step in the same order on every rank");
   }
-  return open(descriptor, notice.bytes);
+  return open(descriptor, published.bytes);
 }
 
 std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::copies() const {
-  const ProgramNotice& notice = board_.words().copies;
-  const std::uint64_t ready = notice.ready.load();
-  return ready == 0 ? nullptr : open(static_cast<int>(ready & 0xffffffff), notice.bytes);
+  const PublishedSegment& published = words_.words().copies;
+  const std::uint64_t ready = published.ready.load();
+  return ready == 0 ? nullptr : open(static_cast<int>(ready & 0xffffffff), published.bytes);
 }
 
-void SharedMemoryLink::connect(std::int32_t rank, const BoardAddress& address) {
+void SharedMemoryLink::connect(std::int32_t rank, const PublishedAddress& address) {
   peers_.at(rank) = std::make_shared<SharedMemoryPeer>(rank, address);
 }
 
@@ -193,7 +193,7 @@ const std::shared_ptr<SharedMemoryPeer>& SharedMemoryLink::peer(std::int32_t ran
 void SharedMemoryLink::lose(std::int32_t rank) {
   std::int32_t nobody = kNobody;
   lost_.compare_exchange_strong(nobody, rank);
-  doorbell().ring_always();
+  wakeup().notify_any();
 }
 
 std::optional<std::int32_t> SharedMemoryLink::lost() const {
@@ -201,28 +201,28 @@ std::optional<std::int32_t> SharedMemoryLink::lost() const {
   return rank == kNobody ? std::nullopt : std::optional<std::int32_t>(rank);
 }
 
-std::optional<std::pair<std::int32_t, std::int32_t>> SharedMemoryLink::find_let_go() const {
+std::optional<std::pair<std::int32_t, std::int32_t>> SharedMemoryLink::find_abort() const {
   for (const auto& peer : peers_) {
-    const std::uint32_t word = peer ? peer->let_go() : 0;
+    const std::uint32_t word = peer ? peer->aborted_by() : 0;
     if (word != 0) return std::make_pair(peer->rank(), static_cast<std::int32_t>(word) - 1);
   }
   return std::nullopt;
 }
 
 void SharedMemoryLink::publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint) {
-  ProgramNotice& notice = board_.words().programs[program % kSharedNotices];
-  notice.bytes = rings.size();
-  notice.fingerprint = fingerprint;
-  notice.ready.store(ready_notice(program, rings.descriptor()));
+  PublishedSegment& published = words_.words().programs[program % kNumPrograms];
+  published.bytes = rings.size();
+  published.fingerprint = fingerprint;
+  published.ready.store(ready_value(program, rings.descriptor()));
   for (const auto& peer : peers_) {
-    if (peer) peer->doorbell().ring_always();
+    if (peer) peer->wakeup().notify_any();
   }
 }
 
 void SharedMemoryLink::publish_copies(const SharedMemorySegment& words) {
-  ProgramNotice& notice = board_.words().copies;
-  notice.bytes = words.size();
-  notice.ready.store(ready_notice(0, words.descriptor()));
+  PublishedSegment& published = words_.words().copies;
+  published.bytes = words.size();
+  published.ready.store(ready_value(0, words.descriptor()));
 }
 
 }  // namespace fastpipe

@@ -1,5 +1,29 @@
-// Memory that the processes of one host share, and the processes themselves: who lives, who is woken, and where the
-// others' memory is. Every word has one writer unless said otherwise; zero is the state it starts in.
+// Memory that processes of one host share, the processes themselves, and how one wakes another. Everything else in
+// shared memory (shared_memory_transport.h, shared_memory_exchange.h, copy_engine_transport.h) is built of this.
+//
+// Rules for all shared words:
+// * They are atomics or, where another word publishes them, plain; zero is the state that they start in. There are no
+//   locks, so a process that is killed at any instruction leaves none behind.
+// * Each word has one writer, unless its comment says otherwise.
+// * Atomics are sequentially consistent where nothing else is written. That costs an exchange instead of a store on
+//   x86, once a message, and the wake-up below depends on it. `relaxed` has its reason beside it.
+//
+// Wake-ups. A rank sleeps on its own WakeupWords, and whoever changes what it may wait for wakes it: an eventcount,
+// with a futex. No wake-up is lost:
+//   the owner  (1) reads `count`            the other  (a) changes what is waited for
+//              (2) writes `waiting_for`                (b) reads `waiting_for`; if it is set
+//              (3) looks at what it waits for          (c) unsets it
+//              (4) sleeps if `count` is as in (1)      (d) increments `count`
+//                                                      (e) wakes
+// (2), (3), (a) and (b) are sequentially consistent, so they have one order. If (b) does not see (2), then (3), which
+// comes after (2), sees (a), and the owner does not sleep. If (b) sees (2), then (d) comes after (1): the owner does
+// not fall asleep at (4), or sleeps already and is woken by (e). Two that wake at once do no harm: one does (d) and
+// (e), and both have done (a) before.
+//
+// Killed processes. A process that dies between (c) and (e) leaves the owner asleep, but every sleep is bounded by a
+// slice, after which the owner looks again, and asks whether the peer lives. The kernel answers by a pidfd, which never
+// stands for another process that got the same number. Memory lives as long as any process maps it; what was not
+// opened before its owner died can no longer be opened, and says so.
 #pragma once
 
 #include <sys/types.h>
@@ -18,53 +42,19 @@
 
 namespace fastpipe {
 
-constexpr std::size_t kSharedLine = 64;  // what one writer has for itself; torch's alignment, too
-constexpr std::size_t kSharedNotices = 64;
+constexpr std::size_t kSharedLine = 64;  // a cache line, which has one writer; torch's alignment, too
 
 using SharedWord = std::atomic<std::uint32_t>;
 using SharedNumber = std::atomic<std::uint64_t>;
-static_assert(SharedWord::is_always_lock_free && SharedNumber::is_always_lock_free, "a lock is not shared memory's");
+static_assert(SharedWord::is_always_lock_free && SharedNumber::is_always_lock_free, "a lock cannot be shared");
 
 constexpr std::size_t whole_lines(std::size_t bytes) {
   return (bytes + kSharedLine - 1) / kSharedLine * kSharedLine;
 }
 
-struct alignas(kSharedLine) DoorbellWords {
-  SharedWord rings;    // written by whoever wakes the owner
-  SharedWord sleeper;  // what the owner sleeps for; set by the owner, unset by whoever wakes it
-};
-
-// Of the programs whose number leaves the same remainder the last one's: a rank makes a program and runs it with the
-// others, and has opened their rings when it comes to the next.
-struct ProgramNotice {
-  SharedNumber ready;  // ready_notice(); written last
-  std::uint64_t bytes;
-  std::uint64_t fingerprint;
-};
-
-constexpr std::uint64_t ready_notice(std::size_t program, int descriptor) {
-  return (static_cast<std::uint64_t>(program) + 1) << 32 | static_cast<std::uint32_t>(descriptor);
-}
-
-struct LinkBoard {
-  static constexpr std::uint64_t kMagic = 0x3265706970747366;
-
-  std::uint64_t magic;
-  std::uint64_t nonce;
-  DoorbellWords doorbell;
-  // Where devices copy messages: 1 + the rank because of which this one has let go of its queues. What it sends from
-  // then on may be no message. Written once.
-  SharedWord let_go;
-  ProgramNotice copies;  // of the words of copy engines, which are one segment for all programs
-  ProgramNotice programs[kSharedNotices];
-};
-
-// How long to look before sleeping: a few microseconds; zero with as many ranks as cores, as who looks would keep a
-// core from the one that it waits for.
+// How long to poll before sleeping: a few microseconds; zero with as many ranks as cores, where polling would take a
+// core from the rank that is waited for.
 Clock::duration usual_spin(std::int32_t num_ranks);
-
-// So that nothing else is taken for a rank's memory.
-std::uint64_t random_nonce();
 
 // Between two looks.
 inline void relax() {
@@ -75,7 +65,9 @@ inline void relax() {
 #endif
 }
 
-// A file descriptor that is closed when its owner goes.
+// --- segments -------------------------------------------------------------------------------------------------------
+
+// A file descriptor that is closed with its owner.
 class SharedMemoryDescriptor final {
  public:
   SharedMemoryDescriptor() = default;
@@ -97,11 +89,11 @@ class SharedMemoryDescriptor final {
   int number_ = -1;
 };
 
-// Memory that two processes map. It has no name, so nobody can guess it and nothing is left behind when all who map it
-// are gone, however they went. The one who made it gives its descriptor's number to others, who open it through /proc.
+// Memory that processes map. It has no name: nobody can guess it, and nothing is left behind when all that map it are
+// gone, however they went. Others open it through /proc, by the process that made it and its descriptor there.
 class SharedMemorySegment final {
  public:
-  // Zeroed and sealed: its size can never change, so that nobody can be made to fault on it.
+  // Zeroed and sealed: its size can never change, so an access to a mapping never faults.
   static std::shared_ptr<SharedMemorySegment> make(std::size_t bytes);
   // What another process made: refused unless it is sealed memory of the same user and of that size.
   static std::shared_ptr<SharedMemorySegment> open(pid_t owner, int descriptor, std::size_t bytes);
@@ -121,68 +113,59 @@ class SharedMemorySegment final {
   }
 
  private:
-  void forget_descriptor() { descriptor_ = SharedMemoryDescriptor(); }
+  void close_descriptor() { descriptor_ = SharedMemoryDescriptor(); }
 
   SharedMemoryDescriptor descriptor_;
   std::byte* data_;
   std::size_t size_;
 };
 
-// How a rank sleeps until another process has done something for it.
+// --- wake-ups -------------------------------------------------------------------------------------------------------
 
-// How long a rank sleeps before it looks whether the one that it waits for still lives.
+struct alignas(kSharedLine) WakeupWords {
+  SharedWord count;        // of wake-ups; written by any process that wakes the owner
+  SharedWord waiting_for;  // a reason; set by the owner, unset by the owner and by any process that wakes it
+};
+
+// How long a rank sleeps before it looks whether the rank that it waits for lives.
 constexpr int kSliceMilliseconds = 50;
 
-// What a rank sleeps for.
-constexpr std::uint32_t kNoSleeper = 0;
+// What a rank waits for.
+constexpr std::uint32_t kNotWaiting = 0;
 constexpr std::uint32_t kForSpace = 1;  // a cell, or a place in a ring
 constexpr std::uint32_t for_channel(std::int32_t channel) {
   return static_cast<std::uint32_t>(channel) + 2;
 }
-// On a board that knows no channels.
+// In an exchange, which has no channels.
 constexpr std::uint32_t for_rank(std::int32_t rank) {
   return static_cast<std::uint32_t>(rank) + 1;
 }
 
-// No wake-up is lost. The owner  (1) reads `rings`, (2) writes `sleeper`, (3) looks at what it waits for, and
-// (4) sleeps if `rings` is still what it was. Whoever changes what the owner may wait for  (a) changes it,
-// (b) reads `sleeper`, and, if it is set, (c) unsets it, (d) changes `rings`, (e) wakes. (2), (3), (a) and (b) are
-// sequentially consistent, so that they have one order for all: if (b) does not see (2), then (3), which follows (2),
-// sees (a), and the owner does not sleep. If (b) sees (2), then (d) comes after (1), so that the owner does not fall
-// asleep at (4), or sleeps already and is woken by (e). Two who ring at once do not harm: one does (d) and (e), and
-// both have done (a) before. Who dies between (c) and (e) leaves the owner asleep, but not for longer than its
-// slice: every sleep is bounded, and the owner looks again.
-class SharedMemoryDoorbell final {
+// The steps are those at the top of this file.
+class SharedMemoryWakeup final {
  public:
-  explicit SharedMemoryDoorbell(DoorbellWords& words) : words_(words) {}
+  explicit SharedMemoryWakeup(WakeupWords& words) : words_(words) {}
 
-  // By others, after the change, which must have been a sequentially consistent store. Makes no system call unless the
-  // owner sleeps for this.
-  void ring(std::uint32_t reason) const;
-  // The same whatever the owner sleeps for.
-  void ring_always() const;
+  // By others, (b) to (e), after (a), which must have been a sequentially consistent store. No system call unless the
+  // owner waits for this.
+  void notify(std::uint32_t reason) const;
+  // The same whatever the owner waits for.
+  void notify_any() const;
 
-  // By the owner: steps 1 and 2, ...
-  std::uint32_t lie_down(std::uint32_t reason) const;
-  // ... and after a look either 4 (false: the time was over), ...
-  bool sleep(std::uint32_t rings, int milliseconds) const;
-  // ... or not.
-  void get_up() const { words_.sleeper.store(kNoSleeper, std::memory_order_relaxed); }
+  // By the owner: (1) and (2), ...
+  std::uint32_t prepare_wait(std::uint32_t reason) const;
+  // ... and after a look either (4), where false says that the time was over, ...
+  bool wait(std::uint32_t count, int milliseconds) const;
+  // ... or not. Relaxed: others that still see the reason wake a rank that does not sleep.
+  void cancel_wait() const { words_.waiting_for.store(kNotWaiting, std::memory_order_relaxed); }
 
  private:
   void wake() const;
 
-  DoorbellWords& words_;
+  WakeupWords& words_;
 };
 
-// Another process of this host: whether it lives, and what it shares.
-
-// What a rank tells the others, by any means, so that they find its memory.
-struct BoardAddress {
-  pid_t process;
-  int descriptor;
-  std::uint64_t nonce;  // so that nothing else is taken for it
-};
+// --- processes, and what each publishes -----------------------------------------------------------------------------
 
 class SharedMemoryProcess final {
  public:
@@ -196,47 +179,85 @@ class SharedMemoryProcess final {
  private:
   std::int32_t rank_;
   pid_t process_;
-  SharedMemoryDescriptor watch_;  // of the process: readable when it is dead, and never another's that got its number
+  SharedMemoryDescriptor pidfd_;  // readable when the process is dead
 };
 
-// A board: memory that one rank of a host writes and all others read, found by its address.
+// What a rank sends the others by any means, so that they find what it publishes.
+struct PublishedAddress {
+  pid_t process;
+  int descriptor;
+  std::uint64_t nonce;  // so that nothing else is taken for it
+};
 
-// Words: what lies on it; it begins with a magic number, a nonce and a doorbell.
+std::uint64_t random_nonce();
+
+// Memory that one rank of a host writes and all others read. Words begins with `magic`, `nonce` and `wakeup`, which are
+// written before the address leaves the process.
 template <typename Words>
-class SharedMemoryBoard final {
+class PublishedWords final {
  public:
   // This rank's own.
-  SharedMemoryBoard() : memory_(SharedMemorySegment::make(sizeof(Words))) {
+  PublishedWords() : memory_(SharedMemorySegment::make(sizeof(Words))) {
     words().magic = Words::kMagic;
     words().nonce = random_nonce();
   }
   // Another's. Throws Error when its memory cannot be had, or is not what it should be.
-  SharedMemoryBoard(const SharedMemoryProcess& owner, const BoardAddress& address)
+  PublishedWords(const SharedMemoryProcess& owner, const PublishedAddress& address)
       : memory_(owner.open(address.descriptor, sizeof(Words))) {
     if (words().magic == Words::kMagic && words().nonce == address.nonce) return;
     throw Error("shared memory: what rank " + std::to_string(owner.rank()) +
-                " gave is not its board; run the same version of fastpipe on every rank");
+                " published cannot be read; run the same version of fastpipe on every rank");
   }
 
   // Of this rank's own.
-  BoardAddress address() const { return {::getpid(), memory_->descriptor(), words().nonce}; }
+  PublishedAddress address() const { return {::getpid(), memory_->descriptor(), words().nonce}; }
   Words& words() const { return *memory_->template at<Words>(0); }
-  SharedMemoryDoorbell doorbell() const { return SharedMemoryDoorbell(words().doorbell); }
+  SharedMemoryWakeup wakeup() const { return SharedMemoryWakeup(words().wakeup); }
 
  private:
   std::shared_ptr<SharedMemorySegment> memory_;
 };
 
-// Another rank of this host, as a process and by what it shares.
+// --- the link of a rank to the others of its host -------------------------------------------------------------------
+
+// A segment that a rank publishes, one a program. `ready` is written last and read first: it publishes the others.
+struct PublishedSegment {
+  SharedNumber ready;  // ready_value()
+  std::uint64_t bytes;
+  std::uint64_t fingerprint;
+};
+
+constexpr std::uint64_t ready_value(std::size_t program, int descriptor) {
+  return (static_cast<std::uint64_t>(program) + 1) << 32 | static_cast<std::uint32_t>(descriptor);
+}
+
+// Of the programs whose number leaves the same remainder the last one's is published. A rank makes a program and runs
+// it with the others, and has opened their rings when it comes to the next: so none is overwritten before it is read.
+constexpr std::size_t kNumPrograms = 64;
+
+struct LinkWords {
+  static constexpr std::uint64_t kMagic = 0x3265706970747366;
+
+  std::uint64_t magic;
+  std::uint64_t nonce;
+  WakeupWords wakeup;
+  // Where devices copy messages: 1 + the rank because of which this one has aborted its queues. What it sends from then
+  // on may be no message. Written once.
+  SharedWord aborted_by;
+  PublishedSegment copies;  // the words of copy engines, which are one segment for all programs
+  PublishedSegment programs[kNumPrograms];
+};
+
+// Another rank of this host, as a process and by what it publishes.
 class SharedMemoryPeer final {
  public:
-  SharedMemoryPeer(std::int32_t rank, const BoardAddress& address);
+  SharedMemoryPeer(std::int32_t rank, const PublishedAddress& address);
 
   std::int32_t rank() const { return process_.rank(); }
   bool alive() const { return process_.alive(); }
-  SharedMemoryDoorbell doorbell() const { return board_.doorbell(); }
-  // See LinkBoard.
-  std::uint32_t let_go() const { return board_.words().let_go.load(); }
+  SharedMemoryWakeup wakeup() const { return words_.wakeup(); }
+  // See LinkWords.
+  std::uint32_t aborted_by() const { return words_.words().aborted_by.load(); }
   // The process's own memory; throws Error when it is not what it should be.
   std::shared_ptr<SharedMemorySegment> open(int descriptor, std::size_t bytes) const {
     return process_.open(descriptor, bytes);
@@ -248,34 +269,34 @@ class SharedMemoryPeer final {
 
  private:
   SharedMemoryProcess process_;
-  SharedMemoryBoard<LinkBoard> board_;
+  PublishedWords<LinkWords> words_;
 };
 
 // A rank's side of the shared memory of its host, for all the programs of a pipeline.
 class SharedMemoryLink final {
  public:
-  // spin: how long to look before sleeping. check: called now and then by who waits; what it throws ends the wait.
+  // spin: how long to poll before sleeping. check: called now and then during a wait; what it throws ends the wait.
   SharedMemoryLink(
       std::int32_t rank, std::int32_t num_ranks, Clock::duration spin, void (*check)() = [] {})
       : rank_(rank), spin_(spin), check_(check), peers_(num_ranks) {}
 
   std::int32_t rank() const { return rank_; }
   std::size_t num_ranks() const { return peers_.size(); }
-  BoardAddress address() const { return board_.address(); }
+  PublishedAddress address() const { return words_.address(); }
   // Throws Error when its memory cannot be had, or is not what it should be.
-  void connect(std::int32_t rank, const BoardAddress& address);
+  void connect(std::int32_t rank, const PublishedAddress& address);
 
   const std::shared_ptr<SharedMemoryPeer>& peer(std::int32_t rank) const;
-  SharedMemoryDoorbell doorbell() const { return board_.doorbell(); }
+  SharedMemoryWakeup wakeup() const { return words_.wakeup(); }
   Clock::duration spin() const { return spin_; }
   void check() const { check_(); }
-  // From any thread: a rank is gone, or one that is not known (-1). Nothing is waited for any more.
+  // From any thread: a rank is lost, or one that is not known (-1). All waits end.
   void lose(std::int32_t rank);
   std::optional<std::int32_t> lost() const;
-  // This rank's own word; see LinkBoard.
-  SharedWord& let_go() const { return board_.words().let_go; }
-  // One that has let go of its queues, and because of whom; nothing when all wait for each other.
-  std::optional<std::pair<std::int32_t, std::int32_t>> find_let_go() const;
+  // This rank's own word; see LinkWords.
+  SharedWord& aborted_by() const { return words_.words().aborted_by; }
+  // A rank that has aborted its queues, and because of which; nothing where there is none.
+  std::optional<std::pair<std::int32_t, std::int32_t>> find_abort() const;
 
   // The next program's number. Every rank makes its programs in the same order.
   std::size_t number_program() { return num_programs_++; }
@@ -291,7 +312,7 @@ class SharedMemoryLink final {
   Clock::duration spin_;
   void (*check_)();
   std::atomic<std::int32_t> lost_{kNobody};
-  SharedMemoryBoard<LinkBoard> board_;
+  PublishedWords<LinkWords> words_;
   std::vector<std::shared_ptr<SharedMemoryPeer>> peers_;  // by rank; null for this one
   std::size_t num_programs_ = 0;
 };

@@ -50,7 +50,7 @@ bool LoopbackLane::wait(Operation& operation, Clock::time_point deadline) {
   }
 }
 
-void LoopbackLane::break_off(const std::string& why) {
+void LoopbackLane::abort(const std::string& why) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!broken_) close(why);
 }
@@ -141,10 +141,10 @@ Connect over_loopback(std::vector<Channel> channels, std::vector<std::int32_t> l
   };
 }
 
-void LoopbackHub::break_off(std::int32_t one, std::int32_t other, const std::string& why) {
+void LoopbackHub::abort(std::int32_t one, std::int32_t other, const std::string& why) {
   for (std::size_t channel = 0; channel < channels_.size(); ++channel) {
     const auto [source, destination, kind] = channels_[channel];
-    if (std::minmax(source, destination) == std::minmax(one, other)) lane_of(channel).break_off(why);
+    if (std::minmax(source, destination) == std::minmax(one, other)) lane_of(channel).abort(why);
   }
 }
 
@@ -168,7 +168,7 @@ LoopbackTransport::LoopbackTransport(std::shared_ptr<LoopbackHub> hub, const Ran
       broken_(program.rank()) {}
 
 LoopbackTransport::~LoopbackTransport() {
-  leave("the rank has left in the middle of a step");
+  withdraw("the rank has left in the middle of a step");
 }
 
 void LoopbackTransport::begin_step(std::int64_t signature, bool announce) {
@@ -213,7 +213,7 @@ void LoopbackTransport::post(LoopbackOperation& operation) {
   if (operation.is_send && hub_->delay() > Clock::duration::zero()) operation.eligible = Clock::now() + hub_->delay();
   operation.posted = true;
   const int end = program_.rank() < peer ? 0 : 1;
-  if (!hub_->lane_of(operation.channel).post(end, operation)) give_up(operation);
+  if (!hub_->lane_of(operation.channel).post(end, operation)) abort_peer(operation);
 }
 
 bool LoopbackTransport::wait_receive(std::int32_t slot) {
@@ -232,7 +232,7 @@ bool LoopbackTransport::wait(LoopbackOperation& operation) {
   // Not posted since the peer is broken, or waited for before (an error's second wait, while draining).
   if (!operation.posted || broken_.has(peer_of(operation))) return false;
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
-  if (!hub_->lane_of(operation.channel).wait(operation, deadline)) give_up(operation);
+  if (!hub_->lane_of(operation.channel).wait(operation, deadline)) abort_peer(operation);
   operation.posted = false;
   return true;
 }
@@ -241,15 +241,15 @@ std::int32_t LoopbackTransport::peer_of(const LoopbackOperation& operation) cons
   return program_.channels()[operation.channel].peer_of(program_.rank());
 }
 
-void LoopbackTransport::break_off(std::int32_t peer, const std::string& why) {
+void LoopbackTransport::abort(std::int32_t peer, const std::string& why) {
   broken_.add(peer, why);
-  hub_->break_off(program_.rank(), peer, why);
+  hub_->abort(program_.rank(), peer, why);
 }
 
-void LoopbackTransport::give_up(LoopbackOperation& operation) {
+void LoopbackTransport::abort_peer(LoopbackOperation& operation) {
   const std::int32_t peer = peer_of(operation);
   const std::string why = hub_->lane_of(operation.channel).why_broken();
-  break_off(peer, why);
+  abort(peer, why);
   operation.posted = false;
   BrokenPeers::refuse(peer, "rank " + std::to_string(program_.rank()), why);
 }
@@ -257,19 +257,19 @@ void LoopbackTransport::give_up(LoopbackOperation& operation) {
 void LoopbackTransport::end_step(bool complete) {
   specs_.close(complete);
   const bool was_broken = broken_.any();
-  if (!leave("a channel is not empty at the end of the step") && !was_broken) {
+  if (!withdraw("a channel is not empty at the end of the step") && !was_broken) {
     throw Error("rank " + std::to_string(program_.rank()) +
                 ": a channel is not empty at the end of the step; lower the schedule again and validate it");
   }
 }
 
-bool LoopbackTransport::leave(const char* why) {
+bool LoopbackTransport::withdraw(const char* why) {
   bool idle = true;
   for (std::vector<LoopbackOperation>* operations : {&receives_, &sends_}) {
     for (LoopbackOperation& operation : *operations) {
       if (!operation.posted) continue;
       idle = false;
-      if (!broken_.has(peer_of(operation))) break_off(peer_of(operation), why);
+      if (!broken_.has(peer_of(operation))) abort(peer_of(operation), why);
       operation = {};
     }
   }

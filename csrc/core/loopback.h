@@ -17,8 +17,8 @@
 namespace fastpipe {
 
 // A lane of the loopback transport: what is posted on it is executed in order on each of its two ends, and a message
-// is copied when its send and its receive are both first in line. There is no buffer: who overwrites or frees what is
-// being sent too early corrupts it, here as on a network.
+// is copied when its send and its receive are both first in line. There is no buffer: overwriting or freeing
+// too early what is being sent corrupts it, here as on a network.
 
 // One posted send or receive. It belongs to its rank; while it is posted it also hangs in its lane's queue.
 struct LoopbackOperation {
@@ -46,7 +46,7 @@ class LoopbackLane {
   // Until the operation is done; false when the lane is broken or the time is over, which breaks it.
   bool wait(Operation& operation, Clock::time_point deadline);
   // Nothing that was posted is touched any more once this has returned.
-  void break_off(const std::string& why);
+  void abort(const std::string& why);
   std::string why_broken();
 
  private:
@@ -67,7 +67,7 @@ class LoopbackLane {
   std::string why_;
 };
 
-// What the ranks of one process share to reach each other. Ranks connect one by one; it lives as long as any of them.
+// What the ranks of one process share. Ranks connect one by one; it lives as long as any of them.
 class LoopbackHub final {
  public:
   // lanes: that of each channel, by its index. delay_seconds: how long a send waits before it can be executed.
@@ -78,7 +78,7 @@ class LoopbackHub final {
   // Throws ArgumentError for a program that it was not made for.
   void check(const RankProgram& program) const;
   // Breaks every lane between two ranks.
-  void break_off(std::int32_t one, std::int32_t other, const std::string& why);
+  void abort(std::int32_t one, std::int32_t other, const std::string& why);
 
  private:
   std::vector<Channel> channels_;
@@ -107,10 +107,10 @@ class LoopbackTransport final : public Transport {
   // False: the peer is broken, there is nothing to wait for.
   bool wait(LoopbackOperation& operation);
   std::int32_t peer_of(const LoopbackOperation& operation) const;
-  void break_off(std::int32_t peer, const std::string& why);
-  [[noreturn]] void give_up(LoopbackOperation& operation);
+  void abort(std::int32_t peer, const std::string& why);
+  [[noreturn]] void abort_peer(LoopbackOperation& operation);
   // Takes back what is still posted, since the lanes must not keep what belongs to this rank. True if nothing was.
-  bool leave(const char* why);
+  bool withdraw(const char* why);
 
   std::shared_ptr<LoopbackHub> hub_;
   RankProgram program_;

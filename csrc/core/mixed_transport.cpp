@@ -6,7 +6,7 @@
 
 namespace fastpipe {
 
-MixedTransport::MixedTransport(const SharedMemoryPlan& near, const Connect& far, const RankProgram& program,
+MixedTransport::MixedTransport(const SharedMemoryChannels& near, const Connect& far, const RankProgram& program,
                                double timeout_seconds)
     : near_(near, program, timeout_seconds),
       far_(far(program, timeout_seconds)),
@@ -28,7 +28,7 @@ void MixedTransport::begin_step(std::int64_t signature, bool announce) {
 }
 
 void MixedTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
-  if (receives_[slot] == &near_) near_.leave(slot);
+  if (receives_[slot] == &near_) near_.report_held_cell(slot);
   receives_[slot] = &side_of(transfer.channel);
   receives_[slot]->post_receive(transfer, slot, into);
 }
@@ -58,7 +58,7 @@ double MixedTransport::wait_send(std::int32_t send) {
 }
 
 void MixedTransport::block(FunctionRef<void()> far) {
-  near_.hold_back();
+  near_.report_held_cells();
   if (near_.advance()) return far();
   block_beside(far);
 }
@@ -74,7 +74,7 @@ void MixedTransport::block_beside(FunctionRef<void()> far) {
       error = std::current_exception();
     }
     over.store(true);
-    near_.ring_own();
+    near_.wake_own_rank();
     if (error) std::rethrow_exception(error);
   };
   helper_->start(job);
@@ -104,7 +104,7 @@ void MixedTransport::end_step(bool complete) {
   if (error) std::rethrow_exception(error);
 }
 
-Connect over_both(std::shared_ptr<const SharedMemoryPlan> near, Connect far) {
+Connect over_both(std::shared_ptr<const SharedMemoryChannels> near, Connect far) {
   return [near = std::move(near), far = std::move(far)](const RankProgram& program, double timeout_seconds) {
     near->check(program);
     return std::make_unique<MixedTransport>(*near, far, program, timeout_seconds);

@@ -24,7 +24,8 @@ namespace fastpipe {
 //    too: the proof of receives at their waits holds for any that are made earlier, as no two channels share a lane.
 class MixedTransport final : public Transport {
  public:
-  MixedTransport(const SharedMemoryPlan& near, const Connect& far, const RankProgram& program, double timeout_seconds);
+  MixedTransport(const SharedMemoryChannels& near, const Connect& far, const RankProgram& program,
+                 double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -43,12 +44,12 @@ class MixedTransport final : public Transport {
   std::vector<bool> is_near_;  // by channel
   SharedMemoryTransport near_;
   std::unique_ptr<Transport> far_;
-  std::vector<Transport*> receives_;  // by slot: who was asked last
+  std::vector<Transport*> receives_;  // by slot: the side that was asked last
   std::vector<Transport*> sends_;
   std::unique_ptr<Helper> helper_;  // made when it is needed
 };
 
 // `near` says which channels are its.
-Connect over_both(std::shared_ptr<const SharedMemoryPlan> near, Connect far);
+Connect over_both(std::shared_ptr<const SharedMemoryChannels> near, Connect far);
 
 }  // namespace fastpipe

@@ -31,7 +31,7 @@ bool is_compute(Op op) {
   return op <= Op::kOverlapFB;
 }
 
-bool is_meeting(Op op) {
+bool is_collective(Op op) {
   return op == Op::kUnshard || op == Op::kReshard || op == Op::kReduceGrad;
 }
 

@@ -91,7 +91,7 @@ class RankProgram {
 
 bool is_compute(Op op);
 // UNSHARD, RESHARD and REDUCE_GRAD.
-bool is_meeting(Op op);
+bool is_collective(Op op);
 // Whether the instruction's `slot` numbers a send, and not a receive slot.
 bool numbers_send(Op op);
 const char* name_of(Op op);

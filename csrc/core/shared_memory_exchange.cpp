@@ -8,29 +8,29 @@
 
 namespace fastpipe {
 
-void SharedMemoryExchange::connect(std::int32_t rank, const BoardAddress& address) {
+void SharedMemoryExchange::connect(std::int32_t rank, const PublishedAddress& address) {
   SharedMemoryProcess process(rank, address.process);
-  SharedMemoryBoard<ExchangeBoard> board(process, address);
-  peers_.at(rank).emplace(Peer{std::move(process), std::move(board)});
+  PublishedWords<ExchangeWords> words(process, address);
+  peers_.at(rank).emplace(Peer{std::move(process), std::move(words)});
 }
 
 void SharedMemoryExchange::post(std::string_view message) {
   messages_.assign(peers_.size(), std::nullopt);
   messages_[rank_] = message;
   collected_ = false;
-  large_ = message.size() > kExchangeText ? SharedMemorySegment::make(message.size()) : nullptr;
+  large_ = message.size() > kExchangeBytes ? SharedMemorySegment::make(message.size()) : nullptr;
   if (large_) std::memcpy(large_->data(), message.data(), message.size());
   write(message, large_ ? large_->descriptor() : -1);
 }
 
 void SharedMemoryExchange::write(std::string_view message, int descriptor) {
-  ExchangeNote& note = board_.words().notes[++number_ % 2];
-  note.bytes = message.size();
-  note.descriptor = descriptor;
-  if (descriptor < 0) std::memcpy(note.text, message.data(), message.size());
-  board_.words().posted.store(number_);
+  ExchangeMessage& place = words_.words().messages[++number_ % 2];
+  place.bytes = message.size();
+  place.descriptor = descriptor;
+  if (descriptor < 0) std::memcpy(place.inline_bytes, message.data(), message.size());
+  words_.words().posted.store(number_);
   for (const auto& peer : peers_) {
-    if (peer) peer->board.doorbell().ring(for_rank(rank_));
+    if (peer) peer->words.wakeup().notify(for_rank(rank_));
   }
 }
 
@@ -50,15 +50,15 @@ bool SharedMemoryExchange::wait_for_all(Clock::time_point deadline) {
 
 bool SharedMemoryExchange::wait_for(Peer& peer, Clock::time_point deadline) {
   if (peer.dead || arrived(peer) || spin(peer)) return true;
-  const SharedMemoryDoorbell bell = board_.doorbell();
+  const SharedMemoryWakeup wakeup = words_.wakeup();
   while (true) {
-    const std::uint32_t rings = bell.lie_down(for_rank(peer.process.rank()));
+    const std::uint32_t count = wakeup.prepare_wait(for_rank(peer.process.rank()));
     if (arrived(peer)) {
-      bell.get_up();
+      wakeup.cancel_wait();
       return true;
     }
-    const bool woken = bell.sleep(rings, kSliceMilliseconds);
-    // Asked before the last look, for what it posted before it died counts.
+    const bool woken = wakeup.wait(count, kSliceMilliseconds);
+    // Asked before the last look, as what it posted before it died counts.
     const bool alive = woken || peer.process.alive();
     if (arrived(peer)) return true;
     peer.dead = !alive;
@@ -89,10 +89,10 @@ bool SharedMemoryExchange::collect() {
   bool large = large_ != nullptr;
   for (const auto& peer : peers_) {
     if (!peer || !arrived(*peer)) continue;
-    const ExchangeNote& note = peer->board.words().notes[number_ % 2];
-    large = large || note.descriptor >= 0;
-    messages_[peer->process.rank()] = read(*peer, note);
-    if (peer->board.words().posted.load() > number_ + 1) {
+    const ExchangeMessage& message = peer->words.words().messages[number_ % 2];
+    large = large || message.descriptor >= 0;
+    messages_[peer->process.rank()] = read(*peer, message);
+    if (peer->words.words().posted.load() > number_ + 1) {
       throw Error("rank " + std::to_string(peer->process.rank()) + " has gone on without rank " +
                   std::to_string(rank_) + "; build the Pipeline again after a step that was broken off");
     }
@@ -100,13 +100,13 @@ bool SharedMemoryExchange::collect() {
   return large;
 }
 
-std::optional<std::string> SharedMemoryExchange::read(const Peer& peer, const ExchangeNote& note) {
-  const std::size_t bytes = note.bytes;
-  if (note.descriptor < 0) {
-    return std::string(reinterpret_cast<const char*>(note.text), std::min(bytes, kExchangeText));
+std::optional<std::string> SharedMemoryExchange::read(const Peer& peer, const ExchangeMessage& message) {
+  const std::size_t bytes = message.bytes;
+  if (message.descriptor < 0) {
+    return std::string(reinterpret_cast<const char*>(message.inline_bytes), std::min(bytes, kExchangeBytes));
   }
   try {
-    const auto large = peer.process.open(note.descriptor, bytes);
+    const auto large = peer.process.open(message.descriptor, bytes);
     return std::string(reinterpret_cast<const char*>(large->data()), bytes);
   } catch (const Error&) {
     if (peer.process.alive()) throw;

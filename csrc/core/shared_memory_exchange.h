@@ -1,4 +1,17 @@
-// What the ranks of a host tell each other between steps: everybody posts a message, and waits for all others'.
+// An all-gather of bytes between the processes of one host, in their shared memory: every rank posts a message and
+// waits for those of all others.
+//
+// Each rank publishes ExchangeWords, which it alone writes. `posted` is written last and publishes the message, by a
+// release that SharedMemoryExchange::arrived() acquires; wake-ups and killed processes are as in host_memory.h, with
+// `posted` as (a). Two messages are enough: a rank posts n + 1 when it has read n of every other, so its n - 1, whose
+// place that is, has been read by every rank that has posted n. Should a rank have gone on without the others (its user
+// interrupted a wait), its `posted` is beyond theirs, and the exchange is refused.
+//
+// What is too large lies in memory of its own, which goes with its process. So where there was such a message every
+// rank, having read it, posts once more, and waits: nobody ends, or unmaps it, before that. (The words themselves stay,
+// for those that have mapped them.)
+//
+// A rank that waits sleeps for the first rank that is missing, and is woken by that one alone.
 #pragma once
 
 #include <atomic>
@@ -15,47 +28,37 @@
 
 namespace fastpipe {
 
-// What a rank says to all others, of two exchanges: that of an odd number and that of an even one.
-constexpr std::size_t kExchangeText = 16384;
+constexpr std::size_t kExchangeBytes = 16384;
 
-struct ExchangeNote {
+struct ExchangeMessage {
   std::uint64_t bytes;
-  std::int32_t descriptor;  // of the memory that it lies in; -1: in `text`
-  alignas(kSharedLine) std::byte text[kExchangeText];
+  std::int32_t descriptor;  // of the memory that it lies in; -1: in `inline_bytes`
+  alignas(kSharedLine) std::byte inline_bytes[kExchangeBytes];
 };
 
-struct ExchangeBoard {
+struct ExchangeWords {
   static constexpr std::uint64_t kMagic = 0x3178657069707466;
 
   std::uint64_t magic;
   std::uint64_t nonce;
-  DoorbellWords doorbell;
-  alignas(kSharedLine) SharedNumber posted;  // notes ever written; written last
-  alignas(kSharedLine) ExchangeNote notes[2];
+  WakeupWords wakeup;
+  alignas(kSharedLine) SharedNumber posted;          // messages ever written; written last
+  alignas(kSharedLine) ExchangeMessage messages[2];  // of odd numbers, and of even ones
 };
 
-// Every rank has a board, on which it alone writes and which all others read. Two notes are enough: a rank posts n + 1
-// when it has read everybody's n, so its n - 1, whose place that is, has been read by everybody who has posted n.
-// Should a rank have gone on without the others (its user broke off a wait), that is seen by its number, and refused.
-//
-// What has no place on the board lies in memory of its own, which goes with its process. So where there was such a
-// message everybody, having read it, posts once more, and waits: nobody ends, or lets go of it, before that. (A board
-// stays, for those who have mapped it.)
-//
-// Who waits sleeps for the first rank that is missing, and is woken by that one alone.
 class SharedMemoryExchange final {
  public:
-  // spin: how long to look before sleeping.
+  // spin: how long to poll before sleeping.
   SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
       : rank_(rank), spin_(spin), peers_(num_ranks) {}
   SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks)
       : SharedMemoryExchange(rank, num_ranks, usual_spin(num_ranks)) {}
 
-  // How many ranks compute on this host, this exchange's or not: only where a core is free it pays to look.
+  // How many ranks compute on this host, this exchange's or not: polling pays only where a core is free.
   void share_host(std::int32_t num_ranks) { spin_ = usual_spin(num_ranks); }
-  BoardAddress address() const { return board_.address(); }
+  PublishedAddress address() const { return words_.address(); }
   // Throws Error when its memory cannot be had, or is not what it should be.
-  void connect(std::int32_t rank, const BoardAddress& address);
+  void connect(std::int32_t rank, const PublishedAddress& address);
 
   // The next message to all others.
   void post(std::string_view message);
@@ -71,24 +74,24 @@ class SharedMemoryExchange final {
  private:
   struct Peer {
     SharedMemoryProcess process;
-    SharedMemoryBoard<ExchangeBoard> board;
+    PublishedWords<ExchangeWords> words;
     bool dead = false;
   };
 
-  bool arrived(const Peer& peer) const { return peer.board.words().posted.load() >= number_; }
-  // descriptor: of the memory that it lies in; -1: it goes on the board.
+  bool arrived(const Peer& peer) const { return peer.words.words().posted.load() >= number_; }
+  // descriptor: of the memory that it lies in; -1: it is written inline.
   void write(std::string_view message, int descriptor);
   bool wait_for_all(Clock::time_point deadline);
   bool wait_for(Peer& peer, Clock::time_point deadline);
   bool spin(const Peer& peer) const;
   // Whether any was large.
   bool collect();
-  static std::optional<std::string> read(const Peer& peer, const ExchangeNote& note);
+  static std::optional<std::string> read(const Peer& peer, const ExchangeMessage& message);
 
   std::int32_t rank_;
   Clock::duration spin_;
-  SharedMemoryBoard<ExchangeBoard> board_;
-  std::shared_ptr<SharedMemorySegment> large_;  // the last message, if it has no place on the board
+  PublishedWords<ExchangeWords> words_;
+  std::shared_ptr<SharedMemorySegment> large_;  // the last message, if it is too large
   std::vector<std::optional<Peer>> peers_;      // by rank; nothing for this one
   std::uint64_t number_ = 0;                    // of what this rank wrote last
   bool collected_ = false;

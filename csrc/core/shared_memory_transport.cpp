@@ -1,5 +1,7 @@
 #include "shared_memory_transport.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -8,6 +10,252 @@
 #include "host_memory.h"
 
 namespace fastpipe {
+
+SharedMemoryLease::SharedMemoryLease(std::shared_ptr<const CellSender> sender,
+                                     std::shared_ptr<SharedMemorySegment> segment, CellWords& cell)
+    : sender_(std::move(sender)), segment_(std::move(segment)), cell_(&cell), process_(::getpid()) {}
+
+void SharedMemoryLease::swap(SharedMemoryLease& other) noexcept {
+  sender_.swap(other.sender_);
+  segment_.swap(other.segment_);
+  std::swap(cell_, other.cell_);
+  std::swap(process_, other.process_);
+}
+
+SharedMemoryLease::~SharedMemoryLease() {
+  // A forked process (a data loader's, say) has copies of the tensors and shares their memory: it must not free it.
+  if (cell_ == nullptr || ::getpid() != process_) return;
+  cell_->state.store(kCellFree);
+  sender_->wake_if_starved();
+}
+
+void HeldCellReport::send() {
+  CellWords* const cell = std::exchange(cell_, nullptr);
+  std::uint64_t expected = used_;
+  // It fails when the cell is free, or has the next message already, whose number differs.
+  if (cell != nullptr && cell->state.compare_exchange_strong(expected, used_ | kHeldMark)) sender_->wake_if_starved();
+  segment_.reset();
+  sender_.reset();
+}
+
+namespace {
+
+// So many messages more than the receiver asks for, so that the sender can run ahead while it computes; of small ones
+// as many as a step has.
+constexpr std::size_t kAhead = 2;
+constexpr std::size_t kSmallBytes = std::size_t{1} << 20;
+
+}  // namespace
+
+bool SharedMemoryCells::Part::idle() const {
+  for (std::size_t cell = 0; cell < num_cells; ++cell) {
+    if (words(cell).state.load() != kCellFree) return false;
+  }
+  return true;
+}
+
+SharedMemoryCell SharedMemoryCells::find(std::size_t bytes) {
+  std::size_t usable = 0;
+  for (const Part& part : parts_) {
+    if (part.capacity < bytes || part.retired()) continue;
+    // The first that is free: few cells are touched, and these stay in the cache.
+    for (std::size_t cell = 0; cell < part.num_cells; ++cell) {
+      const std::uint64_t state = part.words(cell).state.load();
+      if (state == kCellFree) return cell_of(part, cell);
+      if ((state & kHeldMark) == 0) ++usable;
+    }
+  }
+  const std::size_t enough = wanted(bytes);
+  if (usable >= enough) return {};
+  grow(bytes, enough - usable);
+  return cell_of(parts_.back(), 0);
+}
+
+std::size_t SharedMemoryCells::wanted(std::size_t bytes) const {
+  const std::size_t small = std::min<std::size_t>(num_messages_, kSmallBytes / std::max<std::size_t>(bytes, 1));
+  return std::max<std::size_t>(slots_ + kAhead, small);
+}
+
+SharedMemoryCell SharedMemoryCells::cell_of(const Part& part, std::size_t index) const {
+  const std::size_t offset = part.offset(index);
+  return {&part.words(index),
+          part.memory->data() + offset + sizeof(CellWords),
+          part.number,
+          offset,
+          part.memory->descriptor(),
+          part.memory->size()};
+}
+
+void SharedMemoryCells::grow(std::size_t bytes, std::size_t num_cells) {
+  std::size_t largest = 0;
+  for (const Part& part : parts_) largest = std::max(largest, part.capacity);
+  // Twice the last, so that messages that grow bit by bit do not leave one segment each behind.
+  const std::size_t capacity = whole_lines(bytes > largest ? std::max(bytes, 2 * largest) : largest);
+  Part part{nullptr, num_parts_ + 1, std::max(capacity, kSharedLine), num_cells};
+  part.memory = SharedMemorySegment::make(part.offset(num_cells));
+  retire_below(part.capacity);
+  parts_.push_back(std::move(part));
+  ++num_parts_;
+}
+
+void SharedMemoryCells::retire_below(std::size_t capacity) {
+  for (const Part& part : parts_) {
+    if (part.capacity < capacity) part.memory->at<CellSegmentWords>(0)->retired.store(1);
+  }
+}
+
+void SharedMemoryCells::sweep() {
+  const auto done = [](const Part& part) { return part.retired() && part.idle(); };
+  parts_.erase(std::remove_if(parts_.begin(), parts_.end(), done), parts_.end());
+}
+
+namespace {
+
+void require(bool holds) {
+  if (holds) return;
+  throw Error("shared memory: what was received makes no sense; run the same version of fastpipe on every rank");
+}
+
+}  // namespace
+
+SharedMemoryInbox::SharedMemoryInbox(std::int32_t channel, std::shared_ptr<SharedMemoryPeer> peer, std::size_t program,
+                                     std::uint64_t fingerprint)
+    : channel_(channel), peer_(std::move(peer)), program_(program), fingerprint_(fingerprint) {}
+
+bool SharedMemoryInbox::arrived() {
+  return (ring_ != nullptr || open()) && ring_->sent.load() > taken_;
+}
+
+bool SharedMemoryInbox::open() {
+  auto rings = peer_->rings(program_, fingerprint_);
+  if (!rings) return false;
+  const std::uint64_t offset = rings->at<std::uint64_t>(0)[channel_];
+  require(offset > 0 && offset + sizeof(RingWords) <= rings->size());
+  ring_ = rings->at<RingWords>(offset);
+  require(offset + sizeof(RingWords) + ring_->num_entries * sizeof(RingEntry) <= rings->size());
+  sender_ = std::make_shared<CellSender>(CellSender{std::move(rings), ring_, peer_});
+  return true;
+}
+
+SharedMemoryMessage SharedMemoryInbox::take() {
+  const RingEntry entry = reinterpret_cast<const RingEntry*>(ring_ + 1)[taken_ % ring_->num_entries];
+  SharedMemoryMessage message;
+  message.stage = entry.stage;
+  message.microbatch = entry.microbatch;
+  message.stand_in = entry.stand_in != 0;
+  if (!message.stand_in) read_cell(entry, message);
+  ++taken_;
+  ring_->taken.store(taken_);
+  sender_->wake_if_starved();
+  return message;
+}
+
+void SharedMemoryInbox::read_cell(const RingEntry& entry, SharedMemoryMessage& message) {
+  const auto& segment = segment_of(entry);
+  const std::uint64_t begin = entry.offset + sizeof(CellWords);
+  require(begin <= segment->size() && entry.bytes <= segment->size() - begin);
+  CellWords& cell = *segment->at<CellWords>(entry.offset);
+  message.bytes = {segment->data() + begin, entry.bytes, entry.announced != 0};
+  message.lease = SharedMemoryLease(sender_, segment, cell);
+  message.held_cell = HeldCellReport(sender_, segment, cell);
+}
+
+const std::shared_ptr<SharedMemorySegment>& SharedMemoryInbox::segment_of(const RingEntry& entry) {
+  auto found = segments_.find(entry.segment);
+  if (found == segments_.end()) {
+    auto opened = peer_->open(entry.descriptor, entry.segment_bytes);
+    sweep();
+    found = segments_.emplace(entry.segment, std::move(opened)).first;
+  }
+  return found->second;
+}
+
+// Tensors that are still in what the sender has retired keep it.
+void SharedMemoryInbox::sweep() {
+  for (auto it = segments_.begin(); it != segments_.end();) {
+    const bool retired = it->second->at<CellSegmentWords>(0)->retired.load() != 0;
+    it = retired ? segments_.erase(it) : std::next(it);
+  }
+}
+
+SharedMemoryOutbox::SharedMemoryOutbox(const Codec& codec, std::int32_t channel, RingWords& ring,
+                                       std::uint64_t num_entries, SharedMemoryCells cells,
+                                       std::shared_ptr<SharedMemoryPeer> peer)
+    : codec_(codec),
+      channel_(channel),
+      ring_(ring),
+      entries_(reinterpret_cast<RingEntry*>(&ring + 1)),
+      cells_(std::move(cells)),
+      peer_(std::move(peer)) {
+  ring_.num_entries = num_entries;
+}
+
+void SharedMemoryOutbox::post(SharedMemorySend& send) {
+  if (queue_.empty() && copy(send)) return;
+  send.state = SharedMemorySend::State::kPosted;
+  queue_.push_back(&send);
+}
+
+bool SharedMemoryOutbox::advance() {
+  while (!queue_.empty()) {
+    SharedMemorySend& send = *queue_.front();
+    try {
+      if (!copy(send)) {
+        // Said before the last look: whoever makes room after that look sees it and rings.
+        if (ring_.starved.load(std::memory_order_relaxed) != 0) return false;
+        ring_.starved.store(1);
+        continue;
+      }
+    } catch (...) {
+      replace_front();
+      throw;
+    }
+    queue_.pop_front();
+  }
+  if (ring_.starved.load(std::memory_order_relaxed) != 0) ring_.starved.store(0, std::memory_order_relaxed);
+  return true;
+}
+
+void SharedMemoryOutbox::replace_front() {
+  // No memory, say. The receiver must get something in its place; an entry needs none.
+  SharedMemorySend& send = *queue_.front();
+  send.from = nullptr;
+  if (copy(send)) queue_.pop_front();
+}
+
+bool SharedMemoryOutbox::copy(SharedMemorySend& send) {
+  if (sent_ - ring_.taken.load() >= ring_.num_entries) return false;
+  RingEntry entry{};
+  entry.stage = send.stage;
+  entry.microbatch = send.microbatch;
+  entry.stand_in = send.from == nullptr ? 1 : 0;
+  entry.announced = send.announced ? 1 : 0;
+  if (send.from != nullptr && !copy_payload(send, entry)) return false;
+  publish(send, entry);
+  return true;
+}
+
+bool SharedMemoryOutbox::copy_payload(const SharedMemorySend& send, RingEntry& entry) {
+  entry.bytes = codec_.size(*send.from, send.announced);
+  const SharedMemoryCell cell = cells_.find(entry.bytes);
+  if (cell.words == nullptr) return false;
+  codec_.write(*send.from, {cell.data, entry.bytes, send.announced});
+  cell.words->state.store(used_cell(sent_), std::memory_order_relaxed);  // the receiver sees it when it sees `sent`
+  entry.segment = cell.segment;
+  entry.segment_bytes = cell.segment_bytes;
+  entry.offset = cell.offset;
+  entry.descriptor = cell.descriptor;
+  return true;
+}
+
+void SharedMemoryOutbox::publish(SharedMemorySend& send, const RingEntry& entry) {
+  entries_[sent_ % ring_.num_entries] = entry;
+  ++sent_;
+  ring_.sent.store(sent_);
+  peer_->wakeup().notify(for_channel(channel_));
+  send.state = SharedMemorySend::State::kCopied;
+  send.completed = now_seconds();
+}
 
 std::vector<bool> channels_between_ranks(const std::vector<Channel>& channels) {
   std::vector<bool> found;
@@ -30,29 +278,29 @@ void count_needs(const RankProgram& program, std::vector<ChannelNeeds>& needs) {
   }
 }
 
-SharedMemoryPlan::SharedMemoryPlan(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
-                                   std::vector<ChannelNeeds> needs, std::vector<bool> carried)
+SharedMemoryChannels::SharedMemoryChannels(std::shared_ptr<SharedMemoryLink> link, std::shared_ptr<const Codec> codec,
+                                           std::vector<ChannelNeeds> needs, std::vector<bool> carried)
     : link_(std::move(link)),
       codec_(std::move(codec)),
       needs_(std::move(needs)),
       carried_(std::move(carried)),
       number_(link_->number_program()) {}
 
-Connect over_shared_memory(std::shared_ptr<const SharedMemoryPlan> plan) {
-  return [plan = std::move(plan)](const RankProgram& program, double timeout_seconds) {
-    plan->check(program);
-    return std::make_unique<SharedMemoryTransport>(*plan, program, timeout_seconds);
+Connect over_shared_memory(std::shared_ptr<const SharedMemoryChannels> channels) {
+  return [channels = std::move(channels)](const RankProgram& program, double timeout_seconds) {
+    channels->check(program);
+    return std::make_unique<SharedMemoryTransport>(*channels, program, timeout_seconds);
   };
 }
 
-void SharedMemoryPlan::check(const RankProgram& program) const {
+void SharedMemoryChannels::check(const RankProgram& program) const {
   if (program.rank() == link_->rank() && program.channels().size() == needs_.size()) return;
   throw ArgumentError("this shared memory was made for " + std::to_string(needs_.size()) + " channels and rank " +
                       std::to_string(link_->rank()) + ", the program has " + std::to_string(program.channels().size()) +
                       " and is rank " + std::to_string(program.rank()) + "'s; make a source for each program");
 }
 
-std::uint64_t SharedMemoryPlan::fingerprint() const {
+std::uint64_t SharedMemoryChannels::fingerprint() const {
   std::uint64_t sum = 0xcbf29ce484222325;  // FNV
   for (const ChannelNeeds& channel : needs_) {
     for (const std::int32_t number : {channel.slots, channel.messages}) {
@@ -77,7 +325,7 @@ std::uint64_t num_entries(const ChannelNeeds& needs) {
 
 }  // namespace
 
-SharedMemoryTransport::SharedMemoryTransport(const SharedMemoryPlan& source, const RankProgram& program,
+SharedMemoryTransport::SharedMemoryTransport(const SharedMemoryChannels& source, const RankProgram& program,
                                              double timeout_seconds)
     : link_(source.link()),
       codec_(source.codec()),
@@ -101,7 +349,7 @@ SharedMemoryTransport::SharedMemoryTransport(const SharedMemoryPlan& source, con
 }
 
 // A table of where each channel's ring is, and the rings of those that this rank sends on.
-void SharedMemoryTransport::make_rings(const SharedMemoryPlan& source) {
+void SharedMemoryTransport::make_rings(const SharedMemoryChannels& source) {
   const std::vector<Channel>& channels = program_.channels();
   const auto sends_on = [&](std::size_t i) { return source.carries(i) && channels[i].source == program_.rank(); };
   std::vector<std::uint64_t> offsets(channels.size());
@@ -125,13 +373,13 @@ void SharedMemoryTransport::make_rings(const SharedMemoryPlan& source) {
 
 void SharedMemoryTransport::begin_step(std::int64_t signature, bool announce) {
   broken_.require_none();
-  hold_back();
+  report_held_cells();
   specs_.open(signature, announce);
 }
 
 void SharedMemoryTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
   Receive& receive = receives_[slot];
-  receive.watch.end();
+  receive.held_cell.send();
   receive.state = Receive::State::kIdle;
   if (broken_.has(peer_of(transfer.channel))) return;
   receive.transfer = transfer;
@@ -160,7 +408,7 @@ void SharedMemoryTransport::receive_next(std::int32_t channel) {
   try {
     deliver(receive, inbox.take());
   } catch (const std::exception& error) {
-    give_up(inbox.peer().rank(), position, error.what());
+    abort_peer(inbox.peer().rank(), position, error.what());
   }
   receive.state = Receive::State::kArrived;
 }
@@ -172,23 +420,23 @@ bool SharedMemoryTransport::arrived(SharedMemoryInbox& inbox, std::size_t positi
     return inbox.arrived();
   } catch (const std::exception& error) {
     const std::int32_t peer = inbox.peer().rank();
-    lost_.emplace_back(peer, error.what());
+    dropped_.emplace_back(peer, error.what());
     BrokenPeers::refuse(peer, program_.place(position), error.what());
   }
 }
 
-void SharedMemoryTransport::deliver(Receive& receive, SharedMemoryMail mail) {
+void SharedMemoryTransport::deliver(Receive& receive, SharedMemoryMessage message) {
   const Transfer& transfer = receive.transfer;
-  if (mail.stage != transfer.stage || mail.microbatch != transfer.microbatch) {
-    throw Error("it sent the message for stage " + std::to_string(mail.stage) + ", microbatch " +
-                std::to_string(mail.microbatch));
+  if (message.stage != transfer.stage || message.microbatch != transfer.microbatch) {
+    throw Error("it sent the message for stage " + std::to_string(message.stage) + ", microbatch " +
+                std::to_string(message.microbatch));
   }
-  receive.stand_in = mail.stand_in;
-  if (mail.stand_in) return;
-  if (mail.bytes.announced != specs_.announcing()) throw Error("one rank announces this step and one does not");
-  if (mail.bytes.announced) specs_.learn(transfer.position, codec_->read_spec(mail.bytes));
-  receive.watch = std::move(mail.watch);
-  codec_->adopt(*receive.into, specs_.at(transfer.position), mail.bytes, std::move(mail.lease));
+  receive.stand_in = message.stand_in;
+  if (message.stand_in) return;
+  if (message.bytes.announced != specs_.announcing()) throw Error("one rank announces this step and one does not");
+  if (message.bytes.announced) specs_.learn(transfer.position, codec_->read_spec(message.bytes));
+  receive.held_cell = std::move(message.held_cell);
+  codec_->adopt(*receive.into, specs_.at(transfer.position), message.bytes, std::move(message.lease));
 }
 
 void SharedMemoryTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
@@ -242,41 +490,41 @@ bool SharedMemoryTransport::advance() {
   return idle;
 }
 
-void SharedMemoryTransport::hold_back() {
+void SharedMemoryTransport::report_held_cells() {
   for (Receive& receive : receives_) {
-    if (!receive.watch.empty() && receive.into->empty()) receive.watch.end();
+    if (!receive.held_cell.empty() && receive.into->empty()) receive.held_cell.send();
   }
 }
 
 void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position,
                                  FunctionRef<bool()> ready) {
   if (look(ready) || spin(ready)) return;
-  hold_back();
-  const SharedMemoryDoorbell bell = link_->doorbell();
+  report_held_cells();
+  const SharedMemoryWakeup wakeup = link_->wakeup();
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
   while (true) {
-    const std::uint32_t rings = bell.lie_down(reason);
+    const std::uint32_t count = wakeup.prepare_wait(reason);
     bool now = false;
     try {
       now = look(ready);
     } catch (...) {
-      bell.get_up();
+      wakeup.cancel_wait();
       throw;
     }
-    if (now) return bell.get_up();
-    const bool woken = bell.sleep(rings, kSliceMilliseconds);
+    if (now) return wakeup.cancel_wait();
+    const bool woken = wakeup.wait(count, kSliceMilliseconds);
     // Asked before the last look, for what it sent before it died counts.
     const bool alive = woken || peer.alive();
     if (look(ready)) return;
     if (!woken) check_signals();
     if (const auto lost = link_->lost()) {
       const std::string why = *lost < 0 ? "a rank is gone" : "rank " + std::to_string(*lost) + " is gone";
-      lose_all(why);
+      drop_all_peers(why);
       BrokenPeers::refuse(*lost, program_.place(position), why);
     }
-    if (!alive) give_up(peer.rank(), position, "its process died");
+    if (!alive) abort_peer(peer.rank(), position, "its process died");
     if (Clock::now() >= deadline) {
-      give_up(peer.rank(), position, "nothing came of it in " + std::to_string(timeout_seconds_) + " s");
+      abort_peer(peer.rank(), position, "nothing came of it in " + std::to_string(timeout_seconds_) + " s");
     }
   }
 }
@@ -285,12 +533,12 @@ void SharedMemoryTransport::check_signals() {
   try {
     link_->check();
   } catch (...) {
-    lose_all("a wait was interrupted");
+    drop_all_peers("a wait was interrupted");
     throw;
   }
 }
 
-void SharedMemoryTransport::lose_all(const std::string& why) {
+void SharedMemoryTransport::drop_all_peers(const std::string& why) {
   broken_.add_all(why);
   for (const auto& outbox : outboxes_) {
     if (outbox) outbox->drop();
@@ -298,18 +546,18 @@ void SharedMemoryTransport::lose_all(const std::string& why) {
 }
 
 void SharedMemoryTransport::serve(const std::atomic<bool>& over) {
-  const SharedMemoryDoorbell bell = link_->doorbell();
+  const SharedMemoryWakeup wakeup = link_->wakeup();
   while (!over.load()) {
-    const std::uint32_t rings = bell.lie_down(kForSpace);
+    const std::uint32_t count = wakeup.prepare_wait(kForSpace);
     bool idle = false;
     try {
       idle = advance();
     } catch (...) {
-      bell.get_up();
+      wakeup.cancel_wait();
       throw;
     }
-    if (idle || over.load()) return bell.get_up();
-    bell.sleep(rings, kSliceMilliseconds);
+    if (idle || over.load()) return wakeup.cancel_wait();
+    wakeup.wait(count, kSliceMilliseconds);
   }
 }
 
@@ -328,12 +576,12 @@ bool SharedMemoryTransport::spin(FunctionRef<bool()> ready) {
   return false;
 }
 
-void SharedMemoryTransport::give_up(std::int32_t peer, std::size_t position, const std::string& why) {
-  lose(peer, why);
+void SharedMemoryTransport::abort_peer(std::int32_t peer, std::size_t position, const std::string& why) {
+  drop_peer(peer, why);
   BrokenPeers::refuse(peer, program_.place(position), why);
 }
 
-void SharedMemoryTransport::lose(std::int32_t peer, const std::string& why) {
+void SharedMemoryTransport::drop_peer(std::int32_t peer, const std::string& why) {
   broken_.add(peer, why);
   for (std::size_t channel = 0; channel < outboxes_.size(); ++channel) {
     const Channel& it = program_.channels()[channel];
@@ -349,8 +597,8 @@ void SharedMemoryTransport::end_step(bool complete) {
   for (const auto& outbox : outboxes_) {
     if (outbox) outbox->sweep();
   }
-  for (const auto& [peer, why] : lost_) lose(peer, why);
-  lost_.clear();
+  for (const auto& [peer, why] : dropped_) drop_peer(peer, why);
+  dropped_.clear();
   if (!left || broken_.any()) return;
   throw Error("rank " + std::to_string(program_.rank()) +
               ": a channel is not empty at the end of the step; lower the schedule again and validate it");

@@ -34,7 +34,7 @@ class Payload {
   Payload& operator=(const Payload&) = delete;
   virtual ~Payload() = default;
 
-  // Lets go of the contents; memory to receive into may stay.
+  // Frees the contents; memory to receive into may stay.
   virtual void clear() noexcept = 0;
   virtual bool empty() const = 0;
   // Makes the contents fit for a transfer (dense memory). Throws ArgumentError for what cannot be transferred.

@@ -32,9 +32,9 @@ int attribute(cudaDeviceAttr which, int device) {
 }
 
 // Of a device, whichever is the calling thread's. Where it fails the device is lost, or the process is a forked child
-// or ends: there is nobody to tell.
+// or ends: there is nothing to report to.
 template <typename Body>
-void let_go(int device, const Body& body) noexcept {
+void release_on(int device, const Body& body) noexcept {
   try {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
     body();
@@ -63,7 +63,7 @@ class OwnMemory final : public CopyMemory {
     require(code, "allocating memory that other processes can open");
   }
   ~OwnMemory() override {
-    let_go(device_, [this] { cudaFree(data_); });
+    release_on(device_, [this] { cudaFree(data_); });
   }
   std::byte* data() const override { return static_cast<std::byte*>(data_); }
   std::size_t size() const override { return size_; }
@@ -81,7 +81,7 @@ class OpenedMemory final : public CopyMemory {
     require(cudaIpcOpenMemHandle(&data_, handle, cudaIpcMemLazyEnablePeerAccess), "opening another process's memory");
   }
   ~OpenedMemory() override {
-    let_go(device_, [this] { cudaIpcCloseMemHandle(data_); });
+    release_on(device_, [this] { cudaIpcCloseMemHandle(data_); });
   }
   std::byte* data() const override { return static_cast<std::byte*>(data_); }
   std::size_t size() const override { return 0; }  // its owner knows
@@ -102,7 +102,7 @@ class Registered final {
   Registered(const Registered&) = delete;
   Registered& operator=(const Registered&) = delete;
   ~Registered() {
-    let_go(device_, [this] { cudaHostUnregister(segment_->data()); });
+    release_on(device_, [this] { cudaHostUnregister(segment_->data()); });
   }
 
  private:
@@ -117,7 +117,7 @@ class CudaMark final : public CopyMark {
     require(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event");
   }
   ~CudaMark() override {
-    let_go(device_, [this] { cudaEventDestroy(event_); });
+    release_on(device_, [this] { cudaEventDestroy(event_); });
   }
   bool reached() const override {
     const cudaError_t state = cudaEventQuery(event_);
@@ -201,7 +201,7 @@ class OwnStream final : public Base {
  public:
   OwnStream(int device, const StreamFlags& flags) : Base(device, flags, make_stream(device)), device_(device) {}
   ~OwnStream() override {
-    let_go(device_, [this] { cudaStreamDestroy(this->stream()); });
+    release_on(device_, [this] { cudaStreamDestroy(this->stream()); });
   }
 
  private:

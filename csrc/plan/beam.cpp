@@ -13,7 +13,7 @@ namespace fastpipe::plan {
 namespace {
 
 constexpr int32_t kNone = -1;
-constexpr int32_t kAlike = 3;
+constexpr int32_t kMaxDuplicates = 3;
 
 // One thing that a tick could be given to: a round, the W of one (`kinds`), or nothing (`kinds` + 1).
 struct Choice {
@@ -144,11 +144,11 @@ class Beam {
   bool is_one_too_many() {
     const std::vector<Choice>& kept = next_.choices();
     const int32_t last = next_.count() - 1;
-    int32_t alike = 0;
+    int32_t duplicates = 0;
     for (int32_t row = last - 1; row >= 0; --row) {
       if (kept[row].score != kept[last].score || kept[row].idle != kept[last].idle) return false;
       if (!next_.has_started_the_same(row, last)) continue;
-      if (++alike == kAlike || next_.runs_the_same(row, last)) return true;
+      if (++duplicates == kMaxDuplicates || next_.runs_the_same(row, last)) return true;
     }
     return false;
   }

@@ -139,11 +139,11 @@ void fastpipe_plan_end_search(void* search);
 int32_t fastpipe_plan_construct(const PlanTasks* tasks, int32_t span, int32_t count, const double* keys,
                                 const double* reserves, const double* patience, int32_t* orders, double* objectives);
 
-// When rounds start, by a rule of wave_ticks.py; slots up to the last end, 0 if that is not below `give_up` or the rule
+// When rounds start, by a rule of wave_ticks.py; slots up to the last end, 0 if that is not below `cutoff` or the rule
 // gets stuck, -1 for no memory. Ticks and rounds are filled, twice `count` of each.
-int64_t fastpipe_plan_compact(const PlanRounds* rounds, const int32_t* rule, int64_t give_up, int64_t* ticks,
+int64_t fastpipe_plan_compact(const PlanRounds* rounds, const int32_t* rule, int64_t cutoff, int64_t* ticks,
                               int32_t* keys);
-int64_t fastpipe_plan_slack(const PlanRounds* rounds, const int32_t* rule, int64_t give_up, int64_t* ticks,
+int64_t fastpipe_plan_slack(const PlanRounds* rounds, const int32_t* rule, int64_t cutoff, int64_t* ticks,
                             int32_t* keys);
 
 // The same by beam search: the ticks that it takes, so that no more than `length` slots are needed. `budget`: the
@@ -151,7 +151,7 @@ int64_t fastpipe_plan_slack(const PlanRounds* rounds, const int32_t* rule, int64
 int64_t fastpipe_plan_beam(const PlanBeam* given, int64_t length, int64_t* budget, int64_t* ticks, int32_t* keys);
 
 // The same for a loop: the slots of the rounds of F and of I, `count` of each.
-int64_t fastpipe_plan_loop(const PlanRounds* rounds, int64_t give_up, int64_t* forward, int64_t* backward);
+int64_t fastpipe_plan_loop(const PlanRounds* rounds, int64_t cutoff, int64_t* forward, int64_t* backward);
 
 // Steps with their W, and the makespan. Three rows (kind, stage, microbatch), rank after rank, half as many again as
 // there were. 0 if a rank cannot keep the limit, -1 for no memory or for steps that are none.

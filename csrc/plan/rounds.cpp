@@ -68,7 +68,7 @@ class Wave {
   int32_t* const keys_;
 };
 
-int64_t compact(const PlanRounds& given, const int32_t* rule, int64_t give_up, int64_t* ticks, int32_t* keys) {
+int64_t compact(const PlanRounds& given, const int32_t* rule, int64_t cutoff, int64_t* ticks, int32_t* keys) {
   Wave wave(given, ticks, keys);
   Line<3> first(rule);
   Line<3> full(rule + 3);
@@ -96,13 +96,13 @@ int64_t compact(const PlanRounds& given, const int32_t* rule, int64_t give_up, i
       }
       ++tick;
     }
-    if (2 * tick + given.num_ranks - 1 >= give_up) return 0;
+    if (2 * tick + given.num_ranks - 1 >= cutoff) return 0;
   }
   const int64_t length = std::max(2 * tick + given.num_ranks - 1, 2 * last_input + 2 * given.num_ranks + 1);
-  return length < give_up ? length : 0;
+  return length < cutoff ? length : 0;
 }
 
-int64_t slack(const PlanRounds& given, const int32_t* rule, int64_t give_up, int64_t* ticks, int32_t* keys) {
+int64_t slack(const PlanRounds& given, const int32_t* rule, int64_t cutoff, int64_t* ticks, int32_t* keys) {
   Wave wave(given, ticks, keys);
   Line<2> first(rule);
   Line<2> full(rule + 2);
@@ -126,7 +126,7 @@ int64_t slack(const PlanRounds& given, const int32_t* rule, int64_t give_up, int
     }
     weights += std::min<int64_t>(waiting, kind == kNothing ? 3 : 1);
     ++tick;
-    if (3 * (tick + given.num_ranks) >= give_up) return 0;
+    if (3 * (tick + given.num_ranks) >= cutoff) return 0;
   }
   return 3 * (tick + given.num_ranks);
 }
@@ -139,7 +139,7 @@ class Loop {
     std::fill_n(ready_.begin(), given.num_microbatches, 0);
   }
 
-  int64_t run(int64_t give_up) {
+  int64_t run(int64_t cutoff) {
     const int64_t lane = given_.num_ranks % 2;
     int64_t slot = 0;
     while (weights_ < given_.count) {
@@ -152,7 +152,7 @@ class Loop {
         weight();
       }
       ++slot;
-      if (slot >= give_up || stuck()) return 0;
+      if (slot >= cutoff || stuck()) return 0;
     }
     return slot;
   }
@@ -187,27 +187,27 @@ class Loop {
 
 }  // namespace fastpipe::plan
 
-extern "C" int64_t fastpipe_plan_compact(const PlanRounds* given, const int32_t* rule, int64_t give_up, int64_t* ticks,
+extern "C" int64_t fastpipe_plan_compact(const PlanRounds* given, const int32_t* rule, int64_t cutoff, int64_t* ticks,
                                          int32_t* keys) {
   try {
-    return fastpipe::plan::compact(*given, rule, give_up, ticks, keys);
+    return fastpipe::plan::compact(*given, rule, cutoff, ticks, keys);
   } catch (const std::exception&) {
     return -1;
   }
 }
 
-extern "C" int64_t fastpipe_plan_slack(const PlanRounds* given, const int32_t* rule, int64_t give_up, int64_t* ticks,
+extern "C" int64_t fastpipe_plan_slack(const PlanRounds* given, const int32_t* rule, int64_t cutoff, int64_t* ticks,
                                        int32_t* keys) {
   try {
-    return fastpipe::plan::slack(*given, rule, give_up, ticks, keys);
+    return fastpipe::plan::slack(*given, rule, cutoff, ticks, keys);
   } catch (const std::exception&) {
     return -1;
   }
 }
 
-extern "C" int64_t fastpipe_plan_loop(const PlanRounds* given, int64_t give_up, int64_t* forward, int64_t* backward) {
+extern "C" int64_t fastpipe_plan_loop(const PlanRounds* given, int64_t cutoff, int64_t* forward, int64_t* backward) {
   try {
-    return fastpipe::plan::Loop(*given, forward, backward).run(give_up);
+    return fastpipe::plan::Loop(*given, forward, backward).run(cutoff);
   } catch (const std::exception&) {
     return -1;
   }

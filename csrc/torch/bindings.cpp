@@ -13,23 +13,22 @@
 
 #include "codec.h"
 #include "core/common.h"
-#include "core/copy_engine_link.h"
 #include "core/copy_engine_transport.h"
+#include "core/executor.h"
 #include "core/host_memory.h"
 #include "core/loopback.h"
 #include "core/mixed_transport.h"
-#include "core/pairs.h"
 #include "core/program.h"
 #include "core/shared_memory_exchange.h"
 #include "core/shared_memory_transport.h"
 #ifdef FASTPIPE_WITH_CUDA
 #include "cuda/copy_engine.h"
 #endif
-#include "graph.h"
 #include "process_group.h"
 #include "python_errors.h"
 #include "random_numbers.h"
 #include "runner.h"
+#include "torch_private.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
@@ -79,21 +78,21 @@ std::vector<RankProgram> to_programs(const std::vector<Columns>& columns, const 
   return programs;
 }
 
-std::shared_ptr<const SharedMemoryPlan> plan_shared_memory(std::shared_ptr<SharedMemoryLink> link,
-                                                           const std::vector<ChannelTuple>& channels,
-                                                           const std::vector<Columns>& columns,
-                                                           std::optional<std::vector<bool>> carried,
-                                                           const at::Device& device) {
+std::shared_ptr<const SharedMemoryChannels> make_channels(std::shared_ptr<SharedMemoryLink> link,
+                                                          const std::vector<ChannelTuple>& channels,
+                                                          const std::vector<Columns>& columns,
+                                                          std::optional<std::vector<bool>> carried,
+                                                          const at::Device& device) {
   std::vector<ChannelNeeds> needs(channels.size());
   for (const RankProgram& program : to_programs(columns, channels)) count_needs(program, needs);
-  return std::make_shared<SharedMemoryPlan>(
+  return std::make_shared<SharedMemoryChannels>(
       std::move(link), std::make_shared<TensorCodec>(device), std::move(needs),
       carried ? std::move(*carried) : channels_between_ranks(to_channels(channels)));
 }
 
 Transports make_copy_engines(std::shared_ptr<CopyEngineLink> link, const std::vector<ChannelTuple>& channels,
                              const std::vector<Columns>& columns, const at::Device& device) {
-  auto announced = plan_shared_memory(link->host(), channels, columns, std::nullopt, device);
+  auto announced = make_channels(link->host(), channels, columns, std::nullopt, device);
   std::vector<CopyPlaces> places(channels.size());
   for (const RankProgram& program : to_programs(columns, channels)) add_places(program, places);
   return {over_copy_engines(std::move(link), std::move(announced), std::move(places))};
@@ -110,7 +109,7 @@ CopyTicket to_ticket(const std::string& bytes) {
   return ticket;
 }
 
-py::tuple to_tuple(const BoardAddress& address) {
+py::tuple to_tuple(const PublishedAddress& address) {
   return py::make_tuple(address.process, address.descriptor, address.nonce);
 }
 
@@ -179,7 +178,7 @@ void bind_copy_engine(py::module_& m) {
 #endif
 }
 
-// What a thread is told while something runs in it, as contexts of Python's.
+// Thread-local notes as contexts of Python's.
 
 // Armed from the beginning of Python's `with` to its end.
 class PythonArming {
@@ -196,20 +195,20 @@ class PythonArming {
 };
 
 // Computes an action.
-class PythonMoment {
+class PythonActionContext {
  public:
-  PythonMoment(std::int64_t number, std::array<std::int32_t, 3> last, int op, std::int32_t stage,
-               std::int32_t microbatch)
+  PythonActionContext(std::int64_t number, std::array<std::int32_t, 3> last, int op, std::int32_t stage,
+                      std::int32_t microbatch)
       : step_{number, last}, op_(static_cast<Op>(op)), stage_(stage), microbatch_(microbatch) {}
-  void enter() { moment_.emplace(step_, op_, stage_, microbatch_); }
-  void exit(const py::args&) { moment_.reset(); }
+  void enter() { context_.emplace(step_, op_, stage_, microbatch_); }
+  void exit(const py::args&) { context_.reset(); }
 
  private:
-  Moment::Step step_;
+  ActionContext::Step step_;
   Op op_;
   std::int32_t stage_;
   std::int32_t microbatch_;
-  std::optional<Moment> moment_;
+  std::optional<ActionContext> context_;
 };
 
 // (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage.
@@ -222,10 +221,10 @@ py::list deferred(const Runner& runner) {
 }
 
 void split(WeightGradients& weights, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
-  torch::autograd::edge_list roots;
-  for (const at::Tensor& output : outputs) roots.push_back(torch::autograd::impl::gradient_edge(output));
-  std::vector<torch::autograd::Node*> entries;
-  for (const at::Tensor& input : inputs) entries.push_back(torch::autograd::impl::gradient_edge(input).function.get());
+  EdgeList roots;
+  for (const at::Tensor& output : outputs) roots.push_back(gradient_edge(output));
+  std::vector<Node*> entries;
+  for (const at::Tensor& input : inputs) entries.push_back(gradient_edge(input).function.get());
   weights.split(roots, entries);
 }
 
@@ -249,20 +248,20 @@ void bind_weight_gradients(py::module_& m) {
 }
 
 // Step, stage, microbatch, kind, whether it is the stage's last of its kind, whether a backward follows; or None.
-py::object current_moment() {
-  const Moment* const moment = Moment::current();
-  if (moment == nullptr) return py::none();
-  return py::make_tuple(moment->step(), moment->stage(), moment->microbatch(), static_cast<int>(moment->op()),
-                        moment->is_last_microbatch(), moment->training());
+py::object current_context() {
+  const ActionContext* const context = ActionContext::current();
+  if (context == nullptr) return py::none();
+  return py::make_tuple(context->step(), context->stage(), context->microbatch(), static_cast<int>(context->op()),
+                        context->is_last_microbatch(), context->training());
 }
 
-void bind_moments(py::module_& m) {
-  py::class_<PythonMoment>(m, "Moment")
+void bind_contexts(py::module_& m) {
+  py::class_<PythonActionContext>(m, "Moment")
       .def(py::init<std::int64_t, std::array<std::int32_t, 3>, int, std::int32_t, std::int32_t>(), py::arg("step"),
            py::arg("last"), py::arg("op"), py::arg("stage"), py::arg("microbatch"))
-      .def("__enter__", &PythonMoment::enter)
-      .def("__exit__", &PythonMoment::exit);
-  m.def("current", &current_moment);
+      .def("__enter__", &PythonActionContext::enter)
+      .def("__exit__", &PythonActionContext::exit);
+  m.def("current", &current_context);
 }
 
 // The mutex of the default generators as a context of Python's.
@@ -313,14 +312,14 @@ void bind_transports(py::module_& m) {
       [](std::shared_ptr<SharedMemoryLink> link, const std::vector<ChannelTuple>& channels,
          const std::vector<Columns>& columns) {
         return Transports{
-            over_shared_memory(plan_shared_memory(std::move(link), channels, columns, std::nullopt, at::kCPU))};
+            over_shared_memory(make_channels(std::move(link), channels, columns, std::nullopt, at::kCPU))};
       },
       py::arg("link"), py::arg("channels"), py::arg("columns"));
   m.def(
       "over_both",
       [](std::shared_ptr<SharedMemoryLink> link, const std::vector<ChannelTuple>& channels,
          const std::vector<Columns>& columns, std::vector<bool> near, const Transports& far) {
-        auto plan = plan_shared_memory(std::move(link), channels, columns, std::move(near), at::kCPU);
+        auto plan = make_channels(std::move(link), channels, columns, std::move(near), at::kCPU);
         return Transports{over_both(std::move(plan), far.connect)};
       },
       py::arg("link"), py::arg("channels"), py::arg("columns"), py::arg("near"), py::arg("far"));
@@ -348,6 +347,8 @@ void bind_transports(py::module_& m) {
 }
 
 void bind_executor(py::module_& m) {
+  // for the test that compares it with Python's: words of a header, and the dtypes that it can name
+  m.def("header_format", [] { return std::make_tuple(kHeaderWords, header_dtypes().vec()); });
   py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   // for the test that compares it with Python's
   py::class_<PairClock>(m, "PairClock")
@@ -388,6 +389,6 @@ PYBIND11_MODULE(_runtime, m) {
   bind_exchange(m);
   bind_weight_gradients(m);
   bind_random_numbers(m);
-  bind_moments(m);
+  bind_contexts(m);
   bind_executor(m);
 }

@@ -88,6 +88,10 @@ at::ScalarType dtype_of(std::int64_t number) {
 
 }  // namespace
 
+c10::ArrayRef<at::ScalarType> header_dtypes() {
+  return kDtypes;
+}
+
 Header encode_header(const std::vector<TensorSpec>& specs) {
   std::vector<std::int64_t> words{kGood, static_cast<std::int64_t>(specs.size())};
   for (const TensorSpec& spec : specs) append_words(words, spec, number_of(spec.dtype));
@@ -150,7 +154,7 @@ WordReader reader_of(const CellBytes& from) {
 struct SharedLease final : c10::intrusive_ptr_target {
   explicit SharedLease(SharedMemoryLease lease) : lease(std::move(lease)) {}
 
-  static void let_go(void* one) { c10::intrusive_ptr<SharedLease>::reclaim(static_cast<SharedLease*>(one)); }
+  static void release(void* one) { c10::intrusive_ptr<SharedLease>::reclaim(static_cast<SharedLease*>(one)); }
 
   const SharedMemoryLease lease;
 };
@@ -159,7 +163,7 @@ using LeasePtr = c10::intrusive_ptr<SharedLease>;
 at::Tensor tensor_at(std::byte* data, const TensorSpec& spec, const LeasePtr& lease) {
   at::Tensor tensor = at::for_blob(data, spec.sizes)
                           .strides(spec.strides)
-                          .context(LeasePtr(lease).release(), SharedLease::let_go)
+                          .context(LeasePtr(lease).release(), SharedLease::release)
                           .options(at::TensorOptions().dtype(spec.dtype))
                           .make_tensor();
   if (spec.requires_grad) tensor.set_requires_grad(true);

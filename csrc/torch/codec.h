@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/shared_ring.h"
+#include "core/shared_memory_transport.h"
 #include "payload.h"
 
 namespace fastpipe {
@@ -44,6 +44,9 @@ class WordReader {
 // fastpipe/runtime/transport/process_group.py, so that ranks with either executor understand each other.
 constexpr std::size_t kHeaderWords = 512;
 using Header = std::array<std::int64_t, kHeaderWords>;
+
+// What a header can name, each by its place in this list.
+c10::ArrayRef<at::ScalarType> header_dtypes();
 
 // Good or stand-in, the number of tensors, then for each: dtype, requires_grad, number of dimensions, sizes, strides.
 // Throws ArgumentError for tensors that do not fit into it.

@@ -1,15 +1,15 @@
 #include "payload.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/grad_mode.h>
-
-#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <utility>
 
 #include "core/common.h"
+#include "torch_private.h"
 
 namespace fastpipe {
 
@@ -34,7 +34,7 @@ void require_plain(const at::Tensor& tensor) {
   const char* what = nullptr;
   if (!tensor.defined()) {
     what = "an undefined tensor";
-  } else if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+  } else if (has_python_dispatch(tensor)) {
     what = "a tensor subclass with its own dispatch";
   } else if (tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_quantized()) {
     what = "a sparse, nested or quantized tensor";
@@ -48,7 +48,7 @@ void require_plain(const at::Tensor& tensor) {
 at::Tensor packed(const at::Tensor& tensor) {
   require_plain(tensor);
   if (tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg()) return tensor;
-  const at::AutoGradMode no_graph(false);
+  const c10::AutoGradMode no_graph(false);
   at::Tensor dense = tensor.resolve_conj().resolve_neg();
   if (!dense.is_non_overlapping_and_dense()) dense = dense.contiguous();
   return dense.detach().set_requires_grad(tensor.requires_grad());
@@ -108,7 +108,7 @@ const std::vector<at::Tensor>& TensorPayload::taken_in() const {
 void TensorPayload::clear() noexcept {
   tensors_.clear();
   try {
-    read_.wait();  // what is made in their memory next comes after who reads it
+    read_.wait();  // what is made in their memory next comes after its last reader
     end_loan();
     note_idle();
   } catch (...) {
@@ -190,8 +190,7 @@ void TensorPayload::expose(const std::vector<TensorSpec>& specs) {
 }
 
 void TensorPayload::expose_one(std::size_t index, bool requires_grad) {
-  // A variable of its own over the same memory: no history, and a version counter that starts afresh.
-  at::Tensor leaf = buffers_[index].variable_data();
+  at::Tensor leaf = with_own_version(buffers_[index]);
   if (requires_grad) leaf.set_requires_grad(true);
   tensors_.push_back(std::move(leaf));
 }

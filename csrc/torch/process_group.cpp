@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "codec.h"
@@ -13,6 +14,75 @@
 #include "python_errors.h"
 
 namespace fastpipe {
+
+namespace {
+
+constexpr std::chrono::milliseconds kTick{100};
+
+}  // namespace
+
+WorkWaits::~WorkWaits() {
+  if (!ticker_.joinable()) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_all();
+  ticker_.join();
+}
+
+void WorkWaits::lose(std::int32_t rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (lost_ == kNoRank) lost_ = rank;
+  if (current_ != nullptr) abort_wait(*current_);
+}
+
+void WorkWaits::wait(const WorkPtr& work, std::chrono::milliseconds timeout) {
+  const Clock::time_point deadline = Clock::now() + timeout;
+  auto left = timeout;
+  while (!wait_once(*work, std::max(left, std::chrono::milliseconds{1}))) {
+    check_signals();
+    left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+  }
+}
+
+bool WorkWaits::wait_once(Work& work, std::chrono::milliseconds timeout) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (lost_ != kNoRank) throw Error(lost_ < 0 ? "a rank is gone" : "rank " + std::to_string(lost_) + " is gone");
+    current_ = &work;
+    ++number_;
+    if (!ticker_.joinable()) ticker_ = std::thread([this] { tick(); });
+    if (sleeps_) changed_.notify_all();
+  }
+  const auto done = [this] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    current_ = nullptr;
+  };
+  try {
+    const bool arrived = work.wait(timeout);
+    done();
+    return arrived;
+  } catch (...) {
+    done();
+    throw;
+  }
+}
+
+void WorkWaits::tick() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  std::uint64_t before = 0;
+  while (!ends_) {
+    sleeps_ = current_ == nullptr && number_ == before;
+    if (sleeps_) {
+      changed_.wait(lock, [this] { return ends_ || current_ != nullptr; });
+      sleeps_ = false;
+    }
+    if (current_ != nullptr && number_ == before) abort_wait(*current_);
+    before = number_;
+    changed_.wait_for(lock, kTick, [this] { return ends_; });
+  }
+}
 
 namespace {
 
@@ -159,7 +229,7 @@ Header ProcessGroupTransport::receive_header(Pending& pending) {
   post(pending, {tensor}, false);
   wait(pending);
   const at::Tensor here = tensor.cpu();
-  if (const auto why = why_let_go()) give_up(pending, why->c_str());
+  if (const auto why = why_aborted()) abort_peer(pending, why->c_str());
   Header header;
   std::memcpy(header.data(), here.const_data_ptr(), sizeof(Header));
   return header;
@@ -192,7 +262,7 @@ void ProcessGroupTransport::post_stand_in(const Transfer& transfer, std::int32_t
 }
 
 void ProcessGroupTransport::post(Pending& pending, const std::vector<at::Tensor>& tensors, bool is_send) {
-  c10d::ProcessGroup& group = *groups_[group_of(channel_of(pending))];
+  ProcessGroup& group = *groups_[group_of(channel_of(pending))];
   pending.state = Pending::State::kPosted;
   for (const at::Tensor& tensor : tensors) {
     std::vector<at::Tensor> flat{bytes_of(tensor)};
@@ -205,7 +275,7 @@ void ProcessGroupTransport::post(Pending& pending, const std::vector<at::Tensor>
       pending.works.push_back(is_send ? group.send(flat, peer_of(pending), kTag)
                                       : group.recv(flat, peer_of(pending), kTag));
     } catch (const std::exception& error) {
-      give_up(pending, error.what());
+      abort_peer(pending, error.what());
     }
   }
 }
@@ -229,7 +299,7 @@ void ProcessGroupTransport::posted(const Transfer& transfer) {
   try {
     begin_all(pair);
   } catch (const std::exception& error) {
-    give_up(any, error.what());
+    abort_peer(any, error.what());
   }
   pair.held.clear();
 }
@@ -245,19 +315,19 @@ void ProcessGroupTransport::begin_together(Pair& pair, const std::vector<Held>& 
     std::vector<at::Tensor> flat = part.flat;
     return part.is_send ? pair.group->send(flat, pair.peer, kTag) : pair.group->recv(flat, pair.peer, kTag);
   };
-  if (!pair.group->getBackend(device_.type())->supportsCoalescing()) {
+  if (!can_coalesce(*pair.group, device_.type())) {
     for (const Held& part : parts) part.pending->works.push_back(begin(part));
     return;
   }
-  pair.group->startCoalescing(device_.type());
+  start_coalescing(*pair.group, device_.type());
   try {
     for (const Held& part : parts) begin(part);
   } catch (...) {
-    // What NCCL is given in a group that nobody ends, by whomever on this thread, never begins.
-    pair.group->endCoalescing(device_.type());
+    // In a group that is never ended NCCL begins nothing, of nobody on this thread.
+    end_coalescing(*pair.group, device_.type());
     throw;
   }
-  const WorkPtr all = pair.group->endCoalescing(device_.type());
+  const WorkPtr all = end_coalescing(*pair.group, device_.type());
   for (const Held& part : parts) {
     if (part.pending->works.empty()) part.pending->works.push_back(all);
   }
@@ -277,7 +347,7 @@ void ProcessGroupTransport::wait(Pending& pending) {
       abandon_all();
       throw;
     } catch (const std::exception& error) {
-      give_up(pending, error.what());
+      abort_peer(pending, error.what());
     }
   }
   pending.works.clear();
@@ -292,7 +362,7 @@ double ProcessGroupTransport::wait_send(std::int32_t send) {
   return 0;
 }
 
-std::optional<std::string> ProcessGroupTransport::why_let_go() const {
+std::optional<std::string> ProcessGroupTransport::why_aborted() const {
   if (const std::int32_t rank = waits_->lost(); rank != kNoRank) {
     return (rank == kUnknownRank ? "a rank" : "rank " + std::to_string(rank)) + " is gone";
   }
@@ -302,22 +372,20 @@ std::optional<std::string> ProcessGroupTransport::why_let_go() const {
 
 bool ProcessGroupTransport::has_failed() const {
   if (!device_.is_cuda()) return false;  // other backends know no such question
-  const auto failed = [this](c10d::ProcessGroup& group) {
-    return group.getBackend(device_.type())->getError() != c10d::ErrorType::SUCCESS;
-  };
+  const auto failed = [this](ProcessGroup& group) { return fastpipe::has_failed(group, device_.type()); };
   return std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) { return failed(*group); }) ||
          std::any_of(pairs_.begin(), pairs_.end(), [&](const auto& pair) { return failed(*pair.second.group); });
 }
 
 void ProcessGroupTransport::check() const {
-  const auto why = why_let_go();
+  const auto why = why_aborted();
   if (!why) return;
   const std::int32_t lost = waits_->lost();
   throw TransportError(lost == kNoRank ? kUnknownRank : lost,
                        "messages for rank " + std::to_string(program_.rank()) + " did not come (" + *why + ")");
 }
 
-void ProcessGroupTransport::give_up(Pending& pending, const char* why) {
+void ProcessGroupTransport::abort_peer(Pending& pending, const char* why) {
   const std::int32_t peer = peer_of(pending);
   broken_.add(peer, first_line(why));
   const std::string place = program_.place(pending.transfer.position);

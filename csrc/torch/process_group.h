@@ -1,16 +1,19 @@
-// Transport over torch.distributed.
+// Transport over torch.distributed, and waits of the host for its messages, which another thread can end.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -19,17 +22,54 @@
 #include "core/transport.h"
 #include "payload.h"
 #include "streams.h"
-#include "work_waits.h"
+#include "torch_private.h"
 
 namespace fastpipe {
 
-using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+// A rank that is not known, as in a TransportError; none.
+constexpr std::int32_t kUnknownRank = -1;
+constexpr std::int32_t kNoRank = -2;
+
+// Whether a rank is lost, and the wait of the one thread that waits. Work::abort() of Gloo's sends and receives ends
+// one wait, whether it has begun or not; the message may come all the same, and can be waited for again. So a wait is
+// ended now and then, in order that Python can handle signals; and for good when any rank is lost, as then no step can
+// be completed.
+class WorkWaits final {
+ public:
+  WorkWaits() = default;
+  WorkWaits(const WorkWaits&) = delete;
+  WorkWaits& operator=(const WorkWaits&) = delete;
+  // Not in a forked child, which has no thread to wait for (fastpipe/runtime/common/guards.py).
+  ~WorkWaits();
+
+  // From any thread: a rank is gone, or one that is not known; nothing is waited for any more.
+  void lose(std::int32_t rank);
+  // The first one; kNoRank while there is none.
+  std::int32_t lost() const { return lost_; }
+  // Without the GIL. Throws what Work::wait throws, Error when a rank is lost, and what a handler of a signal raises.
+  void wait(const WorkPtr& work, std::chrono::milliseconds timeout);
+
+ private:
+  bool wait_once(Work& work, std::chrono::milliseconds timeout);
+  // Its thread's: ends a wait that it finds twice.
+  void tick();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<std::int32_t> lost_{kNoRank};
+  Work* current_ = nullptr;   // what is waited for
+  std::uint64_t number_ = 0;  // of waits so far
+  bool sleeps_ = true;        // the thread, until there is another wait
+  bool ends_ = false;
+  std::thread ticker_;  // made by the first wait
+};
 
 // Shared with Python. Where devices wait, the groups are aborted because of its first lost rank: what streams find then
 // is no message.
 using Waits = std::shared_ptr<WorkWaits>;
 
-// Where the transfers that two ranks both begin side by side are one operation: fastpipe/runtime/transport/process_group.py.
+// Where the transfers that two ranks both begin side by side are one operation:
+// fastpipe/runtime/transport/process_group.py.
 struct Coalescing {
   // Which operation a transfer is part of, and whether it is the last that its rank has side by side with it.
   using Turn = std::tuple<std::int64_t, bool>;
@@ -100,12 +140,12 @@ class ProcessGroupTransport final : public Transport {
   std::optional<c10::Stream> side_stream_of(const Pending& pending) const;
   const Channel& channel_of(const Pending& pending) const { return program_.channels()[pending.transfer.channel]; }
   std::int32_t peer_of(const Pending& pending) const { return channel_of(pending).peer_of(program_.rank()); }
-  [[noreturn]] void give_up(Pending& pending, const char* why);
+  [[noreturn]] void abort_peer(Pending& pending, const char* why);
   // After a second Ctrl-C no message is waited for.
   void abandon_all();
-  // Where streams wait, and not the host: whether they were let go, on whatever there was.
-  std::optional<std::string> why_let_go() const;
-  // Whether the backend has given up a message by itself.
+  // Where streams wait, and not the host: why the messages that they wait for were aborted.
+  std::optional<std::string> why_aborted() const;
+  // Whether a backend has aborted a message by itself.
   bool has_failed() const;
 
   std::vector<ProcessGroupPtr> groups_;

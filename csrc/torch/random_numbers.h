@@ -2,11 +2,11 @@
 // fastpipe/runtime/stage/random_numbers.py says why, decides, and guards the forwards.
 #pragma once
 
-#include <ATen/SequenceNumber.h>
-
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+
+#include "torch_private.h"
 
 namespace fastpipe {
 
@@ -52,13 +52,13 @@ class BackwardRegion {
   BackwardRegion(RngGuard* guard, Kind kind) : guard_(guard), kind_(kind) {
     if (guard == nullptr) return;
     if (guard->exclusive) lock_ = std::unique_lock<GeneratorsMutex>(GeneratorsMutex::get());
-    sequence_ = at::sequence_number::peek();
+    sequence_ = count_nodes();
   }
   BackwardRegion(const BackwardRegion&) = delete;
   BackwardRegion& operator=(const BackwardRegion&) = delete;
   ~BackwardRegion() {
     // A backward makes no nodes of autograd, but for those of what it recomputes. W has one that starts it.
-    if (guard_ == nullptr || kind_ == Kind::kWeight || at::sequence_number::peek() == sequence_) return;
+    if (guard_ == nullptr || kind_ == Kind::kWeight || count_nodes() == sequence_) return;
     guard_->recomputed.store(true, std::memory_order_relaxed);
   }
 

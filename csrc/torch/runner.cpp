@@ -53,7 +53,7 @@ Runner::~Runner() {
     executor_.reset();                    // the helper has ended
   }
   // An interpreter that ends, or begins as a fork, has deleted the states of all other threads.
-  if (python_state_ == nullptr || Py_IsInitialized() == 0 || !home_.here()) return;
+  if (python_state_ == nullptr || Py_IsInitialized() == 0 || !fork_guard_.same_process()) return;
   PyThreadState_Clear(python_state_);
   PyThreadState_Delete(python_state_);
 }
@@ -97,15 +97,15 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
     const auto [step, last] = calls[i][9].cast<std::pair<std::int64_t, std::array<std::int32_t, 3>>>();
     stages_[i]->bind({call(0), call(1), calls[i][2].cast<RngGuard*>(), call(3), call(4), call(5),
                       calls[i][6].cast<std::vector<std::int32_t>>(), calls[i][7].cast<std::int32_t>(), call(8),
-                      Moment::Step{step, last}});
+                      ActionContext::Step{step, last}});
   }
 }
 
 void Runner::set_times(bool trace) {
   times_ = nullptr;
   if (trace && !device_.is_cpu()) {
-    if (!known_times_) known_times_.emplace(executor_->program(), device_);
-    times_ = &*known_times_;
+    if (!device_times_) device_times_.emplace(executor_->program(), device_);
+    times_ = &*device_times_;
     times_->forget();
   }
   for (TorchStage* stage : stages_) stage->set_times(times_);
@@ -156,12 +156,12 @@ bool Runner::noted_here(std::size_t position) const {
   return times_ != nullptr && !is_compute(executor_->program()[position].op);
 }
 
-void Runner::beside(std::size_t position, FunctionRef<void()> backward) {
+void Runner::run_overlapped(std::size_t position, FunctionRef<void()> backward) {
   if (python_state_ == nullptr) python_state_ = PyThreadState_New(PyInterpreterState_Main());
   if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
   const at::ThreadLocalStateGuard guard(*state_);
   const InStream stream(streams_.caller());
-  Label label;
+  ProfilerRange label;
   label.begin(labels_of_backwards_.at(position));
   backward();
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
@@ -15,35 +14,11 @@
 
 #include "core/common.h"
 #include "core/executor.h"
-#include "core/stage.h"
 #include "stage.h"
 #include "streams.h"
+#include "torch_private.h"
 
 namespace fastpipe {
-
-// What profilers call an action while it runs.
-
-// A range of torch's profiler; nothing where none runs.
-class Label {
- public:
-  Label() = default;
-  Label(const Label&) = delete;
-  Label& operator=(const Label&) = delete;
-
-  // action: "2F0"; empty for what has no label. The prefix is that of torch's pipelines: without one torch's profiler
-  // takes "2F0" for a mangled C++ name and shows "F0".
-  void begin(const std::string& action) {
-    if (action.empty()) return;
-    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
-      function_.emplace(std::move(*callbacks));
-      function_->before("PP:" + action);
-    }
-  }
-  void end() noexcept { function_.reset(); }
-
- private:
-  std::optional<at::RecordFunction> function_;
-};
 
 // Grad mode, autocast, inference mode and the like of the thread that made it, for a run in another thread.
 class ThreadState {
@@ -87,7 +62,7 @@ class Runner final : public Observer {
 
   void starts(std::size_t position) noexcept override;
   void ends(std::size_t position) noexcept override;
-  void beside(std::size_t position, FunctionRef<void()> backward) override;
+  void run_overlapped(std::size_t position, FunctionRef<void()> backward) override;
   void failed(std::size_t position, const std::exception_ptr& error) noexcept override;
 
  private:
@@ -98,7 +73,7 @@ class Runner final : public Observer {
   bool noted_here(std::size_t position) const;
   void note_broken(const std::exception_ptr& error);
 
-  Home home_;
+  ForkGuard fork_guard_;
   std::vector<TorchStage*> stages_;                                   // owned by the executor
   std::vector<std::string> labels_;                                   // by position; empty where no label is wanted
   std::unordered_map<std::size_t, std::string> labels_of_backwards_;  // of pairs
@@ -106,10 +81,10 @@ class Runner final : public Observer {
   StageStreams streams_;
   std::unique_ptr<Executor> executor_;
   std::string broken_;
-  std::optional<DeviceTimes> known_times_;  // made for the first step that is traced
+  std::optional<DeviceTimes> device_times_;  // made for the first step that is traced
   // Of the step that runs.
   py::handle on_failure_;
-  Label label_;
+  ProfilerRange label_;
   DeviceTimes* times_ = nullptr;  // null where the host's clock is asked
   // For the helper thread. Its own state of Python's lasts as long as it: the engine leaves an error in it.
   PyThreadState* python_state_ = nullptr;

@@ -2,20 +2,42 @@
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <optional>
 #include <utility>
 
 #include "core/common.h"
-#include "graph.h"
 #include "python_errors.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
 
 namespace {
+
+// Where received tensors enter a stage's graph. It catches the gradients as autograd made them. (Those of leaves would
+// be laid out like the leaf; what the stage before computes from them could then differ, in its last bits, from the
+// unsplit model.)
+class Entry final : public Node {
+ public:
+  VariableList apply(VariableList&& gradients) override {
+    caught_ = std::move(gradients);
+    return {};
+  }
+  // By the order in which the tensors entered; empty when no gradient reached any of them.
+  VariableList take_caught() { return std::exchange(caught_, {}); }
+
+ private:
+  VariableList caught_;
+};
+
+// The same memory (and the same version counter, so that in-place changes are noticed) as an input of the graph.
+at::Tensor enter(const at::Tensor& tensor, const NodePtr& entry) {
+  at::Tensor entered = tensor.detach();
+  attach_new(entered, entry);
+  return entered;
+}
 
 const std::vector<at::Tensor>& tensors_of(const Payload* payload) {
   static const std::vector<at::Tensor> none;
@@ -24,7 +46,7 @@ const std::vector<at::Tensor>& tensors_of(const Payload* payload) {
 
 py::tuple to_tuple(const std::vector<at::Tensor>& tensors) {
   py::tuple tuple(tensors.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, THPVariable_Wrap(tensors[i]));
+  for (std::size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, to_object(tensors[i]));
   return tuple;
 }
 
@@ -40,6 +62,23 @@ std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, c
 }
 
 }  // namespace
+
+ActionContext::ActionContext(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch)
+    : step_(step),
+      op_(op),
+      stage_(stage),
+      microbatch_(microbatch),
+      training_(op != Op::kF || c10::GradMode::is_enabled()),
+      note_(NoteKind::kAction, *this) {}
+
+const ActionContext* ActionContext::current() {
+  return static_cast<const ActionContext*>(ThreadNote::find(NoteKind::kAction));
+}
+
+bool ActionContext::is_last_microbatch() const {
+  const std::size_t kind = op_ == Op::kF ? 0 : op_ == Op::kW ? 2 : 1;
+  return step_.last.at(kind) == microbatch_;
+}
 
 TorchStage::TorchStage(std::int32_t index, bool is_first, bool is_last, bool fused_weight_grad,
                        const RankProgram& program)
@@ -67,7 +106,7 @@ Timed TorchStage::timed(Op op, std::int32_t microbatch, const Payload* given) co
 void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
   const InStream stream(stream_);
   const Timed span = timed(Op::kF, microbatch, input);
-  const Moment moment(calls_.moment, Op::kF, index_, microbatch);
+  const ActionContext context(calls_.context, Op::kF, index_, microbatch);
   run(records_[microbatch], Arming::Phase::kForward, microbatch, input,
       [&](const Tensors& inputs) { return calls_.run(microbatch, to_tuple(inputs)); });
 }
@@ -89,14 +128,14 @@ void TorchStage::run(Record& record, Arming::Phase phase, std::int32_t microbatc
   }
   for (const at::Tensor& output : record.outputs) {
     if (!output.requires_grad()) continue;
-    record.roots.push_back(torch::autograd::impl::gradient_edge(output));
+    record.roots.push_back(gradient_edge(output));
     if (calls_.fuse) record.kept.push_back(output);
   }
   if (record.weights) split(record);
 }
 
 void TorchStage::split(const Record& record) {
-  torch::autograd::Node* const entry = record.entry.get();
+  Node* const entry = record.entry.get();
   record.weights->split(record.roots, {&entry, entry == nullptr ? 0UL : 1UL});
 }
 
@@ -105,7 +144,7 @@ void TorchStage::enter_graph(Record& record, const Tensors& inputs) {
   if (!keeps_graph_) return;
   for (at::Tensor& tensor : entered_) {
     if (!tensor.requires_grad()) continue;
-    if (record.inputs.empty()) record.entry = Entry::make();
+    if (record.inputs.empty()) record.entry = make_node<Entry>();
     record.inputs.push_back(tensor);
     tensor = enter(tensor, record.entry);
   }
@@ -118,16 +157,16 @@ void TorchStage::take_outputs(std::int32_t microbatch, const py::object& result,
   }
   outputs.clear();
   for (const py::handle item : py::reinterpret_borrow<py::tuple>(result)) {
-    if (!THPVariable_Check(item.ptr())) {
+    if (!is_tensor(item)) {
       throw ArgumentError(place(microbatch) + complaint + "a " + Py_TYPE(item.ptr())->tp_name + " in it");
     }
-    outputs.push_back(THPVariable_Unpack(item.ptr()));
+    outputs.push_back(tensor_from(item));
   }
 }
 
 template <typename Body>
 void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) const {
-  const Moment moment(calls_.moment, op, index_, microbatch);
+  const ActionContext context(calls_.context, op, index_, microbatch);
   if (!calls_.around) return body();
   const py::gil_scoped_acquire gil;
   calls_.around(py::cpp_function([&body] {
@@ -143,7 +182,7 @@ void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) con
 void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
   const InStream stream(stream_);
   const Timed span = timed(Op::kB, microbatch, gradient);
-  if (microbatch == calls_.last_backward) meet(Op::kB, false);
+  if (microbatch == calls_.last_backward) run_collective(Op::kB, false);
   backwards(Op::kB, microbatch, [&] { differentiate(microbatch, gradient); });
 }
 
@@ -175,9 +214,9 @@ void TorchStage::end(Record& record) {
   record.kept.clear();
 }
 
-bool TorchStage::may_run_beside(const Stage& pair) const {
+bool TorchStage::can_overlap(const Stage& pair) const {
   const StageCalls& others = static_cast<const TorchStage&>(pair).calls_;
-  if (calls_.meet || others.meet) return false;  // replicas meet in the order of the actions
+  if (calls_.collective || others.collective) return false;  // collectives run in the order of the actions
   if (calls_.random == nullptr) return true;
   // What is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too.
   return !calls_.random->exclusive && !(calls_.random->recomputes && this == &pair);
@@ -192,7 +231,7 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
   const bool fits = std::find(partners.begin(), partners.end(), pair.index_) != partners.end();
   if (!fits || theirs.kept.empty()) return false;
   const Timed span = timed(Op::kF, microbatch, input);
-  const Moment moment(calls_.moment, Op::kF, index_, microbatch);
+  const ActionContext context(calls_.context, Op::kF, index_, microbatch);
   const bool from_loss = pair.is_last_ && !pair.calls_.output_grads;
   const Tensors* const gradients = from_loss ? nullptr : &pair.gradients_for(pair_microbatch, theirs, gradient);
   run(records_[microbatch], Arming::Phase::kFused, microbatch, input, [&](const Tensors& inputs) {
@@ -229,7 +268,7 @@ void TorchStage::differentiate_inputs(std::int32_t microbatch, const Payload* gr
 void TorchStage::backward_weight(std::int32_t microbatch) {
   const InStream stream(stream_);
   const Timed span = timed(Op::kW, microbatch, nullptr);
-  if (microbatch == calls_.last_backward) meet(Op::kW, false);
+  if (microbatch == calls_.last_backward) run_collective(Op::kW, false);
   Record& record = records_[microbatch];
   backwards(Op::kW, microbatch, [&] {
     // a weight may come from a checkpoint, whose recompute must be what its forward was
@@ -243,10 +282,10 @@ void TorchStage::backward_weight(std::int32_t microbatch) {
   calls_.fold();
 }
 
-void TorchStage::meet(Op op, bool failed) {
-  if (!calls_.meet) return;
+void TorchStage::run_collective(Op op, bool failed) {
+  if (!calls_.collective) return;
   const py::gil_scoped_acquire gil;
-  calls_.meet(static_cast<int>(op), failed);
+  calls_.collective(static_cast<int>(op), failed);
 }
 
 const TorchStage::Tensors& TorchStage::root_gradients(std::int32_t microbatch, const Record& record) {

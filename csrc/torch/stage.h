@@ -1,10 +1,9 @@
 // A stage whose forward is a Python callable and whose backward is torch's engine.
 #pragma once
 
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -13,31 +12,62 @@
 #include <vector>
 
 #include "core/common.h"
+#include "core/executor.h"
 #include "core/program.h"
-#include "core/stage.h"
-#include "graph.h"
 #include "payload.h"
 #include "random_numbers.h"
 #include "streams.h"
+#include "torch_private.h"
 #include "weight_grad.h"
 
 namespace fastpipe {
+
+// Which action this thread computes, and the engine's threads that work for it: what fastpipe.current() tells.
+class ActionContext final : public ThreadNote::Noted {
+ public:
+  // Of one stage in one step.
+  struct Step {
+    std::int64_t number = 0;
+    // The microbatches of the stage's last F, last B or I, and last W; fastpipe/runtime/stage/context.py finds them.
+    std::array<std::int32_t, 3> last{};
+  };
+
+  ActionContext(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch);
+
+  // What this thread computes; null when it computes nothing.
+  static const ActionContext* current();
+
+  std::int64_t step() const { return step_.number; }
+  std::int32_t stage() const { return stage_; }
+  std::int32_t microbatch() const { return microbatch_; }
+  Op op() const { return op_; }
+  bool is_last_microbatch() const;
+  bool training() const { return training_; }
+
+ private:
+  const Step& step_;
+  Op op_;
+  std::int32_t stage_;
+  std::int32_t microbatch_;
+  bool training_;
+  ThreadNote note_;
+};
 
 // What Python gives for one step. Handles: the caller of the step keeps the objects alive.
 struct StageCalls {
   py::handle run;           // (microbatch, tuple of tensors) -> tuple of tensors
   py::handle output_grads;  // (microbatch) -> tuple of tensors or None, or None; null where the root is a loss
   RngGuard* random;         // null where there is nothing to do about random numbers
-  py::handle meet;          // (op, failed), also (B or W, false) before the last of them; null without replicas
+  py::handle collective;    // (op, failed), also (B or W, false) before the last of them; null without replicas
   py::handle fold;          // () after every W; null where it is not wanted
   // (microbatch, its inputs, stage and microbatch of the backward, its roots, their gradients or None for a loss)
   // -> tuple of tensors; null where the module has no method for pairs.
   py::handle fuse;
   std::vector<std::int32_t> partners;  // the stages whose backwards it takes
-  std::int32_t last_backward;          // the microbatch of the last B or W, where `meet` is to know of it; else kNone
+  std::int32_t last_backward;          // the microbatch of the last B or W, if `collective` comes before it; else kNone
   // (call) -> nothing: what is around every B, I and W makes the call; null where there is nothing around them
   py::handle around;
-  Moment::Step moment;
+  ActionContext::Step context;
 };
 
 class TorchStage final : public Stage {
@@ -61,8 +91,8 @@ class TorchStage final : public Stage {
   // All but what linears can leave for W.
   void backward_input(std::int32_t microbatch, const Payload* gradient) override;
   void backward_weight(std::int32_t microbatch) override;
-  void meet(Op op, bool failed) override;
-  bool may_run_beside(const Stage& pair) const override;
+  void run_collective(Op op, bool failed) override;
+  bool can_overlap(const Stage& pair) const override;
   // By the modules' own method.
   bool fuse(std::int32_t microbatch, const Payload* input, Stage& pair, std::int32_t pair_microbatch,
             const Payload* gradient) override;
@@ -87,7 +117,7 @@ class TorchStage final : public Stage {
     NodePtr entry;    // where they enter the graph
     Tensors outputs;  // until they are handed on; on the last stage until the backward
     // Of the outputs that require a gradient. The edge keeps the graph; the output's own memory may go once it is sent.
-    torch::autograd::edge_list roots;
+    EdgeList roots;
     Tensors kept;  // the outputs that require a gradient, where the modules' own method may want them
     Tensors gradients;
     std::shared_ptr<WeightGradients> weights;  // where the backward is split

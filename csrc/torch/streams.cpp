@@ -1,18 +1,13 @@
 #include "streams.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <limits>
 #include <utility>
 
 #include "core/common.h"
+#include "torch_private.h"
 
 namespace fastpipe {
-
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
 
 void Fence::record(c10::Device device) {
   if (!event_) event_.emplace(device.type());
@@ -54,13 +49,12 @@ void StageStreams::join() {
 
 void keep_for_current_stream(const c10::DataPtr& data) {
   if (data.get() == nullptr) return;
-  const c10::Device device = data.device();
-  c10::impl::VirtualGuardImpl(device.type()).recordDataPtrOnStream(data, current_stream(device));
+  record_on_stream(data, current_stream(data.device()));
 }
 
 namespace {
 
-constexpr int kMeetings = 8;
+constexpr int kReadings = 8;
 
 std::uint64_t key_of(Op op, std::int32_t stage, std::int32_t microbatch) {
   const auto kind = static_cast<std::uint64_t>(op);
@@ -70,7 +64,7 @@ std::uint64_t key_of(Op op, std::int32_t stage, std::int32_t microbatch) {
 }  // namespace
 
 DeviceTimes::DeviceTimes(const RankProgram& program, c10::Device device)
-    : device_(device), side_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {
+    : device_(device), side_(stream_from_pool(device)) {
   std::unordered_map<std::int32_t, std::size_t> sends;
   for (std::size_t position = 0; position < program.size(); ++position) {
     const Instruction it = program[position];
@@ -106,10 +100,10 @@ void DeviceTimes::note(Point& point) noexcept {
 
 // On a stream with nothing to do an event passes as soon as it is recorded: in between the host's two looks at its
 // clock, and the closer these are, the better it is known when.
-DeviceTimes::Meeting DeviceTimes::meet() const {
-  std::optional<Meeting> found;
+DeviceTimes::ClockPair DeviceTimes::read_clocks() const {
+  std::optional<ClockPair> found;
   double shortest = std::numeric_limits<double>::infinity();
-  for (int i = 0; i < kMeetings; ++i) {
+  for (int i = 0; i < kReadings; ++i) {
     c10::Event event(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
     const double before = now_seconds();
     event.record(side_);
@@ -117,7 +111,7 @@ DeviceTimes::Meeting DeviceTimes::meet() const {
     const double after = now_seconds();
     if (after - before >= shortest) continue;
     shortest = after - before;
-    found.emplace(Meeting{std::move(event), (before + after) / 2});
+    found.emplace(ClockPair{std::move(event), (before + after) / 2});
   }
   return std::move(*found);
 }
@@ -126,7 +120,7 @@ void DeviceTimes::read(double* start, double* end) const {
   c10::Event done(device_.type());
   done.record(current_stream(device_));
   done.synchronize();
-  const Meeting now = meet();
+  const ClockPair now = read_clocks();
   const auto seconds = [&](const Point& point) { return now.seconds - point.event->elapsedTime(now.event) * 1e-3; };
   for (std::size_t i = 0; i < spans_.size(); ++i) {
     const Span& span = spans_[i];

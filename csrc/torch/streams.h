@@ -17,9 +17,6 @@
 
 namespace fastpipe {
 
-// On which the calling thread's work for the device goes.
-c10::Stream current_stream(c10::Device device);
-
 // A point in a stream that other streams wait for; no host waits.
 class Fence {
  public:
@@ -101,14 +98,14 @@ class DeviceTimes {
     Point end;
   };
   // The same moment on the device's clock and on the host's.
-  struct Meeting {
+  struct ClockPair {
     c10::Event event;
     double seconds;
   };
 
   void note(Point& point) noexcept;
   std::size_t place(Op op, std::int32_t stage, std::int32_t microbatch) const noexcept;
-  Meeting meet() const;
+  ClockPair read_clocks() const;
 
   c10::Device device_;
   c10::Stream side_;         // where nobody works

@@ -4,9 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
-#include <c10/util/flat_hash_map.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 #include <cstdint>
 #include <memory>
@@ -14,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "graph.h"
+#include "torch_private.h"
 
 namespace fastpipe {
 
@@ -38,12 +35,12 @@ using WeightUses = c10::SmallVector<WeightUse, 1>;
 
 // Computes only when the engine comes to it, and hands its result on without keeping it: as many gradients are alive
 // at a time as in a whole backward, and `.grad` takes over the very memory.
-class WeightSource final : public torch::autograd::Node {
+class WeightSource final : public Node {
  public:
   // sequence: the place in the order of the forward that its linear had.
-  WeightSource(std::uint64_t sequence, torch::autograd::Edge weight, WeightUses uses);
+  WeightSource(std::uint64_t sequence, Edge weight, WeightUses uses);
 
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override;
+  VariableList apply(VariableList&&) override;
 
  private:
   WeightUses uses_;
@@ -55,14 +52,14 @@ class WeightSource final : public torch::autograd::Node {
 // engine: no gradient to add to yet, one of another layout, a weight that is more than a parameter or its copy in
 // another dtype, hooks that want to see a contribution, or operands of 16 bits where no product adds to 32.
 // Post-accumulate hooks run.
-bool accumulate_in_place(const torch::autograd::Edge& weight, const WeightUses& uses);
+bool accumulate_in_place(const Edge& weight, const WeightUses& uses);
 
 // The backward of one linear whose weight gradient may wait for W.
 class WeightGradients;
 
 // Of out = addmm(bias, input, weight.t()), or mm(input, weight.t()) without a bias; the input has two dimensions.
 // Next edges: input, weight, bias. Its formulas are autograd's own for addmm and mm, so the bits are too.
-class LinearNode final : public torch::autograd::Node {
+class LinearNode final : public Node {
  public:
   LinearNode(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
              std::shared_ptr<WeightGradients> later);
@@ -71,9 +68,9 @@ class LinearNode final : public torch::autograd::Node {
   // weight's hooks without one.
   void defer();
   bool deferred() const { return weight_edge_.is_valid(); }
-  const torch::autograd::Edge& weight_edge() const { return deferred() ? weight_edge_ : next_edges()[kWeight]; }
+  const Edge& weight_edge() const { return deferred() ? weight_edge_ : next_edges()[kWeight]; }
 
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  VariableList apply(VariableList&& gradients) override;
   void release_variables() override;
   std::string name() const override { return "fastpipe::LinearBackward"; }
 
@@ -84,13 +81,13 @@ class LinearNode final : public torch::autograd::Node {
  private:
   at::Tensor input_gradient(const at::Tensor& gradient) const;
 
-  torch::autograd::SavedVariable input_;
-  torch::autograd::SavedVariable weight_;
+  SavedVariable input_;
+  SavedVariable weight_;
   std::int64_t rows_;
   std::int64_t columns_;
   bool input_by_columns_;
   bool weight_by_rows_;
-  torch::autograd::Edge weight_edge_;  // once it is deferred
+  Edge weight_edge_;  // once it is deferred
   std::shared_ptr<WeightGradients> later_;
 };
 
@@ -105,17 +102,15 @@ at::Tensor weight_gradient(const at::Tensor& input, const at::Tensor& gradient, 
 // remembered from one microbatch to the next, so a model may change as it likes.
 class WeightGradients {
  public:
-  // fused: W adds to `.grad` by the matrix products themselves, where that can be; see fused_accumulation.h.
+  // fused: W adds to `.grad` by the matrix products themselves, where that can be.
   explicit WeightGradients(bool fused) : fused_(fused) {}
 
-  using Edge = torch::autograd::Edge;
-  using Edges = torch::autograd::edge_list;
   using LinearPtr = SharedNode<LinearNode>;
 
   // In F: a linear has entered the graph.
   void created(LinearPtr linear);
   // At the end of F. `inputs`: where the stage's inputs enter; what depends on them can not wait.
-  void split(const Edges& outputs, c10::ArrayRef<torch::autograd::Node*> inputs);
+  void split(const EdgeList& outputs, c10::ArrayRef<Node*> inputs);
   // In I, for a linear that a reentrant checkpoint recomputes: whether its weight may wait.
   bool may_wait_recomputed(const Edge& weight) const;
   // For I and W: there is one if a weight that waits is made of parameters, and may be recomputed.
@@ -134,8 +129,6 @@ class WeightGradients {
   std::vector<std::uintptr_t> leaves() const;
 
  private:
-  using Node = torch::autograd::Node;
-
   struct Pending {
     Edge weight;
     int task;  // the engine's run: what a nested one found is added to `.grad` by itself, and so it is here
@@ -152,17 +145,17 @@ class WeightGradients {
   std::vector<LinearPtr> linears_;
   bool in_checkpoint_ = false;  // a linear of this F was
   std::optional<RecomputeGroup> group_;
-  ska::flat_hash_set<Node*> kept_;  // the nodes that I goes through
+  FlatSet<Node*> kept_;  // the nodes that I goes through
   std::vector<Node*> stack_;
   std::vector<Pending> pending_;  // those of one run of the engine side by side
   // Kept for their memory.
-  Edges roots_;
+  EdgeList roots_;
   std::vector<at::Tensor> starts_;
-  ska::flat_hash_set<const void*> storages_;
+  FlatSet<const void*> storages_;
 };
 
 // While one exists, linears of this thread, and of the engine's threads that work for it, may defer their weights.
-class Arming final : public c10::DebugInfoBase {
+class Arming final : public ThreadNote::Noted {
  public:
   // kFused: a forward in which another microbatch's backward runs. What that recomputes was not armed in its forward,
   // and must not be now: a checkpoint takes what is saved by its order.

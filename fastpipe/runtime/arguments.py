@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
 from fastpipe.runtime.common import check_grad_dtype
 from fastpipe.runtime.model import Policy, Stages, check_policy
-from fastpipe.runtime.stage import PER_MICROBATCH, ContextFactory, check_overlap
+from fastpipe.runtime.stage import PER_MICROBATCH, ContextFactory, Stage, check_overlap
 from fastpipe.runtime.step import MetricRules, Rules, Settings, check_reduction, check_rules, check_split_and_merge
 from fastpipe.runtime.transport import (
     CHOICES,
@@ -167,6 +168,7 @@ class ExecutionArguments:
     transport: str | Transport
     timeout: float
     group: Any
+    mesh: Any
     overlap: str
     forward_context: ContextFactory | None
     backward_context: ContextFactory | None
@@ -191,6 +193,44 @@ class ExecutionArguments:
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
             raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
         return min(timeout, _LONGEST)
+
+    def pipeline_group(self) -> Any:
+        """The group of the pipeline's processes: as given, or along the mesh's dimension ``"pp"``; None for all.
+
+        Raises:
+            ValueError: for a mesh without that dimension, or beside a group.
+        """
+        if self.mesh is None:
+            return self.group
+        names = getattr(self.mesh, "mesh_dim_names", None)
+        if names is None or "pp" not in names:
+            found = type(self.mesh).__name__ if not hasattr(self.mesh, "mesh_dim_names") else f"dimensions {names}"
+            raise ValueError(
+                f"mesh has {found}: give a DeviceMesh with a dimension named 'pp', as "
+                "init_device_mesh(device_type, sizes, mesh_dim_names=('pp', 'tp')) makes one"
+            )
+        if self.group is not None:
+            raise ValueError("mesh and group: both say which processes are the pipeline's; leave out group")
+        return self.mesh["pp"]
+
+    def check_replicas(self, stages: Iterable[Stage]) -> None:
+        """Refuse stages whose gradients nobody would average over the mesh's replicas.
+
+        Raises:
+            ValueError: naming the stage, the mesh's dimensions and what to do.
+        """
+        names = () if self.mesh is None else self.mesh.mesh_dim_names
+        replicated = {name: self.mesh[name].size() for name in names if name.startswith("dp") or name == "cp"}
+        wanted = math.prod(replicated.values())
+        for stage in stages:
+            found = 1 if stage.parallel is None else stage.parallel.num_replicas
+            trains = any(parameter.requires_grad for parameter in stage.module.parameters())
+            if trains and found < wanted:
+                raise ValueError(
+                    f"mesh has {wanted} replicas of stage {stage.index} ({replicated}), and its gradients would be "
+                    f"averaged over {found}: wrap it in fully_shard over these dimensions, pass data_parallel=, or "
+                    "leave the dimension out of the mesh if you average yourself"
+                )
 
     @property
     def chosen_transport(self) -> Any:

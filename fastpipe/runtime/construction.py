@@ -123,7 +123,8 @@ def find_world(arguments: Arguments) -> World:
     model, execution = arguments.model, arguments.execution
     timeout = valid(execution.checked_timeout, 600.0)
     device = valid(lambda: find_device(model.stages, model.device), torch.device("cpu"))
-    member = membership(group_of(model.stages) if execution.group is None else execution.group, device, timeout)
+    group = valid(execution.pipeline_group, None)
+    member = membership(group_of(model.stages) if group is None else group, device, timeout)
     store = member.store() if member.size > 1 else None
     here = ranks_per_host(timeout)
     control: Control = Alone()
@@ -299,6 +300,7 @@ def agree_on_stages(
     def make() -> tuple[tuple[ModelArguments, LocalStages, type[Executor]], Reply]:
         model = replace(arguments.model, partition=cut_by(arguments.model.partition, plan.costs, schedule.num_stages))
         local = build_stages(model, arguments.batch.loss_fn, schedule, plan, world)
+        arguments.execution.check_replicas(local.stages)
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         text = plan.signature(arguments, world.member.size)

@@ -95,6 +95,10 @@ class Pipeline:
         timeout: seconds to wait for another rank.
         device: what to compute on; that of the stages unless given.
         group: a process group, or a DeviceMesh of one dimension; all processes unless given.
+        mesh: instead of ``group``, a DeviceMesh of several dimensions, of which the pipeline is along ``"pp"``. The
+            others belong to the modules: ``"tp"`` and ``"ep"`` to layers that are spread, those that begin with
+            ``"dp"`` and ``"cp"`` to the stages' wrappers. A stage whose gradients would not be averaged over the latter
+            is refused. Ranks that differ in ``"tp"``, ``"ep"`` or ``"pp"`` alone are given the same batch.
         data_parallel: the replicas of this rank, one in each of several pipelines: a process group, or a DeviceMesh of
             one dimension. Every stage is then wrapped in DistributedDataParallel. Stages may instead come wrapped, in
             that or by ``fully_shard``; either way gradients are averaged over the replicas once a step.
@@ -161,6 +165,7 @@ class Pipeline:
         timeout: float = 600,
         device: str | torch.device | None = None,
         group: Any = None,
+        mesh: Any = None,
         data_parallel: Any = None,
         executor: str = "auto",
         transport: str | Transport = "auto",
@@ -184,7 +189,7 @@ class Pipeline:
             ),
             BatchArguments(loss_fn, loss_reduction, metrics, split, merge, rng),
             ExecutionArguments(
-                executor, transport, timeout, group, overlap, forward_context, backward_context, cuda_graph
+                executor, transport, timeout, group, mesh, overlap, forward_context, backward_context, cuda_graph
             ),
         )
         world = find_world(arguments)
@@ -192,7 +197,7 @@ class Pipeline:
             plan = plan_build(arguments, world)
             model, local, made_by = agree_on_stages(arguments, plan, world)
             self.transport = connect(arguments, world, made_by)
-            undo.append(self.transport.leave)
+            undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
             self.num_ranks = plan.num_ranks
             self._arguments, self._world, self._build, self._executor = arguments, world, plan, made_by

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastpipe.runtime.common.failure import Failure, LostError
+from fastpipe.runtime.common.failure import Failure, FailureError
 from fastpipe.runtime.coordination.processes import Processes
 from fastpipe.runtime.transport.groups import membership, ranks_per_host
 from tests.conftest import skip_without_native
@@ -39,7 +39,7 @@ def control(way: str, timeout: float = 20.0, *, bells: bool = True) -> Iterator[
     if way == "store":
         made._shared_gather.offer = lambda: {"no_board": "a test"}  # type: ignore[method-assign]
     if not bells and "FASTPIPE_HOST" not in os.environ:
-        made._neighbours.identity = lambda: {"host": "", "pid": 0, "can_watch": True}  # type: ignore[method-assign]
+        made._local_peers.identity = lambda: {"host": "", "pid": 0, "can_watch": True}  # type: ignore[method-assign]
     try:
         replies = made.setup({"own": member.rank})
         assert [reply["own"] for reply in replies] == list(range(member.size))
@@ -69,7 +69,7 @@ def test_messages_of_any_size(way: str, group_of: Callable[[int], Ranks]) -> Non
 
 def lose(call: Callable[[], Any]) -> tuple[str, int | None]:
     """The failure behind what is lost."""
-    with pytest.raises(LostError) as lost:
+    with pytest.raises(FailureError) as lost:
         call()
     return lost.value.failure.cause, lost.value.failure.rank
 
@@ -174,11 +174,11 @@ def die(way: str, hosts: str = "") -> tuple[Failure, list[Failure]]:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         told.wait(PATIENCE)
-        with pytest.raises(LostError) as lost:
+        with pytest.raises(FailureError) as lost:
             own.exchange("end", {})
         own.end()
         own.begin(heard.append)
-        with pytest.raises(LostError) as again:
+        with pytest.raises(FailureError) as again:
             own.exchange("start", {})
         return again.value.failure, [lost.value.failure, *heard]
 
@@ -190,7 +190,7 @@ def die_while_waited_for(way: str, hosts: str) -> Failure:
         if dist.get_rank() == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(LostError) as lost:
+        with pytest.raises(FailureError) as lost:
             own.exchange("start", {})
         return lost.value.failure
 
@@ -202,15 +202,15 @@ def test_a_death_wakes_who_waits(way: str, hosts: str) -> None:
     with ranks(3) as group:
         group.start(die_while_waited_for, way, hosts)
         for found in group.results([0, 2]):
-            assert found == Failure(1, "its process died", dead=True)
+            assert found == Failure(1, "its process died", is_fatal=True)
 
 
 def test_a_death_is_noticed(way: str) -> None:
     with ranks(3) as group:
         group.start(die, way)
         for again, failures in group.results([0, 2]):
-            assert again == Failure(1, "its process died", dead=True)
-            assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", dead=True)}
+            assert again == Failure(1, "its process died", is_fatal=True)
+            assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", is_fatal=True)}
 
 
 def test_a_death_is_told_to_other_hosts() -> None:
@@ -218,8 +218,8 @@ def test_a_death_is_told_to_other_hosts() -> None:
     with ranks(3) as group:
         group.start(die, "store", "abb")
         for again, failures in group.results([0, 2]):
-            assert again == Failure(1, "its process died", dead=True)
-            assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", dead=True)}
+            assert again == Failure(1, "its process died", is_fatal=True)
+            assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", is_fatal=True)}
 
 
 def leave_early(hosts: str) -> tuple[list[Failure], Failure | None]:
@@ -236,7 +236,7 @@ def leave_early(hosts: str) -> tuple[list[Failure], Failure | None]:
         own.end()
         early = list(heard)
         own.begin(heard.append)
-        with pytest.raises(LostError) as lost:
+        with pytest.raises(FailureError) as lost:
             own.exchange("start", {})
         return early, lost.value.failure
 
@@ -244,4 +244,4 @@ def leave_early(hosts: str) -> tuple[list[Failure], Failure | None]:
 def test_who_leaves_is_missed_in_the_next_step(group_of: Callable[[int], Ranks]) -> None:
     for rank, (early, reply) in enumerate(group_of(3).run(leave_early, "aba")):
         assert early == []
-        assert rank == 1 or (reply == Failure(1, "its process ended or closed the pipeline", dead=True))
+        assert rank == 1 or (reply == Failure(1, "its process ended or closed the pipeline", is_fatal=True))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime.common.failure import Failure, LostError
+from fastpipe.runtime.common.failure import Failure, FailureError
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
@@ -149,7 +149,7 @@ def hear_of_losses(closes: bool) -> list[int | None]:
         os.kill(os.getpid(), signal.SIGKILL)
     until = time.monotonic() + PATIENCE
     watcher: Any = pipe._world.control._watcher  # type: ignore[attr-defined]
-    ended = watcher.neighbours.ended
+    ended = watcher.local_peers.ended
     while not (heard or (closes and ended())) and time.monotonic() < until:
         time.sleep(0.01)
     if closes:
@@ -177,7 +177,7 @@ def lose_the_store(executor: str) -> str:
         replies = exchange(phase, message) if phase == "start" else []
         if phase == "start" and pipe.rank != 1:
             return replies
-        raise LostError(Failure(0, "its process died", dead=True))
+        raise FailureError(Failure(0, "its process died", is_fatal=True))
 
     pipe._world.control.exchange = lost  # type: ignore[method-assign]
     with pytest.raises(StepError) as caught:

@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/copy_engine_link.h"
 #include "core/copy_engine_transport.h"
 #include "host_copy_engine.h"
 #include "shared_memory_ranks.h"

@@ -12,7 +12,7 @@
 
 #include "copy_engine_ranks.h"
 #include "core/common.h"
-#include "core/copy_engine_link.h"
+#include "core/copy_engine_transport.h"
 #include "harness.h"
 #include "process_ranks.h"
 #include "stream_stage.h"
@@ -70,8 +70,8 @@ void test_what_another_has_let_go() {
   ranks.good_step(true);
   ranks.good_step(false);
   expect(ranks[2].check().empty(), ranks[2].check());
-  CopyWatch watch(1, 20, links[1]->let_go());
-  watch.give_up(0, "a test", 0);
+  CopyWatchdog watch(1, 20, links[1]->aborted_by());
+  watch.abort(0, "a test", 0);
   expect_all_are_told(ranks[2], "rank 2: what rank 1 sent may be no message, as it waits no more for rank 0");
 }
 
@@ -97,7 +97,7 @@ void test_many_programs() {
     links.push_back(link_engine(host, engines.back(), 5));
   }
   std::vector<std::unique_ptr<Ranks>> programs;
-  for (std::uint32_t seed = 0; seed < kSharedNotices + 2; ++seed) {
+  for (std::uint32_t seed = 0; seed < kNumPrograms + 2; ++seed) {
     const RandomPrograms made(shape, seed);
     programs.push_back(std::make_unique<Ranks>(
         made, [&](const RankProgram& program) { return connect_engines(links[program.rank()], made, program); }));
@@ -121,10 +121,10 @@ void test_idle() {
   const auto segment = SharedMemorySegment::make(sizeof(CopyWords) + kSharedLine);
   CopyWords& words = *segment->at<CopyWords>(0);
   SharedWord held{1};
-  CopyWatch watch(0, 20, host->let_go());
+  CopyWatchdog watch(0, 20, host->aborted_by());
   ThreadQueue late(1);
   ThreadQueue soon(2);
-  CopyIncoming incoming(engine, words, watch.add(words.arrived, words.given_up, host->peer(1)));
+  CopyIncoming incoming(engine, words, watch.add(words.arrived, words.aborted, host->peer(1)));
   incoming.prepare(2, 64);
   incoming.begin_step();
   late.give([&held] {
@@ -157,7 +157,7 @@ class Nobody final : public Observer {
   void starts(std::size_t) noexcept override {}
   void ends(std::size_t) noexcept override {}
   void failed(std::size_t, const std::exception_ptr& error) noexcept override { expect(false, text(error)); }
-  void beside(std::size_t, FunctionRef<void()> backward) override { backward(); }
+  void run_overlapped(std::size_t, FunctionRef<void()> backward) override { backward(); }
 };
 
 // One rank with a stream a stage. Its steps follow each other without a wait for the streams.
@@ -176,8 +176,8 @@ class StreamRank final {
     }
     std::vector<ChannelNeeds> needs(programs.channels().size());
     for (std::int32_t rank = 0; rank < shape.num_ranks; ++rank) count_needs(programs.program(rank), needs);
-    auto announced =
-        std::make_shared<SharedMemoryPlan>(link, codec_, std::move(needs), channels_between_ranks(programs.channels()));
+    auto announced = std::make_shared<SharedMemoryChannels>(link, codec_, std::move(needs),
+                                                            channels_between_ranks(programs.channels()));
     const Connect connect =
         over_copy_engines(link_engine(link, engine_, 20), std::move(announced), places_of(programs));
     executor_ = std::make_unique<Executor>(program, std::move(stages), connect(program, 20),

@@ -32,7 +32,7 @@ void expect(bool holds, const std::string& what) {
 // Every rank knows what every other says: of any size, also none, also more than a board holds.
 std::string text_of(std::int32_t rank, int exchange, std::uint32_t seed) {
   std::mt19937 random(seed + 1000 * exchange + rank);
-  const std::size_t sizes[] = {0, 1, 63, kExchangeText - 1, kExchangeText, kExchangeText + 1, 100000};
+  const std::size_t sizes[] = {0, 1, 63, kExchangeBytes - 1, kExchangeBytes, kExchangeBytes + 1, 100000};
   return std::string(sizes[random() % 7], static_cast<char>('a' + random() % 26));
 }
 
@@ -105,13 +105,13 @@ void test_rank_that_has_gone_on_is_refused() {
 void test_foreign_board_is_refused() {
   SharedMemoryExchange one(0, 2);
   const SharedMemoryExchange other(1, 2);
-  BoardAddress address = other.address();
+  PublishedAddress address = other.address();
   ++address.nonce;
   try {
     one.connect(1, address);
     expect(false, "a board with another nonce");
   } catch (const Error& error) {
-    expect(std::string(error.what()).find("is not its board") != std::string::npos, error.what());
+    expect(std::string(error.what()).find("cannot be read") != std::string::npos, error.what());
   }
 }
 
@@ -120,7 +120,7 @@ void test_foreign_board_is_refused() {
 std::unique_ptr<SharedMemoryExchange> meet(Meeting& meeting, std::int32_t own, std::int32_t num_ranks) {
   auto exchange = std::make_unique<SharedMemoryExchange>(own, num_ranks);
   meet(meeting, *exchange, own, num_ranks);
-  // nobody dies before all have found its board
+  // nobody dies before all have opened its words
   meeting.present.fetch_add(1);
   while (meeting.present.load() < 2 * num_ranks) std::this_thread::yield();
   return exchange;

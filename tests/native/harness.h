@@ -122,7 +122,7 @@ class Rank final {
     void starts(std::size_t) noexcept override {}
     void ends(std::size_t) noexcept override {}
     void failed(std::size_t, const std::exception_ptr&) noexcept override { tell_(); }
-    void beside(std::size_t, FunctionRef<void()> backward) override {
+    void run_overlapped(std::size_t, FunctionRef<void()> backward) override {
       const std::int64_t before = num_allocations;
       backward();
       beside_allocated += num_allocations - before;

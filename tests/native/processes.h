@@ -17,7 +17,7 @@ namespace fastpipe::testing {
 
 struct Meeting {
   std::atomic<std::int32_t> present;
-  BoardAddress addresses[8];
+  PublishedAddress addresses[8];
 };
 
 // Connects `own` of rank `rank`, a link or an exchange, to those of all others.

@@ -12,7 +12,6 @@
 #include "core/common.h"
 #include "core/host_memory.h"
 #include "core/shared_memory_transport.h"
-#include "core/shared_ring.h"
 #include "harness.h"
 
 namespace fastpipe::testing {
@@ -92,12 +91,12 @@ inline std::vector<Link> make_links(const Shape& shape, const std::function<bool
 }
 
 // carried: by channel, whether it goes through shared memory. keep: how many messages' memory a rank holds on to.
-inline std::shared_ptr<SharedMemoryPlan> make_plan(const Link& link, const RandomPrograms& programs,
-                                                   std::vector<bool> carried, std::size_t keep) {
+inline std::shared_ptr<SharedMemoryChannels> make_plan(const Link& link, const RandomPrograms& programs,
+                                                       std::vector<bool> carried, std::size_t keep) {
   std::vector<ChannelNeeds> needs(programs.channels().size());
   for (std::int32_t rank = 0; rank < programs.shape().num_ranks; ++rank) count_needs(programs.program(rank), needs);
-  return std::make_shared<SharedMemoryPlan>(link, std::make_shared<StubCodec>(keep), std::move(needs),
-                                            std::move(carried));
+  return std::make_shared<SharedMemoryChannels>(link, std::make_shared<StubCodec>(keep), std::move(needs),
+                                                std::move(carried));
 }
 
 inline std::unique_ptr<Transport> connect(const Link& link, const RandomPrograms& programs, const RankProgram& program,

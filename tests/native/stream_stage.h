@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "core/common.h"
-#include "core/shared_ring.h"
-#include "core/stage.h"
+#include "core/executor.h"
+#include "core/shared_memory_transport.h"
 #include "host_copy_engine.h"
 #include "stub.h"
 

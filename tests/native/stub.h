@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/common.h"
-#include "core/stage.h"
+#include "core/executor.h"
 #include "core/transport.h"
 
 namespace fastpipe::testing {

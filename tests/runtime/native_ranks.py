@@ -12,7 +12,6 @@ from torch import nn
 
 import fastpipe
 from fastpipe.program import Program
-from fastpipe.runtime.executor.executor import Drained
 from fastpipe.runtime.executor.native_executor import NativeExecutor
 from fastpipe.runtime.stage.losses import StageWork
 from fastpipe.runtime.stage.stage import Stage
@@ -96,8 +95,7 @@ class NativeRanks:
 
     def drained_but(self, rank: int) -> BaseException:
         """The error of a rank, when all the others have drained or were done already."""
-        others = {other: error for other, error in self.errors.items() if other != rank}
-        assert all(isinstance(error, Drained) for error in others.values()), others
+        assert set(self.errors) == {rank}, self.errors
         return self.errors[rank]
 
 

@@ -1,15 +1,17 @@
 """A failing stage, ranks as threads: its own exception comes through, everything is drained, the next step works."""
 
+import json
 import threading
 import traceback
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
-from fastpipe.runtime.common.failure import Failure, TransportError
-from fastpipe.runtime.executor.executor import Drained
+from fastpipe.runtime.common.failure import Failure, FailureError, failure_of, lost_peer
+from fastpipe.runtime.coordination.control import exchange_or_refuse
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.testing import Loopback
 from tests.patience import PATIENCE
@@ -50,9 +52,9 @@ def test_a_peer_that_is_found_gone_when_the_device_ends_fails_the_step(executor:
     training.good_step()
 
     def gone() -> None:
-        raise TransportError("rank 0: no transfer with rank 1 any more", 1)
+        raise lost_peer("rank 0: no transfer with rank 1 any more", 1)
 
-    training.pipe._steps.ranks.device_events.ask([gone])
+    training.pipe._steps.ranks.device_events.add_checks([gone])
     for _ in range(2):
         error, _ = training.bad_step()
         assert isinstance(error, StepError) and error.rank == 1
@@ -63,10 +65,23 @@ def test_a_peer_that_is_lost_while_a_step_is_drained_counts_more() -> None:
     """All others have to know that there is no next step."""
     local = object.__new__(LocalRanks)
     local._lock, local._outcome = threading.Lock(), Outcome()
-    refused, lost, later = Failure(0, "no memory"), Failure(1, "gone", dead=True), Failure(0, "later")
+    refused, lost, later = Failure(0, "no memory"), Failure(1, "gone", is_fatal=True), Failure(0, "later")
     for failure in (refused, lost, later):
         local._note(failure, RuntimeError(failure.cause), refused)
     assert local._outcome.failure is lost and str(local._outcome.error) == "gone"
+
+
+def test_a_failure_is_one_record_on_every_way() -> None:
+    failure = Failure(1, "Boom: now", 3, "3F0", 0, is_fatal=True)
+    assert Failure(**json.loads(json.dumps(asdict(failure)))) == failure
+    assert failure_of(FailureError(failure), 2) is failure
+    assert exchange_or_refuse(lambda message: [{}, message], {}, failure)[1] == failure
+    error = failure.error()
+    place = (error.rank, error.stage, error.action, error.microbatch, error.cause)
+    assert place == (1, 3, "3F0", 0, "Boom: now")
+    assert str(error).endswith("action 3F0, microbatch 0: Boom: now; the pipeline cannot go on: build it again")
+    assert str(Failure(1, "no memory").error("refused its input")) == "rank 1 refused its input: no memory"
+    assert failure_of(ValueError("two\nlines"), 2) == Failure(2, "ValueError: two")
 
 
 class UnsayableError(Exception):
@@ -98,8 +113,8 @@ def test_an_exception_that_cannot_be_told_is_one_like_any_other(executor: str) -
 
 
 def test_a_peer_that_is_gone_is_a_failure_even_if_nobody_knows_which() -> None:
-    failure = failure_at(None, {}, 2, 0, TransportError("messages for rank 2 did not come", None))  # type: ignore[arg-type]
-    assert failure.rank is None and failure.dead
+    failure = failure_at(None, {}, 2, 0, lost_peer("messages for rank 2 did not come", None))  # type: ignore[arg-type]
+    assert failure.rank is None and failure.is_fatal
 
 
 def test_a_failure_told_just_before_a_run_is_not_forgotten(executor: str) -> None:
@@ -109,7 +124,6 @@ def test_a_failure_told_just_before_a_run_is_not_forgotten(executor: str) -> Non
     pipe.step(*batch.args, target=batch.target)
     ((made,),) = pipe._steps.ranks._executors.values()
     made.fail()
-    with pytest.raises(Drained):
-        made.run(0, False)
+    assert made.run(0, False) is None
     made.fail()  # too late for any step
     assert pipe.step(*batch.args, target=batch.target).loss is not None

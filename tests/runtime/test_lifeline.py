@@ -71,7 +71,7 @@ def test_who_dies_is_gone_at_once_though_its_child_lives() -> None:
     child = os.fork()
     if child == 0:
         os.read(os.pipe()[0], 1)  # until it is killed
-    second.unblock()
+    second.close_descriptors()
     wait_for_end(first, PATIENCE)
     assert first.ended() == {1: Ended(DIED)}
     os.kill(child, signal.SIGKILL)

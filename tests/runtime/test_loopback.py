@@ -9,7 +9,7 @@ import torch
 from fastpipe import Pipeline, lower, make_schedule
 from fastpipe.errors import ProgramError
 from fastpipe.program import ChannelKind
-from fastpipe.runtime.common.failure import TransportError
+from fastpipe.runtime.common.failure import FailureError
 from fastpipe.runtime.transport.loopback import Loopback
 from fastpipe.runtime.transport.transport import Message
 from tests.patience import PATIENCE
@@ -86,7 +86,7 @@ def test_a_lane_for_a_pair_of_ranks_holds_up_what_comes_after() -> None:
         if lanes == "directed":
             assert sender.wait_recv(DOWN, 0) is not None
         else:
-            with pytest.raises(TransportError, match="rank 1 did not answer"):
+            with pytest.raises(FailureError, match="rank 1 did not answer"):
                 sender.wait_recv(DOWN, 0)
 
 

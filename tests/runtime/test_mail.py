@@ -90,7 +90,7 @@ def test_who_waits_warns_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_who_is_dead_is_not_waited_for(store: dist.Store, sender: DeferredResults) -> None:
     """But what it posted before is read, and so is what others post."""
-    reader = DeferredResults(store, 0, PATIENCE, lambda: [Failure(1, DIED, dead=True)])
+    reader = DeferredResults(store, 0, PATIENCE, lambda: [Failure(1, DIED, is_fatal=True)])
     with pytest.raises(StepError, match="the step failed on rank 1: its process died") as caught:
         reader.result(1, 1)()
     assert caught.value.rank == 1
@@ -105,7 +105,7 @@ def test_who_is_dead_is_not_waited_for(store: dist.Store, sender: DeferredResult
 
 def test_what_cannot_be_trusted_is_an_error_for_who_reads_it(sender: DeferredResults, reader: DeferredResults) -> None:
     def ready() -> dict[str, int]:
-        raise Failure(2, DIED, dead=True).error()
+        raise Failure(2, DIED, is_fatal=True).error()
 
     sender.post(1, ready)
     with pytest.raises(StepError, match="the step failed on rank 2: its process died") as caught:

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from fastpipe import StepError
-from fastpipe.runtime.common.failure import DIED, Failure, TransportError
+from fastpipe.runtime.common.failure import DIED, Failure, FailureError, lost_peer
 from fastpipe.runtime.executor import events as module
 from fastpipe.runtime.executor.events import DeviceEvent, DeviceEvents
 from fastpipe.runtime.executor.ranks import LocalRanks
 from tests.patience import PATIENCE
 
 DEVICE = torch.device("cuda", 0)
-LOST = Failure(1, DIED, dead=True)
+LOST = Failure(1, DIED, is_fatal=True)
 CLOSED = Failure(0, "the pipeline was closed")
 
 
@@ -65,7 +65,7 @@ def verdict(moment: DeviceEvent) -> str:
 def test_what_a_device_has_not_done_when_a_process_is_lost_is_given_up(event: Event) -> None:
     moments = DeviceEvents()
     moment = moments.make(DEVICE)
-    moments.give_up(LOST)
+    moments.invalidate(LOST)
     event.done.set()
     assert verdict(moment).startswith("the step failed on rank 1: its process died")
 
@@ -75,42 +75,42 @@ def test_what_it_has_done_before_is_good_for_ever(event: Event) -> None:
     moments = DeviceEvents()
     moment = moments.make(DEVICE)
     event.done.set()
-    moments.give_up(LOST)
-    moments.ask([pytest.fail])
+    moments.invalidate(LOST)
+    moments.add_checks([pytest.fail])
     assert verdict(moment) == "good"
 
 
 def test_what_is_made_after_a_loss_is_given_up_though_it_is_done(event: Event) -> None:
     """The watcher has let go of streams in the midst of a step, which has come to its end by that."""
     moments = DeviceEvents()
-    moments.give_up(LOST)
+    moments.invalidate(LOST)
     event.done.set()
     assert verdict(moments.make(DEVICE)).startswith("the step failed on rank 1: its process died")
-    with pytest.raises(TransportError, match=DIED) as caught:
+    with pytest.raises(FailureError, match=DIED) as caught:
         moments.check()
-    assert caught.value.peer == 1
+    assert caught.value.failure.rank == 1
 
 
 def test_a_device_that_is_lost_has_done_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "recorded", lambda device: Broken())
     moments = DeviceEvents()
     given_up, waited_for = moments.make(DEVICE), moments.make(DEVICE)
-    given_up.give_up(LOST)
+    given_up.invalidate(LOST)
     assert "rank 1" in verdict(given_up)
-    moments.ask_nobody()
+    moments.drop_checks()
     assert "unspecified launch failure" in verdict(waited_for)
 
 
 def test_a_message_that_never_came_is_an_error_with_its_rank_for_all(event: Event) -> None:
     """Though it is told once: one thread posts the loss, and another one reads it."""
-    told = iter([TransportError("nothing came of it", 3)])
+    told = iter([lost_peer("nothing came of it", 3)])
 
     def check() -> None:
         if (error := next(told, None)) is not None:
             raise error
 
     moments = DeviceEvents()
-    moments.ask([check])
+    moments.add_checks([check])
     moment = moments.make(DEVICE)
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(verdict, moment) for _ in range(4)]
@@ -125,13 +125,13 @@ def test_who_is_asked_stays_until_nobody_needs_it(event: Event) -> None:
 
     def check() -> None:
         asked.set()
-        raise TransportError("nothing came of it", 3)
+        raise lost_peer("nothing came of it", 3)
 
     moments = DeviceEvents()
-    moments.ask([check])
+    moments.add_checks([check])
     moment = moments.make(DEVICE)
     threading.Timer(0.05, event.done.set).start()
-    moments.ask_nobody()
+    moments.drop_checks()
     assert asked.is_set()
     assert verdict(moment).startswith("the step failed on rank 3: nothing came of it")
 
@@ -162,14 +162,14 @@ def test_ranks_give_up_before_they_end_what_streams_wait_for(
 
         return end
 
-    transport: Any = SimpleNamespace(close=ends("close"), leave=ends("leave"))
+    transport: Any = SimpleNamespace(close=ends("close"), abort=ends("abort"))
     ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
     moment = ranks.device_events.make(DEVICE)
     if done:
         event.done.set()
     ranks.close()
     ((way, said),) = verdicts
-    assert (way, said == "good") == (("close", True) if done else ("leave", False))
+    assert (way, said == "good") == (("close", True) if done else ("abort", False))
     if not done:
         assert said.startswith("the step failed on rank 2: the pipeline was closed before its device was done")
 
@@ -180,7 +180,7 @@ def test_moments_may_be_made_while_they_are_given_up(monkeypatch: pytest.MonkeyP
 
     def give_up() -> None:
         while not stop.is_set():
-            moments.give_up(LOST)
+            moments.invalidate(LOST)
 
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(give_up)

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastpipe.runtime.common import waiting as aside
-from fastpipe.runtime.common.failure import DIED, Failure, LostError, TransportError
+from fastpipe.runtime.common.failure import DIED, Failure, FailureError
 from fastpipe.runtime.common.waits import attended
 from fastpipe.runtime.transport.groups import _WATCHDOG, OwnGroups, _unless_set, meet
 from fastpipe.runtime.transport.process_group import ProcessGroups
@@ -32,7 +31,7 @@ class Waits:
 
 @pytest.mark.parametrize(
     ("failure", "rank"),
-    [(Failure(2, DIED, dead=True), 2), (Failure(None, "the store is gone", dead=True), -1)],
+    [(Failure(2, DIED, is_fatal=True), 2), (Failure(None, "the store is gone", is_fatal=True), -1)],
 )
 def test_who_is_let_go_knows_why(failure: Failure, rank: int) -> None:
     order: list[object] = []
@@ -40,7 +39,7 @@ def test_who_is_let_go_knows_why(failure: Failure, rank: int) -> None:
     transport.device, transport.lost, transport.waits = torch.device("cuda"), None, Waits(order)
     transport._own = SimpleNamespace(abort=lambda: order.append("aborted"), groups=[])  # type: ignore[assignment]
     transport.unblock(failure)
-    transport.unblock(Failure(0, "another", dead=True))
+    transport.unblock(Failure(0, "another", is_fatal=True))
     assert order == [rank, "aborted", 0, "aborted"]
     assert transport.lost is failure
 
@@ -101,7 +100,7 @@ def test_groups_that_are_ended_together_are_aborted_together() -> None:
     transport = ProcessGroups.__new__(ProcessGroups)
     both = [own_groups(first), own_groups(second)]
     transport._all = lambda: both  # type: ignore[method-assign]
-    transport.leave()
+    transport.abort()
     assert first.ended.is_set() and second.ended.is_set()
 
 
@@ -112,7 +111,7 @@ def exiting(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(aside.threading.Thread, "start", start)
+    monkeypatch.setattr(threading.Thread, "start", start)
 
 
 @pytest.mark.usefixtures("exiting")
@@ -144,11 +143,11 @@ def test_what_somebody_has_set_for_all_watchdogs_is_left_as_it_is(monkeypatch: p
 
 def test_who_does_not_connect_is_not_waited_for_for_ever() -> None:
     never = threading.Event()
-    with pytest.raises(TransportError, match="rank 3 did not connect within 0.05 s") as caught:
+    with pytest.raises(FailureError, match="rank 3 did not connect within 0.05 s") as caught:
         attended(never.wait, lambda: None, timedelta(seconds=0.05), 3)
-    assert caught.value.peer == 3
-    with pytest.raises(LostError, match=DIED):
-        attended(never.wait, lambda: Failure(3, DIED, dead=True), timedelta(seconds=PATIENCE), 3)
+    assert caught.value.failure.rank == 3
+    with pytest.raises(FailureError, match=DIED):
+        attended(never.wait, lambda: Failure(3, DIED, is_fatal=True), timedelta(seconds=PATIENCE), 3)
     never.set()
 
 
@@ -167,5 +166,5 @@ def lost_groups(aborts: list[str]) -> ProcessGroups:
 
 def test_all_are_let_go_even_if_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
     aborts: list[str] = []
-    lost_groups(aborts).unblock(Failure(1, DIED, dead=True))
+    lost_groups(aborts).unblock(Failure(1, DIED, is_fatal=True))
     assert aborts == ["aborted"] and "no abort" in caplog.text

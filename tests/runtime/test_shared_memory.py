@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 
 from fastpipe.program import Program  # noqa: E402
 from fastpipe.runtime import native  # noqa: E402
-from fastpipe.runtime.common.failure import TransportError  # noqa: E402
+from fastpipe.runtime.common.failure import FailureError  # noqa: E402
 from fastpipe.runtime.stage.losses import StageWork  # noqa: E402
 from fastpipe.runtime.transport.shared_memory import SharedMemory  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
@@ -233,11 +233,12 @@ def test_a_silent_peer_is_given_up(ranks_of: type[NativeRanks]) -> None:
     transport.links = []
     alone = executor(ranks.program, 0, stages, transport, **options)
     ranks.stages[0].begin(StageWork(args=data(2)[0]))
-    thread = threading.Thread(target=lambda: pytest.raises(TransportError, alone.run, 1, True))
+    thread = threading.Thread(target=lambda: pytest.raises(FailureError, alone.run, 1, True))
     thread.start()
     thread.join(PATIENCE)
     assert not thread.is_alive()
-    assert found and getattr(found[0], "peer", None) == 1 and "no transfer with rank 1" in str(found[0])
+    assert found and isinstance(found[0], FailureError) and found[0].failure.rank == 1
+    assert "no transfer with rank 1" in str(found[0])
 
 
 @needs_extension

@@ -11,8 +11,12 @@ import torch.distributed as dist
 from fastpipe.runtime.common.failure import DIED, Failure
 from fastpipe.runtime.coordination.host import LocalPeers
 from fastpipe.runtime.coordination.lifeline import LEFT, Lifeline
-from fastpipe.runtime.coordination.watcher import Watcher
+from fastpipe.runtime.coordination.processes import Watcher
 from tests.patience import PATIENCE
+
+
+def dead(rank: int, cause: str = DIED) -> Failure:
+    return Failure(rank, cause, is_fatal=True)
 
 
 @pytest.fixture
@@ -36,20 +40,20 @@ def test_who_closes_its_pipeline_before_it_ends_is_not_lost(watcher: Watcher, pa
         other.part(1, 4)
     other.close()
     own.gone.add(1)
-    assert watcher.find_dead(4) == ({} if parts else {1: DIED})
-    assert watcher.find_dead(5) == {1: LEFT if parts else DIED}
+    assert watcher.find_dead(4) == ([] if parts else [dead(1)])
+    assert watcher.find_dead(5) == [dead(1, LEFT if parts else DIED)]
 
 
 def test_a_step_that_begins_while_others_look_is_looked_after(watcher: Watcher) -> None:
     """The bell for it is heard together with what has been rung before, or else it wakes the watcher again."""
     told = threading.Event()
-    found: dict[int, str] = {}
+    found: list[Failure] = []
 
-    def find_dead(step: int) -> dict[int, str]:
+    def find_dead(step: int) -> list[Failure]:
         if not step:
             watcher.begin(1, lambda failure: told.set())
-            found[1] = DIED
-            return {}
+            found.append(dead(1))
+            return []
         return found
 
     watcher.find_dead = find_dead  # type: ignore[method-assign]
@@ -59,10 +63,10 @@ def test_a_step_that_begins_while_others_look_is_looked_after(watcher: Watcher) 
 
 
 def test_who_closes_while_others_look_is_not_waited_for(watcher: Watcher) -> None:
-    def find_dead(step: int) -> dict[int, str]:
+    def find_dead(step: int) -> list[Failure]:
         watcher._stopping = True
         watcher.local_peers.ring_own()
-        return {}
+        return []
 
     watcher.find_dead = find_dead  # type: ignore[method-assign]
     watcher.start(False, watcher.store)
@@ -72,12 +76,6 @@ def test_who_closes_while_others_look_is_not_waited_for(watcher: Watcher) -> Non
     assert not watcher._thread.is_alive()
 
 
-def watcher_of(dead: dict[int, str]) -> Watcher:
-    watcher = Watcher.__new__(Watcher)
-    watcher._dead, watcher._lock, watcher.step = dead, threading.Lock(), 1
-    return watcher
-
-
 def test_every_loss_is_told_though_one_cannot_be_dealt_with(caplog: pytest.LogCaptureFixture) -> None:
     told = []
 
@@ -85,11 +83,12 @@ def test_every_loss_is_told_though_one_cannot_be_dealt_with(caplog: pytest.LogCa
         told.append(failure.rank)
         raise RuntimeError("CUDA error: out of its mind")
 
-    watcher = watcher_of({1: DIED, 3: DIED})
+    watcher = Watcher.__new__(Watcher)
+    watcher.dead, watcher._lock, watcher.step = [dead(1), dead(3)], threading.Lock(), 1
     watcher.on_loss = fail
-    watcher._tell_losses()
+    watcher._report_losses()
     assert told == [1, 3]
     assert "out of its mind" in caplog.text
     watcher._on_failure = fail
-    watcher._report(Failure(1, DIED, dead=True), 1)
+    watcher._report(dead(1), 1)
     assert told == [1, 3, 1]

@@ -1,4 +1,8 @@
-"""Failures: what went wrong first, and where, as one process tells the others."""
+"""Failures: what went wrong first, and where.
+
+`Failure` is the one record of that. Between processes it travels as JSON, within a process in a `FailureError`, and
+users get it as a `StepError`. Each of these is made in this file.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,13 @@ class Failure:
 
     Attributes:
         rank: the rank on which it happened; None where that is not known.
-        cause: the exception as text, or what else became of the rank.
+        cause: the exception as text, or what became of the rank.
         stage: the stage that was computed, if any.
         action: the text of the action or instruction.
         microbatch: the microbatch, if any.
-        dead: whether the rank is dead or silent, so that the pipeline cannot go on.
-        suspected: whether that is only known from messages that did not come: it may be another rank that is silent.
+        is_fatal: whether the pipeline cannot run another step: a rank has exited, is silent, or is out of step with the
+            others. After any other failure all ranks drain the step, and the next one works.
+        is_suspected: whether the rank is named only because messages did not come: another one may be the silent one.
     """
 
     rank: int | None
@@ -34,8 +39,8 @@ class Failure:
     stage: int | None = None
     action: str | None = None
     microbatch: int | None = None
-    dead: bool = False
-    suspected: bool = False
+    is_fatal: bool = False
+    is_suspected: bool = False
 
     @property
     def number(self) -> int:
@@ -53,11 +58,16 @@ class Failure:
             parts.append(f"microbatch {self.microbatch}")
         return ", ".join(parts)
 
-    def error(self) -> StepError:
-        """The exception for the ranks on which it did not happen."""
-        again = "; the pipeline cannot go on: build it again" if self.dead else ""
+    def error(self, what: str = "") -> StepError:
+        """The exception for the ranks on which it did not happen.
+
+        Args:
+            what: what the rank did, such as "refused its input"; unless given, the step failed there.
+        """
+        again = "; the pipeline cannot go on: build it again" if self.is_fatal and not what else ""
+        place = f"{self.place()} {what}" if what else f"the step failed on {self.place()}"
         return StepError(
-            f"the step failed on {self.place()}: {self.cause}{again}",
+            f"{place}: {self.cause}{again}",
             rank=self.rank,
             stage=self.stage,
             action=self.action,
@@ -66,32 +76,25 @@ class Failure:
         )
 
 
-class LostError(Exception):
-    """Nothing can be exchanged any more: a process is dead or silent, or the store is gone.
-
-    Attributes:
-        failure: which, and what became of it.
-    """
+class FailureError(RuntimeError):
+    """A failure on its way up within a process, to where it is published or raised as `Failure.error`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.cause)
         self.failure = failure
 
 
-class TransportError(RuntimeError):
-    """A peer is dead or silent.
+def lost_peer(cause: str, peer: int | None) -> FailureError:
+    """The error of a transfer whose peer is dead or silent; None where it is not known which one is.
 
-    Attributes:
-        peer: its rank, or None when it is not known which one.
+    The native runtime raises its own by this function, too.
     """
+    return FailureError(Failure(peer, cause, is_fatal=True, is_suspected=True))
 
-    def __init__(self, message: str, peer: int | None) -> None:
-        super().__init__(message)
-        self.peer = peer
 
-    def failure(self) -> Failure:
-        """The same for the other processes: without the peer this pipeline cannot go on."""
-        return Failure(self.peer, str(self), dead=True, suspected=True)
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """The failure behind an exception that was raised on a rank; a lost peer has failed itself."""
+    return error.failure if isinstance(error, FailureError) else Failure(rank, cause_text(error))
 
 
 @contextlib.contextmanager
@@ -109,7 +112,9 @@ def first_line(error: BaseException) -> str:
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception in one line: its type and its text."""
+    """An exception in one line: its type and its text; of a `FailureError` the cause."""
+    if isinstance(error, FailureError):
+        return error.failure.cause
     text = _text(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

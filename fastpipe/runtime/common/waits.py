@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from fastpipe.runtime.common.failure import Failure, LostError, TransportError
+from fastpipe.runtime.common.failure import Failure, FailureError, lost_peer
 
 LOOK_SECONDS = 0.1
 """The longest pause."""
@@ -61,7 +61,7 @@ def asked(question: Callable[[], _T], name: str) -> Future[_T]:
     def put() -> None:
         try:
             answer.set_result(question())
-        except BaseException as error:  # raised by whoever asks for the answer
+        except BaseException as error:  # raised where the answer is read
             answer.set_exception(error)
 
     aside([put], name)
@@ -83,10 +83,10 @@ class Patience:
         self._seconds, self._answers = seconds, True
 
     def ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
-        """What the store says, or `otherwise` where it does not answer, or is gone.
+        """The store's answer, or `otherwise` where it does not answer, or is gone.
 
         The question is put in a thread of its own, which is left alone if there is no answer. So is the store's client,
-        that is not asked again: who asks while another one waits waits behind it.
+        that is not asked again: a further question would wait behind the first one.
         """
         if not self._answers:
             return otherwise
@@ -106,13 +106,13 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
         lost: what keeps another process from coming, if anything does.
 
     Raises:
-        LostError: when somebody is waited for who will not come. Who is merely slow is waited for.
+        FailureError: when a process will not come. One that is merely slow is waited for.
     """
     next_look = time.monotonic()
     for pause in pauses(seconds):
         if time.monotonic() >= next_look:
             if (failure := lost()) is not None:
-                raise LostError(failure)
+                raise FailureError(failure)
             next_look = time.monotonic() + LOOK_SECONDS
         yield pause
 
@@ -126,26 +126,25 @@ def attended(
 
     Args:
         connect: what makes them. It has nothing of the calling thread, its current device say.
-        lost: what keeps somebody from coming, as a `Membership` has it.
-        timeout: for those who are slow: nobody may know of one that it will not come.
+        lost: what keeps another process from coming, as a `Membership` has it.
+        timeout: for one that is slow, or of which it is not known that it will not come.
         peer: the rank that is connected, if it is one.
 
     Raises:
-        LostError: when somebody is dead, or does not build the pipeline.
-        TransportError: when it is not made in time.
+        FailureError: when a process is dead, does not build the pipeline, or is not there in time.
     """
     made = asked(connect, "fastpipe-connect")
     for pause in waiting(timeout.total_seconds(), lost):
         if wait([made], pause).done:
             return made.result()
     who = "the other ranks did not" if peer is None else f"rank {peer} did not"
-    raise TransportError(
+    raise lost_peer(
         f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer
     )
 
 
 def silent_store(seconds: float) -> str:
-    """What is said of a store that does not answer."""
+    """The cause of a failure where the store does not answer."""
     return f"the store of the process group did not answer within {seconds:g} s"
 
 
@@ -167,7 +166,7 @@ class PatientStore:
             answer = asked(lambda: method(*args), "fastpipe-ask")
             if not wait([answer], self._timeout).done:
                 text = f"{silent_store(self._timeout)}; see whether the process that holds it is stopped"
-                raise TransportError(text, None)
+                raise lost_peer(text, None)
             return answer.result()
 
         return ask

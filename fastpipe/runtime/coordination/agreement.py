@@ -11,13 +11,14 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import Failure, LostError, TransportError, cause_text, first_line, waiting
-from fastpipe.runtime.coordination.control import Control, Reply, tell
+from fastpipe.runtime.common import Failure, FailureError, cause_text, first_line, waiting
+from fastpipe.runtime.coordination.control import Control, Reply, exchange_or_refuse
 
 Value = TypeVar("Value")
 _GRACE_SECONDS = 0.5
-_LOST = (LostError, TransportError, dist.DistError)
+_LOST = (FailureError, dist.DistError)
 """What is raised where another process is lost, or the store with it."""
+_NOT_BUILT = "could not build the pipeline"
 
 
 def agree(
@@ -36,7 +37,7 @@ def agree(
     Raises:
         ValueError: when the processes did not make the same.
         StepError: naming a process that could not; on that one, what was raised there comes through.
-        LostError: when a process is dead or silent.
+        FailureError: when a process is dead or silent.
     """
     error: Exception | None = None
     own: Reply = {}
@@ -46,15 +47,16 @@ def agree(
         error = found
     exchange = control.setup if part is None else functools.partial(control.exchange, part)
     try:
-        replies, refused = tell(exchange, own, error)
-    except LostError as lost:
+        failure = None if error is None else Failure(control.rank, cause_text(error))
+        replies, refused = exchange_or_refuse(exchange, own, failure)
+    except FailureError as lost:
         if error is None:
             raise
         raise error from lost  # says more than that another is lost
     if error is not None:
         raise error
     if refused is not None:
-        raise _not_built(*refused)
+        raise refused.error(_NOT_BUILT)
     _check_alike(replies)
     return made, replies
 
@@ -65,30 +67,30 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
     Programs have numbers, the same on every rank. So where one has none the pipeline is over.
 
     Raises:
-        LostError: naming the process that could not; of a single process, what was raised comes through.
+        FailureError: naming the process that could not; of a single process, what was raised comes through.
     """
     error: Exception | None = None
     try:
         prepare()
     except Exception as found:  # raised below, when the others have been told
         error = found
-    replies, refused = tell(functools.partial(control.exchange, "program"), {}, error)
+    failure = None if error is None else Failure(control.rank, cause_text(error), is_fatal=True)
+    replies, refused = exchange_or_refuse(functools.partial(control.exchange, "program"), {}, failure)
     if error is not None and len(replies) == 1:
         raise error
     if refused is not None:
-        rank, cause = refused
-        raise LostError(Failure(rank, cause, dead=True)) from error
+        raise FailureError(refused) from error
 
 
 @contextlib.contextmanager
 def building(control: Control) -> Iterator[list[Callable[[], None]]]:
-    """Within this context a pipeline is built. Who raises leaves word for the others, so that nobody waits for it.
+    """Within this context a pipeline is built. A process that raises publishes that, so that no other one waits for it.
 
     Args:
         control: the way to the other processes; closed when the pipeline is not built.
 
     Yields:
-        What is to be called when the pipeline is not built, to let go of connections.
+        What is to be called when the pipeline is not built, to end connections.
 
     Raises:
         StepError: for a process that is dead or silent, or does not build the pipeline.
@@ -98,34 +100,30 @@ def building(control: Control) -> Iterator[list[Callable[[], None]]]:
         yield undo
     except BaseException as error:  # raised again, when word is left for the others
         failure = _failure(control, error)
-        control.give_up(failure)
+        control.publish(failure)
         for close in undo:
             close()
         control.close()
         if isinstance(error, _LOST):
-            raise _not_built(failure.rank, failure.cause) from error
+            raise failure.error(_NOT_BUILT) from error
         raise
 
 
 def _failure(control: Control, error: BaseException) -> Failure:
     """What is behind an error. A connection that breaks does not say why; a little later that is known."""
-    if isinstance(error, LostError):
-        return error.failure
+    known = error.failure if isinstance(error, FailureError) else None
+    if known is not None and not known.is_suspected:
+        return known
     if isinstance(error, StepError):
-        return Failure(error.rank, error.cause or str(error), dead=True)
+        return Failure(error.rank, error.cause or str(error), is_fatal=True)
     if not isinstance(error, _LOST):
-        return Failure(control.rank, cause_text(error), dead=True)
+        return Failure(control.rank, cause_text(error), is_fatal=True)
     try:
         for pause in waiting(_GRACE_SECONDS, control.lost):
             time.sleep(pause)
-    except LostError as lost:
+    except FailureError as lost:
         return lost.failure
-    return Failure(getattr(error, "peer", None), first_line(error), dead=True)
-
-
-def _not_built(rank: int | None, cause: str) -> StepError:
-    who = Failure(rank, cause).place()
-    return StepError(f"{who} could not build the pipeline: {cause}", rank=rank, cause=cause)
+    return Failure(None if known is None else known.rank, first_line(error), is_fatal=True)
 
 
 def _check_alike(replies: Sequence[Reply]) -> None:

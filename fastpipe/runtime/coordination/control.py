@@ -1,21 +1,19 @@
-"""Control: what the processes of a pipeline tell each other beside the tensors. The interface, and that of one alone.
+"""Control: what the processes of a pipeline exchange beside tensors. The interface, and that of a single process.
 
-Before a step they agree that every one has good inputs and whether shapes are known; after it, that it went well
-everywhere, and the losses. In between they learn of a failure on another rank, or of the death of a process, so that
-everybody can stop computing. `fastpipe.runtime.coordination.processes` does so for several.
+Before a step they agree that all inputs are good and whether shapes are known; after it they gather how it went, and
+the losses. In between each of them learns of a failure or of the death of another one, so that all stop computing.
+`fastpipe.runtime.coordination.processes` is the control of several.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from fastpipe.runtime.common import Failure, cause_text
+from fastpipe.runtime.common import Failure
 from fastpipe.runtime.coordination.deferred import DeferredResults
-
-REFUSED = "refused"
-"""The key of why a process cannot do what all are about to do."""
 
 Reply = dict[str, Any]
 
@@ -26,7 +24,7 @@ class Control(ABC):
     Attributes:
         rank: this process.
         step: how often `begin` was called.
-        deferred: for what a device has later than the host ends a step; None where there is nobody to tell.
+        deferred: for results that a device has after the host ends a step; None for a single process.
         remark: what `Pipeline.describe` says of it; empty where there is nothing unusual.
     """
 
@@ -40,7 +38,7 @@ class Control(ABC):
         """The first exchange.
 
         Raises:
-            LostError: when a process is dead or does not come, or the store is gone.
+            FailureError: when a process is dead or does not come, or the store is gone.
         """
 
     @abstractmethod
@@ -52,43 +50,40 @@ class Control(ABC):
         """Give a message and get those of all processes, in order.
 
         Raises:
-            LostError: when a process is dead or does not come, or the store is gone.
+            FailureError: when a process is dead or does not come, or the store is gone.
         """
 
     @abstractmethod
     def publish(self, failure: Failure) -> Failure:
-        """Tell the others at once that this process failed.
+        """Report to the others at once that this process failed; before the first step, that it builds no pipeline.
 
         Returns:
-            The step's first failure: this one, or that of a process which was faster.
+            The first failure of the step, or of the building: this one, or that of a process which was faster.
         """
 
     @abstractmethod
     def end(self) -> None:
         """The step is over."""
 
-    def on_loss(self, tell: Callable[[Failure], None]) -> None:  # noqa: B027 - one alone cannot lose anybody
-        """From now on ``tell`` is called when a process has ended before it closed the pipeline, in a step or between
+    def on_loss(self, report: Callable[[Failure], None]) -> None:  # noqa: B027 - a single process loses none
+        """From now on ``report`` is called when a process has ended before it closed the pipeline, in a step or between
         two; from another thread, and more than once."""
 
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
         """What keeps another process from building the pipeline, or in a step from taking part in it, if that is known.
 
         Args:
-            awaited: while it is built, the ranks whose end matters; that of all unless given. Who has done its part may
-                go.
+            awaited: while it is built, the ranks whose end matters; that of all unless given. A process that has done
+                its part may end.
         """
         return None
-
-    def give_up(self, failure: Failure) -> None:  # noqa: B027 - one alone has nobody to tell
-        """Leave word, while the pipeline is built, why this process does not build it."""
 
     def close(self) -> None:  # noqa: B027 - a control without threads has nothing to stop
         """Stop watching."""
 
 
 class Alone(Control):
-    """One process: nobody to tell."""
+    """A single process: nothing to exchange."""
 
     def setup(self, message: Reply) -> list[Reply]:
         """Its own message."""
@@ -102,29 +97,29 @@ class Alone(Control):
         return [message]
 
     def publish(self, failure: Failure) -> Failure:
-        """Nobody to tell."""
+        """The only one."""
         return failure
 
     def end(self) -> None:
         """Nothing to stop."""
 
 
-def tell(
-    exchange: Callable[[Reply], list[Reply]], message: Reply, error: BaseException | None
-) -> tuple[list[Reply], tuple[int, str] | None]:
-    """Give a message, or why this process cannot go on, before something that all have to do or none.
+def exchange_or_refuse(
+    exchange: Callable[[Reply], list[Reply]], message: Reply, failure: Failure | None
+) -> tuple[list[Reply], Failure | None]:
+    """Exchange messages before something that all processes do or none.
 
     Args:
         exchange: gives the message to all, and gets theirs.
         message: what the others need to know.
-        error: what keeps this process from it, if anything does. Nobody waits for one that gave up.
+        failure: what keeps this process from it, if anything does.
 
     Returns:
-        The messages of all, and the first process that refused, with its reason.
+        The messages of all, and the failure of the first process that has one.
 
     Raises:
-        LostError: when a process is dead or does not come, or the store is gone.
+        FailureError: when a process is dead or does not come, or the store is gone.
     """
-    replies = exchange(message if error is None else message | {REFUSED: cause_text(error)})
-    refused = next(((rank, reply[REFUSED]) for rank, reply in enumerate(replies) if REFUSED in reply), None)
-    return replies, refused
+    replies = exchange(message if failure is None else message | {"failure": asdict(failure)})
+    failures = (Failure(**reply["failure"]) for reply in replies if "failure" in reply)
+    return replies, next(failures, None)

@@ -1,8 +1,8 @@
 """Results of a step that are still on a device: other processes get them when they are there, and no host waits.
 
-When a step ends, its work is queued and its losses are still to be computed. A rank that has some says so, and a
-thread of it waits for the device and puts them into the store. There whoever asks for them reads them; they stay as
-long as somebody may ask.
+When a step ends, its work is queued and its losses are still to be computed. A rank that has some reports that, and a
+thread of it waits for the device and puts them into the store, where the others read them. They stay as long as a
+process may read them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Contents = dict[str, Any]
 """As JSON has it."""
 
 Ready = Callable[[], Contents]
-"""Waits for the device, and says what it has found; raises StepError when that cannot be trusted."""
+"""Waits for the device, and gives its results; raises StepError when they cannot be trusted."""
 
 
 class DeferredResult:
-    """What one process found in one step, for another one; read when it is asked for."""
+    """What one process found in one step, for another one; read when it is called."""
 
     def __init__(self, results: DeferredResults, step: int, rank: int) -> None:
         self.step = step
@@ -66,7 +66,7 @@ class DeferredResults:
         store: that of all processes; what waits makes a connection of its own.
         rank: this process.
         timeout: seconds to wait for a result.
-        dead: who has ended.
+        dead: the processes that have ended.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class DeferredResults:
         self._thread: threading.Thread | None = None
 
     def post(self, step: int, ready: Ready) -> None:
-        """Tell the others what this process found in a step, when it is there."""
+        """Publish what this process found in a step, when it is there."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._work, args=(self._connect(),), name="fastpipe-mail", daemon=True
+                target=self._work, args=(self._connect(),), name="fastpipe-deferred", daemon=True
             )
             self._thread.start()
         self._posted.append(step)
@@ -97,7 +97,7 @@ class DeferredResults:
         return attended(self.store.clone, lambda: None, timedelta(seconds=self.timeout))
 
     def result(self, step: int, rank: int) -> DeferredResult:
-        """What another process said it would post."""
+        """What another process reported that it would post."""
         if self._reading is None:
             # not when it is read: to connect takes minutes where the store is gone by then
             self._reading = self._connect()
@@ -106,15 +106,15 @@ class DeferredResults:
         return result
 
     def wanted(self) -> int | None:
-        """The first step of which this process may still ask for a result."""
+        """The first step of which this process may still read a result."""
         return min((result.step for result in self._given_out if not result.is_read), default=None)
 
     def forget(self, step: int, wanted: Sequence[int | None]) -> None:
-        """Drop what nobody will ask for.
+        """Drop what no process will read.
 
         Args:
             step: the one that ends.
-            wanted: what each process said.
+            wanted: `wanted` of each process.
         """
         first = min((number for number in wanted if number is not None), default=step)
         for old in [number for number in self._posted if number < min(first, step)]:
@@ -197,7 +197,7 @@ class DeferredResults:
         while (job := self._jobs.get()) is not None:
             step, ready = job
             contents = None if ready is None else self._contents(ready)
-            # without the store nobody can be told; who asks finds that out
+            # without the store nothing can be published; readers find that out
             with contextlib.suppress(RuntimeError):
                 if contents is None:
                     store.delete_key(_key(step, self.rank))
@@ -205,13 +205,13 @@ class DeferredResults:
                     store.set(_key(step, self.rank), contents)
 
     def _contents(self, ready: Ready) -> str:
-        """What was found, or what keeps this process from finding it: the others do not wait for it."""
+        """What was found, or the failure in its place: the others do not wait for it."""
         try:
             return json.dumps(ready())
         except StepError as error:
-            lost = Failure(error.rank, str(error.cause), dead=True)
-        except Exception as error:  # whoever asks for what was found is told
-            lost = Failure(self.rank, cause_text(error), dead=True)
+            lost = Failure(error.rank, str(error.cause), is_fatal=True)
+        except Exception as error:  # raised to all that read it
+            lost = Failure(self.rank, cause_text(error), is_fatal=True)
         return json.dumps({_LOST: asdict(lost)})
 
 

@@ -2,7 +2,8 @@
 
 Over the store each exchange costs about a millisecond. In the memory of one host every process has a page that it
 alone writes and that all others read; a waiting process sleeps on a futex. That part is C++
-(``csrc/core/shared_memory_exchange.h``); this module says what is written, and what is wrong when nobody answers.
+(``csrc/core/shared_memory_exchange.h``); this module decides what is written, and which failure it is when a process
+does not answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fastpipe.runtime.common import (
     LOOK_SECONDS,
     SECONDS,
     Failure,
-    LostError,
+    FailureError,
     Patience,
     asked,
     first_line,
@@ -33,7 +34,7 @@ from fastpipe.runtime.coordination.control import Reply
 from fastpipe.runtime.coordination.host import RanksPerHost
 
 _MORE_SECONDS = 5.0
-"""For those who are on their way."""
+"""For processes that are on their way."""
 
 Lost = Callable[[Sequence[int]], Failure | None]
 """What keeps awaited ranks from coming while the pipeline is built, as `Control.lost` has it."""
@@ -48,7 +49,7 @@ class Gather(ABC):
         timeout: seconds to wait for the others.
 
     Attributes:
-        suspected: the failure by which a rank is suspected to be silent in this step, set by any thread.
+        suspected: a reported failure by which a rank is suspected in this step, set by any thread.
     """
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
@@ -62,10 +63,10 @@ class Gather(ABC):
         """Give a message and get those of all, in order.
 
         Raises:
-            LostError: when a process is dead or does not come, or nothing can be exchanged any more.
+            FailureError: when a process is dead or does not come, or nothing can be exchanged any more.
         """
 
-    def late(self, missing: Sequence[int], step: int, phase: str) -> LostError:
+    def late(self, missing: Sequence[int], step: int, phase: str) -> FailureError:
         """The error for processes that live and do not come."""
         ranks = ", ".join(map(str, missing))
         place, advice = f"the {phase} of step {step}", "call step and eval_step on every rank"
@@ -73,14 +74,14 @@ class Gather(ABC):
             place, advice = "the building of the pipeline", "build it on every rank, all with the same group"
         cause = f"rank {ranks} did not come to {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = None if self.suspected is None else self.suspected.rank
-        return LostError(Failure(suspected if suspected in missing else missing[0], cause, dead=True))
+        return FailureError(Failure(suspected if suspected in missing else missing[0], cause, is_fatal=True))
 
 
 class Deadline:
-    """When those who have not come are given up.
+    """When processes that have not come are reported as lost.
 
-    That is after the timeout, or soon after somebody is suspected to be silent: all others have been told then, and
-    come at once, but for the silent one.
+    That is after the timeout, or soon after one is suspected to be silent: all others know of that, and come at once,
+    but for the silent one.
 
     Args:
         gather: where they are waited for.
@@ -92,10 +93,10 @@ class Deadline:
         self._is_last = False
 
     def passed(self, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """Who is given up now.
+        """The processes to report now.
 
         Args:
-            missing: who has not come.
+            missing: those that have not come.
         """
         now, more = time.monotonic(), min(self._gather.timeout / 4, _MORE_SECONDS)
         if self._gather.suspected is not None and not self._is_last:
@@ -105,7 +106,7 @@ class Deadline:
         found = missing()
         if len(found) < 2 or self._is_last:
             return found
-        # who has waited for a silent one in the step says so now
+        # those that waited for a silent one in the step report it now
         self._at, self._is_last = now + more, True
         return []
 
@@ -138,25 +139,27 @@ class StoreGather(Gather):
         self.store = self.waits = store
         self.gone = gone
         self.lost = lost
-        self.said: list[tuple[int, str]] = []
+        self.written: list[tuple[int, str]] = []
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """One key a process, step and phase. Another thread asks the store, which may not answer any more."""
         keys = [_key(step, phase, rank) for rank in range(self.size)]
-        self.said.append((step, keys[self.rank]))
+        self.written.append((step, keys[self.rank]))
         answer = asked(lambda: self._gather(keys, message, step), "fastpipe-gather")
         deadline, patience = Deadline(self), Patience(min(SECONDS, self.timeout))
+        while not wait([answer], LOOK_SECONDS).done:
+            if step and (failure := self.lost(())) is not None:
+                raise FailureError(failure)
+            if missing := deadline.passed(lambda: patience.ask(lambda: self._missing(keys), [-1])):
+                if missing == [-1]:
+                    raise FailureError(Failure(None, silent_store(self.timeout), is_fatal=True))
+                raise self.late(missing, step, phase)
         try:
-            while not wait([answer], LOOK_SECONDS).done:
-                if step and (failure := self.lost(())) is not None:
-                    raise LostError(failure)
-                if missing := deadline.passed(lambda: patience.ask(lambda: self._missing(keys), [-1])):
-                    if missing == [-1]:
-                        raise LostError(Failure(None, silent_store(self.timeout), dead=True))
-                    raise self.late(missing, step, phase)
             return answer.result()
+        except FailureError:
+            raise
         except RuntimeError as error:
-            raise LostError(self.gone(error)) from error
+            raise FailureError(self.gone(error)) from error
 
     def _gather(self, keys: list[str], message: Reply, step: int) -> list[Reply]:
         self.waits.set(keys[self.rank], json.dumps(message))
@@ -170,10 +173,10 @@ class StoreGather(Gather):
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
     def _wait_watching(self, keys: list[str]) -> None:
-        """The same while nobody else watches: the pipeline is being built. (The store warns of each wait in vain.)"""
+        """The same while the pipeline is built, and no watcher runs. (The store warns of each wait in vain.)"""
 
         def lost() -> Failure | None:
-            # whoever has come may have given up since, for what all are about to read
+            # a process that has come may have failed since, for what all are about to read
             failure = self.lost(self._missing(keys))
             return failure if self._missing(keys) else None
 
@@ -183,13 +186,13 @@ class StoreGather(Gather):
             time.sleep(pause)
 
     def forget(self, step: int) -> None:
-        """Drop what this process has said up to a step that all have passed; step 0 is the building of the pipeline."""
-        self.forget_first(sum(said <= step for said, _ in self.said))
+        """Drop the messages of this process up to a step that all have passed; step 0 builds the pipeline."""
+        self.forget_first(sum(number <= step for number, _ in self.written))
 
     def forget_first(self, count: int) -> None:
         """Drop the first messages of this process, which all have read."""
         for _ in range(count):
-            self.store.delete_key(self.said.pop(0)[1])
+            self.store.delete_key(self.written.pop(0)[1])
 
 
 def _key(step: int, phase: str, rank: int | None) -> str:
@@ -197,7 +200,7 @@ def _key(step: int, phase: str, rank: int | None) -> str:
 
 
 _SLICE_SECONDS = 0.1
-"""After which Python is asked whether it has been interrupted, and who is lost."""
+"""After which signals are handled, and lost processes looked for."""
 
 
 class SharedMemoryGather(Gather):
@@ -245,7 +248,7 @@ class SharedMemoryGather(Gather):
 
     def look_around(self) -> None:
         """Wait as it fits a host with so many ranks; when pipelines beside this one have been built."""
-        with contextlib.suppress(RuntimeError):  # a store that is gone is others' to tell
+        with contextlib.suppress(RuntimeError):  # a store that is gone is reported elsewhere
             self._native.share_host(self._ranks_per_host.count())
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
@@ -255,30 +258,28 @@ class SharedMemoryGather(Gather):
         try:
             self._wait(step, phase)
             return [self._read(rank, place, text) for rank, text in enumerate(self._native.messages())]
+        except FailureError:
+            raise
         except RuntimeError as error:
-            raise LostError(Failure(None, first_line(error), dead=True)) from error
+            raise FailureError(Failure(None, first_line(error), is_fatal=True)) from error
 
     def _wait(self, step: int, phase: str) -> None:
         deadline = Deadline(self)
         while not self._native.wait(min(self.timeout, _SLICE_SECONDS)):
             failure = self._lost(self._native.missing())
             if failure is not None and self._native.missing():
-                raise LostError(failure)
+                raise FailureError(failure)
             if missing := deadline.passed(self._native.missing):
                 raise self.late(missing, step, phase)
 
     def _read(self, rank: int, place: str, text: bytes | None) -> Reply:
         if text is None:
-            raise LostError(Failure(rank, DIED, dead=True))
+            raise FailureError(Failure(rank, DIED, is_fatal=True))
         found, _, content = text.decode().partition("\n")
         if found != place:
-            raise LostError(
-                Failure(
-                    rank,
-                    f"rank {rank} did not come to the {place}: it is at the {found}; call step and eval_step on every "
-                    "rank",
-                    dead=True,
-                )
+            cause = (
+                f"rank {rank} did not come to the {place}: it is at the {found}; call step and eval_step on every rank"
             )
+            raise FailureError(Failure(rank, cause, is_fatal=True))
         reply: Reply = json.loads(content)
         return reply

@@ -41,7 +41,7 @@ _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 
 class Ended(NamedTuple):
-    """The end of a process: what became of it, and its last complete step where it said so; 0 where it did not."""
+    """The end of a process: what became of it, and its last complete step if it sent that, else 0."""
 
     cause: str
     last_step: int = 0
@@ -91,7 +91,7 @@ class Lifeline:
             offer: rank 0's.
             far: the ranks that rank 0 cannot watch.
         """
-        with contextlib.suppress(OSError):  # the others are told by what is returned
+        with contextlib.suppress(OSError):  # the others learn of it from what is returned
             if self._listener is not None:
                 self._accept(self._listener, far)
             elif self.rank in far and "address" in offer:
@@ -107,7 +107,7 @@ class Lifeline:
         while self._awaited and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 tie, _ = listener.accept()
-                # who connects and says nothing keeps nobody waiting
+                # a client that connects and sends nothing delays no other
                 aside([functools.partial(self._greet, tie)], "fastpipe-tie")
         with self._lock:
             self._awaited.clear()
@@ -150,12 +150,12 @@ class Lifeline:
             self._talk(_BEAT)
 
     def ended(self) -> dict[int, Ended]:
-        """The processes that are gone, by rank."""
+        """The processes that have ended, by rank."""
         self._talk(b"")
         return dict(self._ended)
 
     def _talk(self, word: bytes) -> None:
-        """Hear what the others say, and say something."""
+        """Receive from all, and send a word."""
         with self._lock:
             for rank in self._ties.keys() - self._ended.keys():
                 try:
@@ -174,12 +174,12 @@ class Lifeline:
             tie.send(word)
 
     def close(self, last_step: int) -> None:
-        """Say that this was the last step, and let go; called once."""
+        """Send the number of the last step, and close the connections; called once."""
         self._talk(str(last_step).encode())
         with self._lock:
-            self.unblock()
+            self.close_descriptors()
 
-    def unblock(self) -> None:
+    def close_descriptors(self) -> None:
         """Close this process's copies of the descriptors; its parent's connections, if it is a forked child, go on."""
         for descriptor in (self._listener, *self._ties.values()):
             if descriptor is not None:
@@ -217,10 +217,10 @@ def _addresses(store: Any) -> tuple[str, str]:
     return own, name if own == address[0] else own
 
 
-def _let_go_in_child() -> None:
+def _close_in_child() -> None:
     # a child that outlives its parent would keep the connections open
     for lifeline in list(_open):
-        lifeline.unblock()
+        lifeline.close_descriptors()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

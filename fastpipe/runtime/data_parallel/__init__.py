@@ -7,7 +7,7 @@ Uses: `common`.
 from __future__ import annotations
 
 from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
-from fastpipe.runtime.data_parallel.interface import DataParallel, ReplicaError, listed
+from fastpipe.runtime.data_parallel.interface import DataParallel, listed
 from fastpipe.runtime.data_parallel.wrappers import (
     check_not_sharded,
     check_parallel,
@@ -18,7 +18,6 @@ from fastpipe.runtime.data_parallel.wrappers import (
 
 __all__ = [
     "DataParallel",
-    "ReplicaError",
     "Sharded",
     "check_not_sharded",
     "check_parallel",

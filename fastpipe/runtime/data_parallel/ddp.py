@@ -30,8 +30,8 @@ from torch import nn
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import grad_dtype_of, has_grad_dtype, walked, zero_grad_of
-from fastpipe.runtime.data_parallel.interface import DataParallel, ReplicaError, SilentReplicaError, listed
+from fastpipe.runtime.common import Failure, FailureError, grad_dtype_of, has_grad_dtype, walked, zero_grad_of
+from fastpipe.runtime.data_parallel.interface import DataParallel, listed
 
 
 class FlatBucket:
@@ -62,7 +62,7 @@ class FlatBucket:
 
 
 class Told(NamedTuple):
-    """What the replicas told each other.
+    """What the replicas reported to each other.
 
     Attributes:
         num_failed: in how many of them the step failed.
@@ -144,7 +144,7 @@ class Average:
                     torch.mul(parameter.grad, self.factor, out=view)
 
     def complete(self, failed: bool, asks: tuple[bool, bool] = (False, False)) -> None:
-        """All gradients are complete: start what has not been started, and tell the other replicas how it went.
+        """All gradients are complete: start what has not been started, and report to the other replicas.
 
         Args:
             failed: the step failed here, so send zeros instead, and that they mean nothing.
@@ -159,7 +159,7 @@ class Average:
         device = self.buckets[0].buffer().device
         status = [int(failed), *map(int, asks), *again, *used]
         self.status = torch.tensor(status, dtype=torch.int32, device=device)
-        self._told = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
+        self._reported = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
 
     def unwatch(self) -> None:
         """Take the hooks off."""
@@ -181,7 +181,7 @@ class Average:
         Raises:
             TimeoutError: when they are not there by the deadline.
         """
-        _awaited(self._told, deadline)
+        _awaited(self._reported, deadline)
         num_failed, num_asking, num_missing, *flags = self.status.tolist()
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
         averages: list[torch.Tensor] = []
@@ -463,10 +463,11 @@ class Replicated(DataParallel):
         try:
             ends = [average.finish(deadline) for average in under_way]
         except TimeoutError as error:
-            raise SilentReplicaError(
+            cause = (
                 f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
                 f"{self.num_replicas} replicas did not come"
-            ) from error
+            )
+            raise FailureError(Failure(None, cause, is_fatal=True)) from error
         finally:
             self._restore([average.wrapper for average in under_way])
         # every replica sees the same
@@ -478,13 +479,15 @@ class Replicated(DataParallel):
     def _check(self, num_failed: int, num_asking: int) -> None:
         """Whether all replicas made the step."""
         if num_asking:
-            raise ReplicaError(
+            cause = (
                 f"data_parallel: {num_asking} of {self.num_replicas} replicas have parameters to train since the last "
                 "step that were not when the stages were wrapped, and this one has none; unfreeze, exchange or append "
                 "layers in all replicas alike"
             )
+            raise FailureError(Failure(None, cause))
         if num_failed:
-            raise ReplicaError(f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage")
+            cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
+            raise FailureError(Failure(None, cause))
 
     def _restore(self, reduced: Sequence[DistributedDataParallel]) -> None:
         if self._early is not None:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import walked
-from fastpipe.runtime.data_parallel.interface import DataParallel, ReplicaError, listed
+from fastpipe.runtime.common import Failure, FailureError, walked
+from fastpipe.runtime.data_parallel.interface import DataParallel, listed
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Sharded(DataParallel):
         for group in groups:
             dist.all_reduce(count, group=group)
         if int(count) and not failed:
-            raise ReplicaError("the step failed in another of the replicas that share this stage")
+            raise FailureError(Failure(None, "the step failed in another of the replicas that share this stage"))
 
     @property
     def num_replicas(self) -> int:

@@ -5,8 +5,8 @@ parts, and the last to end need not be that of the last forward. So the hooks ar
 they would do is done once a step, at the program's instructions: UNSHARD before a stage is used, REDUCE_GRAD when its
 gradients are complete. The reduction is awaited when the rank's program has ended.
 
-A rank that drains a failed step takes part in its collectives all the same, and says in them that it failed: the other
-replicas neither wait for it nor train on what it gave.
+A rank that drains a failed step takes part in its collectives all the same, and reports in them that it failed: the
+other replicas neither wait for it nor train on what it gave.
 """
 
 from __future__ import annotations
@@ -16,14 +16,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-
-
-class ReplicaError(Exception):
-    """The step failed in another replica of the pipeline."""
-
-
-class SilentReplicaError(Exception):
-    """Another replica did not come to a reduction in time: what is still under way cannot be taken back."""
 
 
 class DataParallel(ABC):
@@ -133,8 +125,8 @@ class DataParallel(ABC):
             deadline: until when to wait for the other replicas, on the monotonic clock.
 
         Raises:
-            ReplicaError: when it failed in another replica, and not here.
-            SilentReplicaError: when another replica did not come.
+            FailureError: when it failed in another replica, and not here. The failure is fatal when another replica did
+                not come, as what is still under way cannot be taken back.
         """
 
     @property

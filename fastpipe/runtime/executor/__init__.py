@@ -9,7 +9,7 @@ from __future__ import annotations
 from fastpipe.runtime.executor.cuda_graph import RecordedRanks, why_not
 from fastpipe.runtime.executor.events import DeviceEvent, DeviceEvents
 from fastpipe.runtime.executor.executor import Executor
-from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, Spans, executor_class, failure_of
+from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, Spans, executor_class
 
 __all__ = [
     "DeviceEvent",
@@ -20,6 +20,5 @@ __all__ = [
     "RecordedRanks",
     "Spans",
     "executor_class",
-    "failure_of",
     "why_not",
 ]

@@ -1,7 +1,7 @@
 """Events of a device that say when a step's work is done, and whether its results can be trusted.
 
 A device may be far behind its host. A process that is lost meanwhile may have owed a message to any stream, of this
-process or of an earlier one; and waiting streams are released, on whatever lies in their buffers. So events that are
+process or of an earlier one; and waiting streams are unblocked, on whatever lies in their buffers. So events that are
 not done by then are invalidated first. Each event is judged once, and everybody who waits for it gets the same verdict.
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import Failure, TransportError, cause_text, recorded
+from fastpipe.runtime.common import Failure, FailureError, cause_text, recorded
 
 Check = Callable[[], None]
-"""Raises TransportError when a message never came and its stream was let go."""
+"""Raises FailureError when a message never came and its stream was unblocked."""
 
 _PAUSE = 1e-3
 
@@ -40,23 +40,23 @@ class DeviceEvent:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody would wait for it."""
+        """Whether `wait` would return at once."""
         return self._judged or self._is_done()
 
-    def give_up(self, failure: Failure, *, even_if_done: bool = False) -> None:
-        """Streams are about to be let go: what is not done by now cannot be trusted."""
+    def invalidate(self, failure: Failure, *, even_if_done: bool = False) -> None:
+        """Streams are about to be unblocked: what is not done by now cannot be trusted."""
         with self._lock:
             if not self._judged:
                 self._judge(failure if even_if_done or not self._is_done() else None)
 
     def wait(self) -> None:
-        """Wait for it. From any thread, each of which is told the same.
+        """Wait for it. From any thread; all get the same verdict.
 
         Raises:
-            StepError: when it was given up, or a message never came.
+            StepError: when it was invalidated, or a message never came.
         """
         if not self._judged:
-            # not under the lock, as who gives it up does not wait
+            # not under the lock, as `invalidate` does not wait
             self._event.synchronize()
         with self._lock:
             if not self._judged:
@@ -75,75 +75,75 @@ class DeviceEvent:
         if lost is None:
             try:
                 self._check()
-            except TransportError as error:
-                lost = error.failure()
+            except FailureError as error:
+                lost = error.failure
         self._judged, self._lost = True, lost
 
 
 class DeviceEvents:
-    """Those of one process, and what tells whether its messages came. From any thread, but where it says otherwise."""
+    """Those of one process, and the checks of its messages. From any thread, but where it says otherwise."""
 
     def __init__(self) -> None:
-        # reentrant, as above; never taken by who has a moment's
+        # reentrant, as above; never taken by a thread that holds an event's
         self._lock = threading.RLock()
         self._made: weakref.WeakSet[DeviceEvent] = weakref.WeakSet()
         self._checks: tuple[Check, ...] = ()
         self._lost: Failure | None = None
 
-    def ask(self, checks: Iterable[Check]) -> None:
-        """From now on these are asked, too. By the thread that runs steps."""
+    def add_checks(self, checks: Iterable[Check]) -> None:
+        """Add checks. By the thread that runs steps."""
         self._checks = (*self._checks, *checks)
 
-    def ask_nobody(self) -> None:
-        """Those that are asked are about to go: waits until nobody needs them. By the thread that runs steps."""
-        for moment in self._open():
+    def drop_checks(self) -> None:
+        """Drop all checks, when no event needs them any more. By the thread that runs steps."""
+        for event in self._open():
             try:
-                moment.wait()
+                event.wait()
             except StepError:
-                pass  # told to who asks
+                pass  # raised to those who wait for it
             except RuntimeError as error:
-                moment.give_up(Failure(None, cause_text(error), dead=True))
+                event.invalidate(Failure(None, cause_text(error), is_fatal=True))
         self._checks = ()
 
     def make(self, device: torch.device) -> DeviceEvent:
-        """When a device has done what it has been given so far."""
-        moment = DeviceEvent(device, self.check)
+        """The event of all that a device has been given so far."""
+        event = DeviceEvent(device, self.check)
         with self._lock:
-            self._made.add(moment)
+            self._made.add(event)
             lost = self._lost
         if lost is not None:
-            # it may be done because its streams were let go
-            moment.give_up(lost, even_if_done=True)
-        return moment
+            # it may be done because its streams were unblocked
+            event.invalidate(lost, even_if_done=True)
+        return event
 
     def check(self) -> None:
-        """Whether all that the devices have come to the end of was there.
+        """Whether the devices got every message that they waited for.
 
         Raises:
-            TransportError: when a message never came, or streams have been let go.
+            FailureError: when one never came, or streams have been unblocked.
         """
         for check in self._checks:
             check()
         if self._lost is not None:
-            raise TransportError(self._lost.cause, self._lost.rank)
+            raise FailureError(self._lost)
 
-    def give_up(self, failure: Failure) -> None:
-        """Streams are about to be let go: what no device has done by now is given up, and all that comes later."""
+    def invalidate(self, failure: Failure) -> None:
+        """Streams are about to be unblocked: what no device has done by now is invalid, and all that comes later."""
         with self._lock:
-            for moment in self._open():
-                moment.give_up(failure)
-            # after them: what is done is asked whether its messages came
+            for event in self._open():
+                event.invalidate(failure)
+            # after them: those that are done are checked
             self._lost = self._lost or failure
 
     def close(self, failure: Failure, seconds: float) -> bool:
         """The same for a pipeline that is closed, when its device has had so many seconds; whether that was enough."""
         until = time.monotonic() + seconds
-        while not (done := all(moment.is_over for moment in self._open())) and time.monotonic() < until:
+        while not (done := all(event.is_over for event in self._open())) and time.monotonic() < until:
             time.sleep(_PAUSE)
-        self.give_up(failure)
+        self.invalidate(failure)
         return done
 
     def _open(self) -> list[DeviceEvent]:
-        """Those that nobody has judged yet."""
+        """Those without a verdict."""
         with self._lock:
-            return [moment for moment in self._made if not moment._judged]
+            return [event for event in self._made if not event._judged]

@@ -20,10 +20,6 @@ OnFailure = Callable[[int, BaseException], None]
 """Called at once, with the position in the program and the exception, before the rank goes on draining."""
 
 
-class Drained(Exception):  # noqa: N818 - not an error of its own
-    """A step was drained on this rank because it failed on another."""
-
-
 class Executor(ABC):
     """Runs the program of one rank, step by step.
 
@@ -73,7 +69,9 @@ class Executor(ABC):
         """Make what every step needs, once."""
 
     @abstractmethod
-    def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
+    def run(
+        self, signature: int, announce: bool, trace: bool = False, drain: bool = False
+    ) -> tuple[Seconds, Seconds] | None:
         """Run one step.
 
         Args:
@@ -85,26 +83,26 @@ class Executor(ABC):
 
         Returns:
             The start and end of every instruction, on the monotonic clock: on a device with streams the times at which
-            it was launched, or, with ``trace``, those at which the device did it.
+            it was launched, or, with ``trace``, those at which the device did it. None when the step was drained: it
+            failed elsewhere, or ``drain`` was set.
 
         Raises:
-            Drained: when the step failed elsewhere, or with ``drain``.
             BaseException: what was raised here, itself.
         """
 
     @abstractmethod
     def fail(self) -> None:
-        """The step that runs, or is about to, has failed elsewhere: drain. May be called from any thread."""
+        """Drain the step that runs or is about to, as it failed elsewhere. May be called from any thread."""
 
     @abstractmethod
     def forget_failure(self) -> None:
-        """Another step begins: what was said of the last one, after it had ended, does not matter."""
+        """Another step begins: forget a `fail` that came when the last one had ended."""
 
     def check(self) -> None:  # noqa: B027 - on a CPU all is known when a step has ended
-        """After a step, when its device has come to its end: what the transport has found out since.
+        """After a step, when its device has finished: whether the transport has lost a peer since.
 
         Raises:
-            TransportError: when a peer was given up.
+            FailureError: when it has.
         """
 
     @abstractmethod
@@ -112,7 +110,7 @@ class Executor(ABC):
         """How many pairs went which way so far."""
 
     def close(self) -> None:
-        """Let go of everything; there is no run any more.
+        """Drop everything; there is no run any more.
 
         An executor is part of cycles. Until Python collects these, which may be never, they would keep the stages'
         memory, the connections, and the threads of these.

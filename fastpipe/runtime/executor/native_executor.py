@@ -14,7 +14,7 @@ from fastpipe.action import NONE
 from fastpipe.program import Op
 from fastpipe.runtime import native
 from fastpipe.runtime.common import Tensors
-from fastpipe.runtime.executor.executor import Drained, Executor, Seconds, last_backwards
+from fastpipe.runtime.executor.executor import Executor, Seconds, last_backwards
 from fastpipe.runtime.stage import WAYS, PairCounts, Stage
 
 
@@ -46,7 +46,9 @@ class NativeExecutor(Executor):
             streams=[self.streams[index] for index in self.stages] if self.streams else [],
         )
 
-    def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
+    def run(
+        self, signature: int, announce: bool, trace: bool = False, drain: bool = False
+    ) -> tuple[Seconds, Seconds] | None:
         """Run one step; see `Executor.run`."""
         # C++ keeps none of these between steps: a cycle through it could never be collected
         calls = [
@@ -63,7 +65,7 @@ class NativeExecutor(Executor):
             drain=drain,
         )
         if spans is None:
-            raise Drained
+            return None
         if self._splits:
             self._note_deferred()
         start, end = spans

@@ -19,7 +19,7 @@ from fastpipe.action import NONE, Action, ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
 from fastpipe.runtime.common import Tensors, handed_over
-from fastpipe.runtime.executor.executor import Drained, Executor, Seconds, backward_of, last_backwards
+from fastpipe.runtime.executor.executor import Executor, Seconds, backward_of, last_backwards
 from fastpipe.runtime.stage import PairCounts, Pairs, Stage
 from fastpipe.runtime.transport import Message
 
@@ -69,7 +69,9 @@ class PythonExecutor(Executor):
         """See `Executor.forget_failure`."""
         self.failed = False
 
-    def run(self, signature: int, announce: bool, trace: bool = False, drain: bool = False) -> tuple[Seconds, Seconds]:
+    def run(
+        self, signature: int, announce: bool, trace: bool = False, drain: bool = False
+    ) -> tuple[Seconds, Seconds] | None:
         """Run one step; see `Executor.run`."""
         self.failed, self.error = self.failed or drain, None
         for index, stage in self.stages.items():
@@ -80,25 +82,29 @@ class PythonExecutor(Executor):
         for position, step in enumerate(self.steps):
             self._execute(position, step)
             moments.append(time.perf_counter())
-        self._finish()
+        if self._drained():
+            return None
         times = np.array(moments)
         starts, ends = times[:-1], times[1:].copy()
         for send, wait in self.waits_of_sends:
             ends[send] = ends[wait]
         return starts, ends
 
-    def _finish(self) -> None:
+    def _drained(self) -> bool:
+        """Whether the step that has ended failed elsewhere; what failed here is raised."""
         self.slots.clear()
         self.made.clear()
         failed, self.failed = self.failed, False
         if not failed:
-            return
+            return False
         for stage in self.stages.values():
             stage.end()
         self.endpoint.end()
         error, self.error = self.error, None
+        if error is None:
+            return True
         try:
-            raise error if error is not None else Drained
+            raise error
         finally:
             del error  # the exception holds this frame, which must not hold the exception
 
@@ -225,7 +231,7 @@ class _Resolver:
         return Step(it.op, self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it), label)
 
     def _last(self, it: Instruction, call: Callable[[], None]) -> Callable[[], None]:
-        """The stage's replicas are told of its last B or W."""
+        """The stage may start to reduce in its last B or W."""
         stage, microbatch = backward_of(it)
         if self.last_backwards.get(stage) != microbatch:
             return call

@@ -15,10 +15,10 @@ import torch
 
 from fastpipe.program import Op, Program
 from fastpipe.runtime import native
-from fastpipe.runtime.common import CPU, Failure, ThreadState, TransportError, cause_text
-from fastpipe.runtime.data_parallel import DataParallel, ReplicaError
+from fastpipe.runtime.common import CPU, Failure, FailureError, ThreadState, cause_text, failure_of
+from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.executor.events import DeviceEvents
-from fastpipe.runtime.executor.executor import Drained, Executor, Seconds
+from fastpipe.runtime.executor.executor import Executor, Seconds
 from fastpipe.runtime.executor.native_executor import NativeExecutor
 from fastpipe.runtime.executor.python_executor import PythonExecutor
 from fastpipe.runtime.stage import PairCounts, Stage
@@ -39,7 +39,7 @@ class Outcome:
         spans: per rank, the times of its instructions.
         failure: the first failure on a local rank.
         error: the exception behind it.
-        first: the first failure anywhere, if it was known when that one happened: it may be the reason for it.
+        first: the step's first failure, on whichever rank, as it was known when that one was published.
     """
 
     spans: Spans = field(default_factory=dict)
@@ -47,8 +47,8 @@ class Outcome:
     error: BaseException | None = None
     first: Failure | None = None
 
-    def refuse(self, error: BaseException, rank: int) -> None:
-        """The step ran to its end, and then failed on this process; ``rank`` is one of its ranks."""
+    def fail(self, error: BaseException, rank: int) -> None:
+        """The program ran to its end, and then the step failed on this process; ``rank`` is one of its ranks."""
         self.failure = self.first = failure_of(error, rank)
         self.error = error
 
@@ -61,7 +61,7 @@ class LocalRanks:
         executor: the class to run them with.
         transport: how ranks exchange tensors.
         timeout: seconds to wait for a peer.
-        publish: called at once with a failure of a local rank; returns the first there was.
+        publish: called at once with a failure of a local rank; returns the step's first one.
         pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.stage.pairs`.
         device: what the stages compute on.
         several_streams: whether each stage may have a stream of its own.
@@ -117,7 +117,7 @@ class LocalRanks:
         self._programs.append(program)
         executors = [self._make_executor(program, rank) for rank in self.stages]
         self._executors[id(program)] = executors
-        self.device_events.ask(executor.check for executor in executors)
+        self.device_events.add_checks(executor.check for executor in executors)
 
     def _make_executor(self, program: Program, rank: int) -> Executor:
         def on_failure(position: int, error: BaseException) -> None:
@@ -160,8 +160,7 @@ class LocalRanks:
             self._current = self._executors[id(program)]
         try:
             if error is not None:
-                failure = failure_of(error, self.first)
-                self._note(failure, error, self.publish(failure))
+                self._publish(failure_of(error, self.first), error)
             if self._pool is None:
                 self._run_one(self._current[0], signature, announce, trace, error is not None)
             else:
@@ -174,7 +173,7 @@ class LocalRanks:
         return outcome
 
     def ask_replicas(self, program: Program) -> Outcome:
-        """Come to every meeting of a program, and do nothing else: the replicas of all stages say what they miss."""
+        """Take part in every collective of a program, and do nothing else: replicas report parameters they miss."""
         self._outcome = outcome = Outcome()
         for rank, held in self.stages.items():
             found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
@@ -186,8 +185,7 @@ class LocalRanks:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
                         held[instruction.stage].meet(instruction.op, True)
             except Exception as error:  # published, and the step's outcome
-                failure = Failure(rank, cause_text(error), dead=True)
-                self._note(failure, error, self.publish(failure))
+                self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
             deadline = time.monotonic() + self.timeout
             for stage, parallel in found:
                 self._await_replicas(rank, stage, parallel, True, deadline)
@@ -195,15 +193,11 @@ class LocalRanks:
         return outcome
 
     def check(self, outcome: Outcome) -> bool:
-        """When the devices have come to the end of a step: whether the transport found none of its peers gone in it.
-
-        Otherwise that is the step's failure.
-        """
+        """When the devices have finished a step: whether the transport has lost no peer in it, which fails the step."""
         try:
             self.device_events.check()
-        except TransportError as error:
-            failure = error.failure()
-            outcome.failure, outcome.error, outcome.first = failure, error, failure
+        except FailureError as error:
+            outcome.fail(error, self.first)
             return False
         return True
 
@@ -232,15 +226,15 @@ class LocalRanks:
         for executor in tuple(self._current):
             executor.fail()
 
-    def leave(self, failure: Failure) -> None:
-        """No step comes any more: end the connections, so that who waits for this process is told."""
-        self.device_events.give_up(failure)
+    def abort(self, failure: Failure) -> None:
+        """No step comes any more: end the connections, so that peers waiting for this process are unblocked."""
+        self.device_events.invalidate(failure)
         self.forget()
-        self.transport.leave()
+        self.transport.abort()
 
     def forget(self) -> None:
         """The programs so far are run no more. Waits for what the device still has of them and can be asked for."""
-        self.device_events.ask_nobody()
+        self.device_events.drop_checks()
         for executor in [executor for executors in self._executors.values() for executor in executors]:
             executor.close()
         self._executors.clear()
@@ -261,7 +255,7 @@ class LocalRanks:
         if done:
             self.transport.close()
         else:
-            self.transport.leave()
+            self.transport.abort()
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = ThreadState(self.device)
@@ -287,56 +281,50 @@ class LocalRanks:
     def _run_program(self, executor: Executor, *how: Any) -> tuple[Seconds, Seconds] | None:
         """None when the step failed, here or elsewhere."""
         try:
-            spans: tuple[Seconds, Seconds] = executor.run(*how)
-        except Drained:
-            return None
+            spans: tuple[Seconds, Seconds] | None = executor.run(*how)
         except BaseException as error:  # the step's outcome
-            failure = Failure(executor.rank, cause_text(error))
+            failure = failure_of(error, executor.rank)
             self._note(failure, error, failure)
             return None
-        with self._lock:
-            self._outcome.spans[executor.rank] = spans
+        if spans is not None:
+            with self._lock:
+                self._outcome.spans[executor.rank] = spans
         return spans
 
     def _await_replicas(self, rank: int, stage: int, parallel: DataParallel, failed: bool, deadline: float) -> None:
-        """What was started in the step for a stage's replicas ends; if it cannot, this pipeline cannot go on."""
+        """Wait for the reductions of a stage; if they cannot be completed, this pipeline cannot go on."""
         try:
             parallel.finish(failed, deadline)
         except Exception as error:  # published, and the step's outcome
+            is_fatal = not isinstance(error, FailureError) or error.failure.is_fatal
             action = f"{stage}{Op.REDUCE_GRAD.name}"
-            failure = Failure(rank, cause_text(error), stage, action, dead=not isinstance(error, ReplicaError))
-            seen = failure.error()
-            seen.__cause__ = error
-            self._note(failure, seen, self.publish(failure))
+            self._publish(Failure(rank, cause_text(error), stage, action, is_fatal=is_fatal), error)
 
     def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
         """Called by an executor at once, while it goes on draining."""
-        failure = failure_at(program, self.stages[rank], rank, position, error)
-        self._note(failure, error, self.publish(failure))
+        self._publish(failure_at(program, self.stages[rank], rank, position, error), error)
         with self._lock:
             for executor in self._current:
                 if executor.rank != rank:
                     executor.fail()
 
+    def _publish(self, failure: Failure, error: BaseException) -> None:
+        self._note(failure, error, self.publish(failure))
+
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:
             # while a failed step is drained a peer may be lost, which says more: there is no next step
             known = self._outcome.failure
-            if known is None or (failure.dead and not known.dead):
+            if known is None or (failure.is_fatal and not known.is_fatal):
                 self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
-
-
-def failure_of(error: BaseException, rank: int) -> Failure:
-    """The failure behind an exception outside the program: a peer that does not answer has failed itself."""
-    return error.failure() if isinstance(error, TransportError) else Failure(rank, cause_text(error))
 
 
 def failure_at(
     program: Program, stages: Mapping[int, Stage], rank: int, position: int, error: BaseException
 ) -> Failure:
-    """The failure behind an exception: a peer that does not answer has failed itself, even if none knows which."""
-    if isinstance(error, TransportError):
-        return error.failure()
+    """The failure behind an exception at a position of a program; see `failure_of`."""
+    if isinstance(error, FailureError):
+        return error.failure
     instruction = program[rank][position]
     action = instruction.action
     text = str(action) if action is not None else instruction.op.name
@@ -344,8 +332,8 @@ def failure_at(
     if instruction.op is Op.OVERLAP_F_B and stages[stage].running != microbatch:
         stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
     # what is no longer waited for may still come, and would be taken for a message of the next step
-    gave_up = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
-    return Failure(rank, cause_text(error), stage, text, microbatch, dead=gave_up)
+    is_fatal = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
+    return Failure(rank, cause_text(error), stage, text, microbatch, is_fatal=is_fatal)
 
 
 def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import alias_of, digest_of
+from fastpipe.runtime.common import alias_of, digest_of, local_part
 from fastpipe.runtime.data_parallel import is_sharded
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
@@ -118,12 +118,6 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
                 "what all stages that share the weight do; remove it, and change .grad after pipe.step, before the "
                 "optimizer's step"
             )
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this process: a shard, or all of it."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

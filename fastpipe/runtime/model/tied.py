@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import dense, grad_dtype_of
+from fastpipe.runtime.common import dense, grad_dtype_of, local_part
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.copies import FROZEN, Exchange, StageCopies, Told, Twins, holders_of
 from fastpipe.runtime.model.shared_weight import (
@@ -31,7 +31,6 @@ from fastpipe.runtime.model.shared_weight import (
     check_no_hooks,
     check_own_replicas,
     kind_of_tie,
-    local_part,
     put,
     shared_weight,
     sum_of_uses,

@@ -2,7 +2,7 @@
 
 In order: the forward, then the backward. Together: the backward in a helper thread, which needs the GIL for Python
 functions in the graph only. Which one is faster depends on the machine and the stages, so it is measured, pair by
-pair; both give the same bits. The native executor has the same in ``csrc/core/pairs.h``.
+pair; both give the same bits. The native executor has the same in ``csrc/core/executor.h``.
 
 Where both stages are modules of one type that has a class method ``overlapped_forward_backward``, the pair is left to
 it, exactly as DualPipe (https://github.com/deepseek-ai/DualPipe) calls it, so a module written for that runs

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
 from fastpipe.runtime import native
+from fastpipe.runtime.common import is_dtensor, local_part
 
 
 @dataclass
@@ -99,7 +100,7 @@ def _widens(total: torch.Tensor, grad: torch.Tensor) -> bool:
 
 
 def _can_accumulate(total: torch.Tensor, inputs: torch.Tensor, grad: torch.Tensor) -> bool:
-    plain = total.layout is torch.strided and not total.requires_grad
+    plain = total.layout is torch.strided and not total.requires_grad and not is_dtensor(total)
     dense = plain and torch.ops.aten.is_non_overlapping_and_dense(total)
     same = total.dtype == grad.dtype or _widens(total, grad)
     return dense and same and total.device == grad.device and total.shape == (grad.size(1), inputs.size(1))
@@ -263,7 +264,7 @@ class PythonWeightGradients:
     def held_bytes(self) -> int:
         """The memory that waits for W."""
         uses = [use for pending in self._pending for use in pending.uses]
-        held = [tensor.untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
+        held = [local_part(tensor).untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def leaves(self) -> list[int]:
@@ -430,8 +431,8 @@ def _tracing() -> bool:
 
 
 def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    known = not torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
-    same = tensor.dtype is like.dtype and tensor.device == like.device
+    known = not torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) or is_dtensor(tensor)
+    same = tensor.dtype is like.dtype and tensor.device == like.device and is_dtensor(tensor) == is_dtensor(like)
     return known and same and tensor.layout is torch.strided and not torch._is_functional_tensor(tensor)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fastpipe.errors import StepError
+from fastpipe.runtime.common import is_dtensor
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import Named
 from fastpipe.runtime.step.steps import Steps
@@ -193,7 +193,7 @@ def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
             )
     grads = [h.grad for h in held]
     norms: list[torch.Tensor] = [torch.empty(0)] * len(grads)
-    plain = [i for i, grad in enumerate(grads) if not _is_spread(grad)]
+    plain = [i for i, grad in enumerate(grads) if not is_dtensor(grad)]
     for (_, _), ([tensors], places) in _grouped([grads[i] for i in plain]).items():
         for place, norm in zip(places, torch._foreach_norm(tensors, order), strict=True):
             norms[plain[place]] = norm
@@ -208,25 +208,21 @@ def _grouped(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
     return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
 
 
-def _is_spread(grad: Any) -> bool:
-    # who has made a DTensor has imported them; to do so here would cost every program half a second
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(grad, module.DTensor)
-
-
 def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
     """The norms of gradients that FSDP spread over processes: one reduction for all that are spread alike."""
     spread: dict[Any, list[int]] = {}
     for i, grad in enumerate(grads):
-        if _is_spread(grad):
+        if is_dtensor(grad):
             spread.setdefault((grad.device_mesh, grad.placements, grad.dtype), []).append(i)
     for (mesh, placements, dtype), places in spread.items():
         local = torch.stack([_local_norm(grads[i], order) for i in places])
         for dimension, placement in enumerate(placements):
-            if placement.is_shard():
-                local = _reduced(local, order, mesh.get_group(dimension))
-            elif not placement.is_replicate():
+            if placement.is_partial():
                 raise ValueError(f"a gradient has the placement {placement}: reduce it before it is clipped")
+            if (
+                not placement.is_replicate()
+            ):  # a shard of any kind: fully_shard over layers that are spread makes its own
+                local = _reduced(local, order, mesh.get_group(dimension))
         yield places, local.to(dtype.to_real())
 
 
@@ -328,6 +324,6 @@ def _clip_by(named: Sequence[Named], limit: float, total: torch.Tensor) -> None:
     kinds: dict[Any, list[nn.Parameter]] = {}
     for p in named:
         grad: Any = p.parameter.grad
-        kinds.setdefault(grad.device_mesh if _is_spread(grad) else None, []).append(p.parameter)
+        kinds.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(p.parameter)
     for parameters in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)

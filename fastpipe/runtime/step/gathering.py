@@ -47,7 +47,7 @@ def gather(steps: Steps, member: Membership, device: torch.device, own: Outputs)
                 for tensor in tensors:
                     _broadcast(tensor, member, rank)
             except RuntimeError as error:
-                steps.give_up(Failure(rank, cause_text(error), dead=True), error)
+                steps.abort(Failure(rank, cause_text(error), is_fatal=True), error)
             if rank != member.rank:
                 ((value,), _) = from_tensors(tensors)
                 found[i] = value["output"]

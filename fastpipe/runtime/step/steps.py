@@ -2,7 +2,7 @@
 
 Stages whose replicas are to reduce other parameters than before (layers were unfrozen, say) need an agreement first.
 Only the rank with such parameters knows of it, and replicas exchange nothing before a step. So the ranks of its
-pipeline act as if the step had failed before it began: they join every collective of the program and say why. A
+pipeline act as if the step had failed before it began: they join every collective of the program and report why. A
 replica that makes the step learns of it there, and raises. If all came for the same reason, none has computed
 anything yet: they tell their wrappers, and make the step.
 """
@@ -20,22 +20,22 @@ from typing import Any, NoReturn
 
 import torch
 
-from fastpipe.errors import StepError
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
     CPU,
     Failure,
+    FailureError,
     Interrupts,
-    LostError,
     ReentrancyGuard,
-    TransportError,
     attended,
+    cause_text,
+    failure_of,
     set_grad_dtype,
     waiting,
 )
-from fastpipe.runtime.coordination import Alone, Control, Reply, prepare_together, tell
+from fastpipe.runtime.coordination import Alone, Control, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.data_parallel import listed
-from fastpipe.runtime.executor import LocalRanks, Outcome, failure_of
+from fastpipe.runtime.executor import LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
 from fastpipe.runtime.step.inputs import (
@@ -80,27 +80,23 @@ def settle(control: Control, ranks: LocalRanks, stages: Sequence[Stage], program
 
     Raises:
         ValueError: when replicas do not train the same; on the other ranks StepError.
-        LostError: when another replica does not come.
+        FailureError: when another replica does not come.
     """
     outcome = ranks.ask_replicas(program)
-    error: BaseException | None = outcome.error
-    if error is None:
+    failure, error = outcome.failure, outcome.error
+    if failure is None:
         try:
             for stage in stages:
                 _adopt(stage)
-        except Exception as found:  # raised below, when the others have been told
-            error = found
-    message: Reply = {"lost": outcome.failure is not None}
-    replies, refused = tell(partial(control.exchange, "replicas"), message, error)
+        except Exception as found:  # raised below, when the others know
+            failure, error = Failure(control.rank, cause_text(found)), found
+    _, refused = exchange_or_refuse(partial(control.exchange, "replicas"), {}, failure)
     if outcome.failure is not None:
-        raise LostError(outcome.failure) from error
+        raise FailureError(outcome.failure) from error
     if error is not None:
         raise error
     if refused is not None:
-        rank, cause = refused
-        if replies[rank]["lost"]:
-            raise LostError(Failure(rank, cause, dead=True))
-        raise StepError(f"rank {rank} refused the step: {cause}", rank=rank, cause=cause)
+        raise FailureError(refused) if refused.is_fatal else refused.error("refused the step")
 
 
 def _adopt(stage: Stage) -> None:
@@ -157,7 +153,8 @@ class Steps:
         stages: the local stages.
         known: the shapes that need not be announced again, and what transports call them.
         loss_scale: gives what a backward's roots are multiplied by; None where they are not.
-        broken: why the pipeline cannot go on, if it cannot.
+        reported: the first failure that another process reported in this step.
+        broken: the failure after which the pipeline cannot go on, if there was one.
     """
 
     def __init__(
@@ -183,7 +180,7 @@ class Steps:
         self._lossless: set[tuple[Any, ...]] = set()  # signatures of steps that had nothing to differentiate
         self._flags: tuple[bool, ...] = ()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
-        self.elsewhere: Failure | None = None
+        self.reported: Failure | None = None
         self.broken: Failure | None = None
         self._set_aside = False  # gradients, by `StageCopies.before_step` of the step that runs
         self._telling = OutputExchange(control, settings.device, ranks.device_events)
@@ -235,12 +232,12 @@ class Steps:
         """Within this context the processes are in one step; where one is lost in it the pipeline is over."""
         if self.broken is not None:
             raise self.broken.error()
-        self.elsewhere = None
+        self.reported = None
         self.control.begin(self._failed_elsewhere)
         try:
             yield
-        except LostError as lost:
-            self.give_up(lost.failure, lost.__cause__)
+        except FailureError as error:
+            self.abort(error.failure, error)
         finally:
             self.control.end()
 
@@ -249,50 +246,49 @@ class Steps:
         """Within this context, from the agreement on a step to its end, other processes may wait for this one.
 
         The executors and `_finish` report what fails in a step, so that the next one works. Whatever else is raised is
-        published at once, and the pipeline is over: nobody knows what the others have done by then.
+        published at once, and the pipeline is over: it is not known what the others have done by then.
         """
         try:
             yield
-        except LostError:
+        except FailureError as error:
+            if error.failure.is_suspected and self.reported is not None and self.reported.is_fatal:
+                raise FailureError(self.reported) from error
             raise
-        except TransportError as error:
-            known = self.elsewhere
-            raise LostError(known if known is not None and known.dead else error.failure()) from error
         except BaseException as error:  # raised again; the other processes get the failure
             if not isinstance(self.control, Alone):
-                self.broken = replace(failure_of(error, self.ranks.first), dead=True)
-                self.control.publish(self.broken)
-                self._abandon(self.broken)
+                failure = replace(failure_of(error, self.ranks.first), is_fatal=True)
+                self.control.publish(failure)
+                self._break(failure)
             raise
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
         """Learn how it went for the others, and sum the gradients of stages that two ranks hold."""
         try:
             report = self._report(outcome, trace)
-            # to report losses is to wait for the device, which may have waited for who is gone, and gone on without
+            # to report losses is to wait for the device, which may have waited for a lost rank, and gone on without
             if outcome.failure is None and not self.ranks.check(outcome):
                 report = self._report(outcome, trace)
-        except Exception as error:  # the step's failure: the reports of all say so
-            outcome.refuse(error, self.ranks.first)
+        except Exception as error:  # the step's failure, in the reports of all
+            outcome.fail(error, self.ranks.first)
             report = self._report(outcome, trace)
         replies = self.control.exchange("end", report)
         if request.training and self._set_aside:
             self.replicas.after_step(not any("failure" in reply for reply in replies))
         return replies
 
-    def give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
-        """A process is dead or silent: this pipeline is over."""
-        self.broken = failure
-        self._abandon(failure)
+    def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
+        """End this pipeline by a fatal failure, and raise that."""
+        self._break(failure)
         raise failure.error() from cause
 
-    def _abandon(self, failure: Failure) -> None:
+    def _break(self, failure: Failure) -> None:
+        self.broken = failure
         self._release()
         # another may have begun the step that this one never will, and wait for it
-        self.ranks.leave(failure)
+        self.ranks.abort(failure)
 
     def _release(self) -> None:
-        """Let go of what a failed step left behind."""
+        """Drop what a failed step left behind."""
         for stage in self.stages:
             stage.end()
         # what was announced in a failed step may be incomplete, and what was known may have changed
@@ -321,7 +317,7 @@ class Steps:
                 number = self.control.step
                 compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
                 message["batch"] = batch_digests(request, inputs, compares_all)
-        except BaseException as found:  # raised again by `_agree`, when the others have been told
+        except BaseException as found:  # raised again by `_agree`, when the others know
             error = found
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
@@ -360,7 +356,7 @@ class Steps:
             error: BaseException | None = None
             try:
                 message |= make()
-            except BaseException as found:  # raised again by `_agree`, when the others have been told
+            except BaseException as found:  # raised again by `_agree`, when the others know
                 error = found
             replies = self._agree(message, error, f"failed in {call}")
             if then is not None:
@@ -371,7 +367,7 @@ class Steps:
         """What the processes do together in their own way, however long it takes; unless one is lost.
 
         Raises:
-            LostError: when one is lost. What it does is then left alone.
+            FailureError: when one is lost. What it does is then left alone.
         """
         if isinstance(self.control, Alone):
             return work()
@@ -384,7 +380,7 @@ class Steps:
 
         try:
             attended(there, self.control.lost, timedelta.max)
-        except LostError:
+        except FailureError:
             raise
         except BaseException:  # raised again, where it is not the end of another process
             for pause in waiting(_GRACE_SECONDS, self.control.lost):
@@ -392,8 +388,9 @@ class Steps:
             raise
 
     def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
-        """Tell the others what this rank begins with, or why it cannot; whoever cannot is an error for all."""
-        replies, refused = tell(functools.partial(self.control.exchange, "start"), message, error)
+        """Exchange what the ranks begin with; a rank that cannot begin is an error on every rank."""
+        failure = None if error is None else Failure(self.control.rank, cause_text(error))
+        replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
         if error is not None:
             raise error
         calls = [reply["call"] for reply in replies]
@@ -401,8 +398,7 @@ class Steps:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise ValueError(f"the ranks do not make the same call: {listed}")
         if refused is not None:
-            rank, cause = refused
-            raise StepError(f"rank {rank} {refusal}: {cause}", rank=rank, cause=cause)
+            raise refused.error(refusal)
         return replies
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
@@ -461,7 +457,7 @@ class Steps:
         if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
             refusal = self.random.check()
             if refusal is not None:
-                outcome.refuse(refusal, self.ranks.first)
+                outcome.fail(refusal, self.ranks.first)
         return outcome
 
     def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
@@ -499,15 +495,15 @@ class Steps:
 
     def _failed_elsewhere(self, failure: Failure) -> None:
         """From the watcher: another process failed or died."""
-        if self.elsewhere is None:
-            self.elsewhere = failure
+        if self.reported is None:
+            self.reported = failure
         self.ranks.fail()
-        if failure.dead:
+        if failure.is_fatal:
             self._lost(failure)
 
     def _lost(self, failure: Failure) -> None:
         """From the watcher, in a step or between two: another process has ended."""
-        self.ranks.device_events.give_up(failure)
+        self.ranks.device_events.invalidate(failure)
         self.ranks.transport.unblock(failure)
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
@@ -524,24 +520,24 @@ class Steps:
         return reply
 
     def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
-        # a rank that was told of the first failure has not got its messages either, which says less
+        """Raise the step's failure, if there is one: where it happened first its own exception, else a StepError."""
+        # the first ones come first: a rank that knew of one has not got its messages either, which says less
         failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in replies if key in reply]
-        # one that is known says more than that messages did not come
-        lost = sorted((failure for failure in failures if failure.dead), key=lambda failure: failure.rank is None)
-        dead = next(iter(lost), None)
-        if dead is not None:
-            self.give_up(dead, outcome.error)
-        first = next((Failure(**reply["first"]) for reply in replies if "first" in reply), self.elsewhere)
-        if first is None:
+        if not failures and self.reported is not None:
+            failures = [self.reported]
+        if not failures:
             return
-        if first.dead:
-            self.give_up(first, outcome.error)
+        # of fatal ones, one whose rank is known says more than that messages did not come
+        fatal = sorted((failure for failure in failures if failure.is_fatal), key=lambda failure: failure.rank is None)
+        if fatal:
+            self.abort(fatal[0], outcome.error)
         self._release()
         if outcome.error is None or outcome.failure is None:
-            raise first.error()
-        if outcome.first is not None and outcome.first.rank not in self.ranks.stages:
-            # it failed elsewhere before, and what it was given here since then are stand-ins
-            raise first.error() from outcome.error
+            raise failures[0].error()
+        is_first = outcome.first is None or outcome.first.rank in self.ranks.stages
+        if not is_first or isinstance(outcome.error, FailureError):
+            # what this rank was given after a failure elsewhere are stand-ins
+            raise failures[0].error() from outcome.error
         with contextlib.suppress(Exception):  # a type of the user's may refuse notes; the exception itself is raised
             outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
         error, outcome.error = outcome.error, None

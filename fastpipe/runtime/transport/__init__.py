@@ -1,7 +1,7 @@
 """Moves tensors from rank to rank, in the order of each channel.
 
 Promises: messages of a channel arrive in order; a send's memory is free once it was waited for; a lost peer raises
-`TransportError` with its rank.
+`FailureError` with its rank.
 Uses: `coordination` (who shares a host), `common`.
 """
 

@@ -24,13 +24,14 @@ from torch.distributed import distributed_c10d
 from fastpipe.runtime.common import (
     CPU,
     Failure,
+    FailureError,
     ForkGuard,
     PatientStore,
-    TransportError,
     aside,
     attended,
     first_line,
     keep_in_children,
+    lost_peer,
     wait_until_done,
 )
 from fastpipe.runtime.coordination import Identity, RanksPerHost, identify
@@ -50,7 +51,7 @@ class Membership:
         ranks: the members' global ranks.
         device: what they compute on.
         timeout: seconds to wait for the others.
-        lost: asked by who waits for the others to connect: what keeps one of them from coming.
+        lost: what keeps one of them from coming; asked in a wait for the others to connect.
     """
 
     rank: int = 0
@@ -92,7 +93,7 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
         timeout: seconds to wait for the others.
 
     Raises:
-        TransportError: when the process group's store does not answer.
+        FailureError: when the process group's store does not answer.
         ValueError: for a mesh of several dimensions, or a group that this process is not in.
     """
     if group is None and not dist.is_initialized():
@@ -300,7 +301,7 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
     """Another group of the same processes.
 
     A Gloo group stays outside torch's registry, which has two merits: it ends when nobody holds it, and
-    whoever waits for the others to make it can be told that one is dead.
+    a wait for the others to make it ends when one is dead.
     """
     if member.device.type == "cuda":
         # a connection of its own: who waits there for a peer's word, at a first message, lets nobody else ask anything
@@ -333,8 +334,7 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
     may be left alone. (To make one takes minutes where the store is gone.)
 
     Raises:
-        LostError: when one is dead, or does not build the pipeline.
-        TransportError: when they cannot be made, or one is silent.
+        FailureError: when one is dead or silent, or does not build the pipeline, or they cannot be made.
     """
 
     def make() -> Any:
@@ -345,15 +345,15 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
         except RuntimeError as error:
             if missing := [rank for rank in range(member.size) if not own.check([f"came/{rank}"])]:
                 cause = f"did not come to connect within {timeout.total_seconds():g} s; see what it is doing"
-                raise TransportError(f"rank {missing[0]} {cause}, or set a longer timeout", missing[0]) from error
+                raise lost_peer(f"rank {missing[0]} {cause}, or set a longer timeout", missing[0]) from error
             raise
 
     try:
         return attended(make, member.lost, 2 * timeout)  # Gloo ends first, and says more
-    except TransportError:
+    except FailureError:
         raise
     except RuntimeError as error:
-        raise TransportError(f"the ranks cannot connect: {first_line(error)}", None) from error
+        raise lost_peer(f"the ranks cannot connect: {first_line(error)}", None) from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastpipe.machine import Lanes, lane_numbers
 from fastpipe.program import Program
-from fastpipe.runtime.common import Tensors, TransportError, copy_of
+from fastpipe.runtime.common import Tensors, copy_of, lost_peer
 from fastpipe.runtime.transport.transport import Endpoint, Message, SpecBook, Transport
 
 
@@ -65,7 +65,7 @@ class _Hub:
                     return
                 now = time.monotonic()
                 if now >= deadline:
-                    raise TransportError(f"rank {peer} did not answer within {timeout:g} s", peer)
+                    raise lost_peer(f"rank {peer} did not answer within {timeout:g} s", peer)
                 self.changed.wait(min(deadline, due or deadline) - now)
 
     def _match(self, lane: int, rank: int) -> float | None:

@@ -30,14 +30,15 @@ from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     CPU,
     Failure,
+    FailureError,
     Specs,
     Tensors,
     TensorSpec,
-    TransportError,
     attended,
     flat,
     keep_in_children,
     logged,
+    lost_peer,
     specs_of,
 )
 from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of
@@ -208,7 +209,7 @@ class ProcessGroupEndpoint(Endpoint):
             self.broken |= {channel.peer_of(self.rank) for channel in self.channels if self.rank in channel[:2]}
             raise
 
-    def _lost(self, channel: int, error: RuntimeError) -> TransportError:
+    def _lost(self, channel: int, error: RuntimeError) -> FailureError:
         peer = self._peer(channel)
         self.broken.add(peer)
         lost = self.transport.lost
@@ -219,7 +220,7 @@ class PlainWaits:
     """Waits without the native extension: nothing but the timeout ends them. (Python's `Work` has no `abort`.)"""
 
     def lose(self, rank: int) -> None:
-        """A rank is gone; see csrc/torch/work_waits.h."""
+        """A rank is gone; see csrc/torch/process_group.h."""
 
     def wait(self, work: Any, seconds: float) -> None:
         """Wait for a message."""
@@ -262,7 +263,7 @@ def swap(
         timeout: for the peer.
 
     Raises:
-        TransportError: when the peer is dead or silent.
+        FailureError: when the peer is dead or silent.
     """
     rank, peer = ranks
     own = [tensor.detach().contiguous() for tensor in tensors]
@@ -281,9 +282,9 @@ def swap(
     return theirs
 
 
-def dead_or_silent(peer: int, error: RuntimeError) -> TransportError:
-    """What to raise when c10d says that of a peer, in many lines."""
-    return TransportError(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
+def dead_or_silent(peer: int, error: RuntimeError) -> FailureError:
+    """The error for what c10d raises of a peer, in many lines."""
+    return lost_peer(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
 
 
 def group_index(channel: Channel) -> int:
@@ -370,7 +371,7 @@ class ProcessGroups(Transport):
         """Swap tensors with another rank, between steps: its tensors, which look like these.
 
         Raises:
-            TransportError: when the peer is dead or silent.
+            FailureError: when the peer is dead or silent.
         """
         low, high = sorted((self.rank, peer))
         self._connect([(0, low, high), (1, high, low)])
@@ -382,9 +383,9 @@ class ProcessGroups(Transport):
         try:
             all(own.settle() for own in self._all())  # up to the first that finds the device at a standstill
         finally:
-            self.leave()
+            self.abort()
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """End the groups, whatever is under way."""
         for own in self._all():
             own.abort()

@@ -68,13 +68,13 @@ class Mixed(Transport):
         if self.shared is None:
             return far
         near = [self.is_near(channel) for channel in program.channels]
-        return runtime.over_both(self.shared.link, *self.shared.told(program), near, far)
+        return runtime.over_both(self.shared.link, *self.shared.native_arguments(program), near, far)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Swap tensors with another rank, between steps: its tensors, which look like these.
 
         Raises:
-            TransportError: when the peer is dead or silent.
+            FailureError: when the peer is dead or silent.
         """
         return self.groups.exchange(peer, tensors)
 
@@ -82,9 +82,9 @@ class Mixed(Transport):
         """Let go of the groups. The memory goes with the last tensor in it."""
         self.groups.close()
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """The same when a rank is lost."""
-        self.groups.leave()
+        self.groups.abort()
 
     def unblock(self, failure: Failure) -> None:
         """See `Transport.unblock`."""
@@ -139,7 +139,7 @@ def select_transport(
 
     Args:
         choice: ``"auto"``, or one of ``CHOICES``; the same on all of them.
-        exchange: how they tell each other something: ``(phase, message) -> messages of all``.
+        exchange: how they exchange messages: ``(phase, message) -> messages of all``.
         member: this process's place.
         device: what it computes on.
         timeout: seconds to wait for the others.
@@ -180,7 +180,7 @@ def find_host_groups(
     """Connect this process to those that it can share memory with.
 
     Args:
-        exchange: how they tell each other something.
+        exchange: how they exchange messages.
         member: this process's place.
         device: what it computes on.
         num_ranks_here: how many ranks compute on this host.

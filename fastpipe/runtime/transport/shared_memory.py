@@ -50,10 +50,10 @@ class SharedMemory(Transport):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""
-        return runtime.over_shared_memory(self.link, *self.told(program))
+        return runtime.over_shared_memory(self.link, *self.native_arguments(program))
 
     @staticmethod
-    def told(program: Program) -> tuple[list[tuple[int, ...]], list[Any]]:
+    def native_arguments(program: Program) -> tuple[list[tuple[int, ...]], list[Any]]:
         """Channels and instructions of all ranks, as C++ takes them."""
         channels = [tuple(map(int, channel)) for channel in program.channels]
         return channels, [np.ascontiguousarray(of_rank.columns) for of_rank in program]
@@ -64,7 +64,7 @@ class SharedMemory(Transport):
         It is for the copies of a stage that two ranks hold, of which every rank has some, and for tied weights.
 
         Raises:
-            TransportError: when the peer is dead or silent.
+            FailureError: when the peer is dead or silent.
         """
         try:
             group = self._exchange_group()
@@ -87,7 +87,7 @@ class SharedMemory(Transport):
             self._own.close()
         self._own = None
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """The same when a rank is lost."""
         if self._own is not None:
             self._own.end()
@@ -175,17 +175,17 @@ class CudaIpc(SharedMemory):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side in C++. Every rank makes those of its programs in the same order."""
-        return runtime.over_copy_engines(self._copies, *self.told(program), self.member.device)
+        return runtime.over_copy_engines(self._copies, *self.native_arguments(program), self.member.device)
 
     def close(self) -> None:
         """Give back what the device has for messages, when what was sent has arrived."""
         self._copies = None
         super().close()
 
-    def leave(self) -> None:
-        """The same when a rank is lost: who waits for this one is told."""
+    def abort(self) -> None:
+        """The same when a rank is lost; peers waiting for this one are unblocked."""
         self._copies = None
-        super().leave()
+        super().abort()
 
     def describe(self) -> str:
         """One line for `Pipeline.describe`."""

@@ -155,17 +155,17 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Let go of connections. Called once, when the pipeline is gone."""
 
-    def leave(self) -> None:
-        """The same when a rank is lost, so that nobody is waited for; `close` is still called."""
+    def abort(self) -> None:
+        """The same when a rank is lost, without waiting for anybody; `close` is still called."""
         self.close()
 
     def unblock(self, failure: Failure) -> None:  # noqa: B027 - ranks in threads are not lost
-        """A rank is gone: waits for messages are ended, as no step can be completed any more.
+        """A rank is lost: end all waits for messages, as no step can be completed any more.
 
         From any thread, and more than once.
 
         Args:
-            failure: which one, if that is known, and what became of it.
+            failure: its failure; the rank is None where that is not known.
         """
 
     def describe(self) -> str:
