@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import alias_of, digest_of
+from fastpipe.runtime.common import alias_of, digest_of, parameters_of, torch_private
 from fastpipe.runtime.data_parallel import is_sharded
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
@@ -48,7 +48,7 @@ class Tie:
 def put(places: Places, parameter: nn.Parameter) -> None:
     """Have a parameter stand there."""
     for module, name in places:
-        module._parameters[name] = parameter
+        parameters_of(module)[name] = parameter
 
 
 def kind_of(module: nn.Module) -> str:
@@ -110,9 +110,9 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
     Raises:
         ValueError: with what to do instead.
     """
-    post: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    for method, hooks in (("register_hook", parameter._backward_hooks), ("register_post_accumulate_grad_hook", post)):
-        if hooks:
+    hooks_of, post_hooks_of = torch_private.hooks_of, torch_private.post_hooks_of
+    for method, find in (("register_hook", hooks_of), ("register_post_accumulate_grad_hook", post_hooks_of)):
+        if find(parameter):
             raise ValueError(
                 f"tied: {name} has a hook of {method}, which would see what one stage gives to the gradient, and not "
                 "what all stages that share the weight do; remove it, and change .grad after pipe.step, before the "
@@ -120,16 +120,10 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
             )
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this process: a shard, or all of it."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
 def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor spread over processes as another one, of which this part is here."""
     spread: Any = like
-    if local_part(like) is like:
+    if torch_private.local_part(like) is like:
         return local
     from torch.distributed.tensor import DTensor
 
@@ -164,7 +158,7 @@ class Shared:
         Raises:
             ValueError: where not all places have the same.
         """
-        standing = {stage: [m._parameters.get(name) for m, name in self.everywhere[stage]] for stage in self.stages}
+        standing = {stage: [parameters_of(m).get(name) for m, name in self.everywhere[stage]] for stage in self.stages}
         first = standing[self.stages[0]][0]
         if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
             changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}
@@ -244,7 +238,7 @@ class SharedShards(Shared):
         super().__init__(tie, places)
         self.aliases = {stage: module.get_parameter(name) for stage, [(module, name), *_] in self.places.items()}
         for stage, alias in self.aliases.items():
-            if local_part(alias).shape != local_part(self.parameter).shape:
+            if torch_private.local_part(alias).shape != torch_private.local_part(self.parameter).shape:
                 raise ValueError(
                     f"tied: {tie.names[0]} is sharded in another way in stage {stage} than in stage {self.stages[0]}; "
                     "apply fully_shard to both alike"
@@ -257,7 +251,7 @@ class SharedShards(Shared):
         """Copy what the optimizer made of the first stage's shard."""
         with torch.no_grad():
             for alias in self.aliases.values():
-                local_part(alias).copy_(local_part(self.parameter))
+                torch_private.local_part(alias).copy_(torch_private.local_part(self.parameter))
                 alias.requires_grad_(self.parameter.requires_grad)
 
     def unbind_alias(self) -> None:

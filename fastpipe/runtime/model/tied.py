@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import dense, grad_dtype_of
+from fastpipe.runtime.common import dense, grad_dtype_of, parameters_of, torch_private
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.copies import FROZEN, Exchange, StageCopies, Told, Twins, holders_of
 from fastpipe.runtime.model.shared_weight import (
@@ -31,7 +31,6 @@ from fastpipe.runtime.model.shared_weight import (
     check_no_hooks,
     check_own_replicas,
     kind_of_tie,
-    local_part,
     put,
     shared_weight,
     sum_of_uses,
@@ -133,7 +132,7 @@ def parameter_of(module: nn.Module, local: str, name: str) -> nn.Parameter:
 
 def places_of(module: nn.Module, parameter: nn.Parameter) -> Places:
     """Every place of a module where a parameter stands."""
-    return [(m, name) for m in module.modules() for name, found in m._parameters.items() if found is parameter]
+    return [(m, name) for m in module.modules() for name, found in parameters_of(m).items() if found is parameter]
 
 
 class TiedWeights(StageCopies):
@@ -163,7 +162,7 @@ class TiedWeights(StageCopies):
             first = weight.tie.stages[0]
             value = self._gathered(weight, dict.fromkeys(weight.stages, weight.parameter.detach()))[first]
             assert value is not None
-            local_part(weight.parameter.detach()).copy_(local_part(value))
+            torch_private.local_part(weight.parameter.detach()).copy_(torch_private.local_part(value))
         return self
 
     @contextmanager
@@ -314,8 +313,8 @@ class Swaps:
     ) -> dict[int, torch.Tensor | None]:
         mine = [own[stage] for stage in sorted(own)] + [None] * (count - len(own))
         there = torch.tensor([grad is not None for grad in mine])
-        empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
-        tensors = [empty if grad is None else dense(local_part(grad)) for grad in mine]
+        empty = torch.zeros_like(torch_private.local_part(like), dtype=grad_dtype_of(like))
+        tensors = [empty if grad is None else dense(torch_private.local_part(grad)) for grad in mine]
         given, *theirs = self.exchange(peer, [there, *tensors])
         return {stage: with_local_part(like, theirs[i]) if given[i] else None for i, stage in enumerate(stages)}
 
