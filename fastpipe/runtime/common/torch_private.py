@@ -118,12 +118,6 @@ def post_hooks_of(tensor: torch.Tensor | None) -> list[Callable[[torch.Tensor], 
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this process: a shard, or all of it. (``to_local`` makes a node of autograd.)"""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
 def grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, list[torch.Tensor], list[int]]]:
     """Tensors of one device and dtype, with their places, the groups in the order of ``clip_grad_norm_``."""
     from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
@@ -550,7 +544,6 @@ PRIVATE = (
         "torch.Tensor", "_backward_hooks", "a parameter's hooks, to be refused or shared", "tied weights, two routes"
     ),
     Private("torch.Tensor", "_post_accumulate_grad_hooks", "the same", "tied weights, two routes, fused_weight_grad"),
-    Private("torch.distributed.tensor.DTensor", "_local_tensor", "a shard", "tied weights under fully_shard"),
     Private("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype", "the bits of torch's norms", _NORM),
     Private("torch", "_foreach_norm", "the bits of torch's norms", _NORM),
     Private("torch.ops.aten", "_unsafe_view", "the bits of aten::linear", _PYTHON),

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import alias_of, digest_of, parameters_of, torch_private
+from fastpipe.runtime.common import alias_of, digest_of, local_part, parameters_of, torch_private
 from fastpipe.runtime.data_parallel import is_sharded
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
@@ -123,7 +123,7 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
 def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor spread over processes as another one, of which this part is here."""
     spread: Any = like
-    if torch_private.local_part(like) is like:
+    if local_part(like) is like:
         return local
     from torch.distributed.tensor import DTensor
 
@@ -238,7 +238,7 @@ class SharedShards(Shared):
         super().__init__(tie, places)
         self.aliases = {stage: module.get_parameter(name) for stage, [(module, name), *_] in self.places.items()}
         for stage, alias in self.aliases.items():
-            if torch_private.local_part(alias).shape != torch_private.local_part(self.parameter).shape:
+            if local_part(alias).shape != local_part(self.parameter).shape:
                 raise ValueError(
                     f"tied: {tie.names[0]} is sharded in another way in stage {stage} than in stage {self.stages[0]}; "
                     "apply fully_shard to both alike"
@@ -251,7 +251,7 @@ class SharedShards(Shared):
         """Copy what the optimizer made of the first stage's shard."""
         with torch.no_grad():
             for alias in self.aliases.values():
-                torch_private.local_part(alias).copy_(torch_private.local_part(self.parameter))
+                local_part(alias).copy_(local_part(self.parameter))
                 alias.requires_grad_(self.parameter.requires_grad)
 
     def unbind_alias(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import dense, grad_dtype_of, parameters_of, torch_private
+from fastpipe.runtime.common import dense, grad_dtype_of, local_part, parameters_of
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.copies import FROZEN, Exchange, StageCopies, Told, Twins, holders_of
 from fastpipe.runtime.model.shared_weight import (
@@ -162,7 +162,7 @@ class TiedWeights(StageCopies):
             first = weight.tie.stages[0]
             value = self._gathered(weight, dict.fromkeys(weight.stages, weight.parameter.detach()))[first]
             assert value is not None
-            torch_private.local_part(weight.parameter.detach()).copy_(torch_private.local_part(value))
+            local_part(weight.parameter.detach()).copy_(local_part(value))
         return self
 
     @contextmanager
@@ -313,8 +313,8 @@ class Swaps:
     ) -> dict[int, torch.Tensor | None]:
         mine = [own[stage] for stage in sorted(own)] + [None] * (count - len(own))
         there = torch.tensor([grad is not None for grad in mine])
-        empty = torch.zeros_like(torch_private.local_part(like), dtype=grad_dtype_of(like))
-        tensors = [empty if grad is None else dense(torch_private.local_part(grad)) for grad in mine]
+        empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
+        tensors = [empty if grad is None else dense(local_part(grad)) for grad in mine]
         given, *theirs = self.exchange(peer, [there, *tensors])
         return {stage: with_local_part(like, theirs[i]) if given[i] else None for i, stage in enumerate(stages)}
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction, GraphExecGroup
 
 from fastpipe.runtime import native
-from fastpipe.runtime.common import torch_private, version_of
+from fastpipe.runtime.common import is_dtensor, local_part, torch_private, version_of
 
 
 @dataclass
@@ -100,7 +100,7 @@ def _widens(total: torch.Tensor, grad: torch.Tensor) -> bool:
 
 
 def _can_accumulate(total: torch.Tensor, inputs: torch.Tensor, grad: torch.Tensor) -> bool:
-    plain = total.layout is torch.strided and not total.requires_grad
+    plain = total.layout is torch.strided and not total.requires_grad and not is_dtensor(total)
     dense = plain and torch.ops.aten.is_non_overlapping_and_dense(total)
     same = total.dtype == grad.dtype or _widens(total, grad)
     return dense and same and total.device == grad.device and total.shape == (grad.size(1), inputs.size(1))
@@ -264,7 +264,7 @@ class PythonWeightGradients:
     def held_bytes(self) -> int:
         """The memory that waits for W."""
         uses = [use for pending in self._pending for use in pending.uses]
-        held = [tensor.untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
+        held = [local_part(tensor).untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def leaves(self) -> list[int]:
@@ -418,8 +418,8 @@ def _source(pending: _Pending) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    same = tensor.dtype is like.dtype and tensor.device == like.device
-    return same and tensor.layout is torch.strided and torch_private.is_plain(tensor)
+    same = tensor.dtype is like.dtype and tensor.device == like.device and is_dtensor(tensor) == is_dtensor(like)
+    return same and tensor.layout is torch.strided and (is_dtensor(tensor) or torch_private.is_plain(tensor))
 
 
 def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import torch_private
+from fastpipe.runtime.common import is_dtensor, torch_private
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import Named
 from fastpipe.runtime.step.steps import Steps
@@ -193,7 +192,7 @@ def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
             )
     grads = [h.grad for h in held]
     norms: list[torch.Tensor] = [torch.empty(0)] * len(grads)
-    plain = [i for i, grad in enumerate(grads) if not _is_spread(grad)]
+    plain = [i for i, grad in enumerate(grads) if not is_dtensor(grad)]
     for _, tensors, places in torch_private.grouped([grads[i] for i in plain]):
         for place, norm in zip(places, torch_private.norms(tensors, order), strict=True):
             norms[plain[place]] = norm
@@ -203,17 +202,11 @@ def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
     return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.double)
 
 
-def _is_spread(grad: Any) -> bool:
-    # who has made a DTensor has imported them; to do so here would cost every program half a second
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(grad, module.DTensor)
-
-
 def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
     """The norms of gradients that FSDP spread over processes: one reduction for all that are spread alike."""
     spread: dict[Any, list[int]] = {}
     for i, grad in enumerate(grads):
-        if _is_spread(grad):
+        if is_dtensor(grad):
             spread.setdefault((grad.device_mesh, grad.placements, grad.dtype), []).append(i)
     for (mesh, placements, dtype), places in spread.items():
         local = torch.stack([_local_norm(grads[i], order) for i in places])
@@ -325,6 +318,6 @@ def _clip_by(named: Sequence[Named], limit: float, total: torch.Tensor) -> None:
     kinds: dict[Any, list[nn.Parameter]] = {}
     for p in named:
         grad: Any = p.parameter.grad
-        kinds.setdefault(grad.device_mesh if _is_spread(grad) else None, []).append(p.parameter)
+        kinds.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(p.parameter)
     for parameters in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
