@@ -99,6 +99,7 @@ def diagnosis() -> dict[str, Any]:
         "native": native_status(),
         **{name: _installed(name) for name in ("torch", "numpy", "matplotlib", "rich")},
         "compiler": _compiler(),
+        "private": _private_names(),
     }
     found["advice"] = _advice(found)
     return found
@@ -110,6 +111,22 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _private_names() -> str:
+    """Whether this torch has what fastpipe uses of it without its being documented."""
+    if (version := _installed("torch")) is None:
+        return "not looked for, as there is no torch"
+    try:
+        from fastpipe.runtime.common import torch_private
+
+        missing = torch_private.missing()
+    except Exception as error:  # told
+        return f"torch {version} does not import: {type(error).__name__}: {str(error).splitlines()[:1]}"
+    if missing:
+        lost = "; ".join(f"{name}, without which this does not work: {what}" for name, what in missing.items())
+        return f"undocumented names that are not in torch {version}: {lost}"
+    return f"all {torch_private.num_names()} undocumented names of torch and Linux that fastpipe uses are there"
 
 
 def _compiler() -> str | None:

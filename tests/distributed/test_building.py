@@ -251,7 +251,7 @@ def test_no_process_is_taken_for_ended_because_its_age_is_hidden(monkeypatch: py
     """A mount of /proc may hide other users' processes."""
     local_peers = LocalPeers()
     mine = identify()
-    monkeypatch.setattr("fastpipe.runtime.coordination.host._started", lambda pid: "")
+    monkeypatch.setattr("fastpipe.runtime.common.torch_private.start_of_process", lambda pid: "")
     try:
         local_peers.watch(1, mine)
         assert not local_peers.ended()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.common.devices import (
     CPU,
     ThreadState,
@@ -51,6 +52,7 @@ from fastpipe.runtime.common.tensors import (
     specs_text,
     tensors_in,
 )
+from fastpipe.runtime.common.torch_private import children_of, parameters_of, pytree, version_of
 from fastpipe.runtime.common.waits import (
     LOOK_SECONDS,
     SECONDS,
@@ -88,6 +90,7 @@ __all__ = [
     "bytes_of",
     "cause_text",
     "check_grad_dtype",
+    "children_of",
     "copy_of",
     "cuda_devices",
     "dense",
@@ -106,7 +109,9 @@ __all__ = [
     "located",
     "logged",
     "lost_peer",
+    "parameters_of",
     "pauses",
+    "pytree",
     "recorded",
     "set_grad_dtype",
     "silent_store",
@@ -114,6 +119,8 @@ __all__ = [
     "specs_text",
     "tensors_in",
     "time_when_idle",
+    "torch_private",
+    "version_of",
     "wait_until_done",
     "waiting",
     "walked",

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from fastpipe.runtime.common.torch_private import pytree
 
 Tensors = tuple[torch.Tensor, ...]
 

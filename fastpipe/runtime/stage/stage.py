@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors
+from fastpipe.runtime.common import Tensors, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
 from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, plan_tensor, plan_text, to_tensors
@@ -436,7 +436,7 @@ class Stage:
     def waits(self, parameter: nn.Parameter) -> bool:
         """Whether the gradient of a parameter is computed in W."""
         leaf = parameter if self.parallel is None else self.parallel.leaf(parameter)
-        return leaf._cdata in self.deferred
+        return torch_private.address_of(leaf) in self.deferred
 
     def shaped(self, signature: int, announce: bool) -> None:
         """What the step's shapes are called, and whether they are new.

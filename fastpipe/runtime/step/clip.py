@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import is_dtensor
+from fastpipe.runtime.common import is_dtensor, torch_private
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import Named
 from fastpipe.runtime.step.steps import Steps
@@ -85,7 +84,7 @@ class Merged:
         self.norms = [norm for _, norm in chosen]
         self._order = torch.tensor([at for at, _ in chosen], dtype=torch.long)
         looks = [torch.empty(0, dtype=getattr(torch, norm.dtype)) for norm in self.norms]
-        self._groups = [(dtype.to_real(), torch.tensor(places)) for (_, dtype), (_, places) in _grouped(looks).items()]
+        self._groups = [(dtype.to_real(), torch.tensor(places)) for dtype, _, places in torch_private.grouped(looks)]
 
     def values(self, gathered: torch.Tensor) -> torch.Tensor:
         """The norms, as doubles, out of those of all ranks one after the other.
@@ -194,18 +193,13 @@ def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
     grads = [h.grad for h in held]
     norms: list[torch.Tensor] = [torch.empty(0)] * len(grads)
     plain = [i for i, grad in enumerate(grads) if not is_dtensor(grad)]
-    for (_, _), ([tensors], places) in _grouped([grads[i] for i in plain]).items():
-        for place, norm in zip(places, torch._foreach_norm(tensors, order), strict=True):
+    for _, tensors, places in torch_private.grouped([grads[i] for i in plain]):
+        for place, norm in zip(places, torch_private.norms(tensors, order), strict=True):
             norms[plain[place]] = norm
     for places, found in _sharded_norms(grads, order):
         for place, norm in zip(places, found.unbind(), strict=True):
             norms[place] = norm
     return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.double)
-
-
-def _grouped(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-    """The tensors and their indices by device and dtype, the groups in the order in which torch would take them."""
-    return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
 
 
 def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
