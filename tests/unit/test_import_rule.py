@@ -20,6 +20,7 @@ PLANNING = {
     "errors": set(),
     "_version": set(),
     "hardware_queues": set(),
+    "checkpoint_folder": set(),
     "action": {"errors"},
     "placement": {"errors"},
     "dependencies": {"action", "placement"},
