@@ -17,7 +17,17 @@ pytestmark = pytest.mark.without_torch
 PACKAGE = Path(__file__).resolve().parents[2] / "fastpipe"
 
 CORE = (
-    *("_version", "errors", "hardware_queues", "checkpoint_folder", "action", "placement", "dependencies", "schedule", "program"),
+    *(
+        "_version",
+        "errors",
+        "hardware_queues",
+        "checkpoint_folder",
+        "action",
+        "placement",
+        "dependencies",
+        "schedule",
+        "program",
+    ),
     *("timeline", "cost", "native_plan", "machine", "partition", "collectives"),
     *("lower", "validate", "shared_queue", "validate_program", "simulate"),
 )
