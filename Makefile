@@ -72,6 +72,7 @@ lint: build  ## check style and formatting, and that generated pages are current
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/python docs/write_schedules.py --check
 	$(BIN)/python docs/write_waves.py --check
+	$(BIN)/python docs/write_readme.py --check
 	$(BIN)/python docs/write_layout.py --check
 
 types: setup  ## check types

@@ -18,7 +18,7 @@ import numpy as np
 
 import fastpipe
 from fastpipe import ActionKind, ChannelKind, Op, Program, Schedule, formulas
-from fastpipe.schedules.family import Family
+from fastpipe.schedules import Family
 
 PAGE = Path(__file__).with_name("schedules.md")
 RANKS = 8
@@ -28,22 +28,22 @@ MICROBATCHES = (32, 16, 8)
 HEAD = """\
 # The schedules
 
-This page is written by `docs/write_schedules.py` from the registry and the simulator; change those, and run it again.
-`fastpipe.list_schedules()` and `fastpipe schedules` print the same names, limits and options.
+`docs/write_schedules.py` writes this page from the registry and the simulator. `fastpipe.list_schedules()` and
+`fastpipe schedules` print the same names, limits and options.
 
 ## How to read it
 
-A **rank** holds one or more **stages** of the model. Every **microbatch** goes through all stages forward (`F`) and
-back. `B` is the full backward; a schedule that splits it has `I`, the backward for the stage's input, which the stage
-before waits for, and `W`, the backward for the weights, which nobody waits for. `F&B` is a forward and a backward of
-another microbatch, run as one.
+A **rank** holds one or more **stages** of the model. Every **microbatch** goes forward through all stages (`F`) and
+back. `B` is the full backward. A split backward is `I`, the backward for the stage's input, for which the previous
+stage waits, and `W`, the backward for the weights, for which none waits. `F&B` is a forward and a backward of another
+microbatch, run as one.
 
-| column | what it says |
+| column | meaning |
 |---|---|
-| stages a rank | how many stages a rank holds by default. More stages a rank mean smaller bubbles and more transfers. |
-| bubble | idle share of all ranks between the first start and the last end of the step (the makespan) |
+| stages a rank | stages that a rank holds by default. More stages mean smaller bubbles and more transfers. |
+| bubble | idle fraction of all ranks between the first start and the last end of the step (the makespan) |
 | by span | the same if every rank starts its next step at once, without waiting for the others |
-| peak activations | the most that any rank holds at a time, against 1F1B. An activation is held until the end of `W`. |
+| peak activations | the most that a rank holds at a time, in multiples of 1F1B's. One is held until the end of `W`. |
 | weights | copies of the model that all ranks hold together |
 | transfers | messages between ranks for one microbatch's forward; its backward has as many |
 
@@ -51,14 +51,14 @@ another microbatch, run as one.
 
 NOTE = """
 The numbers are simulated for {ranks} ranks and {microbatches} microbatches, with `F`, `I` and `W` of equal length, `B`
-as long as `I` and `W` together, a fused pair as long as its parts, and free transfers. Your costs differ: pass them to
+as long as `I` and `W` together, a pair as long as its parts, and free transfers. Your costs differ: pass them to
 `fastpipe.simulate`, or as `--forward`, `--backward-input`, `--backward-weight` and `--comm` to `fastpipe compare`.
 
-Where a closed form is known, `fastpipe.formulas` has it, and refuses numbers outside its range:
+`fastpipe.formulas` has the known closed forms, and refuses numbers outside their range:
 `formulas.smallest_num_microbatches("1f1b", 0.1, num_ranks=8)` is how many microbatches bring the bubble to a tenth.
 
-When a step really runs, `W` has the weight gradients of linears, and `I` all the rest. The numbers of the schedules
-with `I` and `W` are those of stages whose weights are nearly all in linears, as a transformer's are.
+In a real step `W` has the weight gradients of linears, and `I` all the rest. The numbers of schedules with `I` and `W`
+are for stages whose weights are nearly all in linears, as a transformer's are.
 
 ```sh
 fastpipe compare all --ranks {ranks} --microbatches {microbatches}
@@ -68,9 +68,9 @@ fastpipe compare all --ranks {ranks} --microbatches {microbatches}
 TAIL = """\
 ## Your own
 
-A schedule may also be written by hand (`fastpipe.Schedule.from_actions`) or loaded from a CSV file, one row a rank, in
-the format of `torch.distributed.pipelining` (`fastpipe.Schedule.from_csv`). Both are proved before they run, like those
-below. `fastpipe validate mine.csv` proves one from the command line.
+A schedule may also be written by hand (`fastpipe.Schedule.from_actions`) or loaded from a CSV file in the format of
+`torch.distributed.pipelining` (`fastpipe.Schedule.from_csv`). Both are proved before they run, like those below.
+`fastpipe validate mine.csv` proves one from the command line.
 
 ## Every schedule
 
@@ -158,7 +158,7 @@ def row(family: Family, numbers: Numbers) -> str:
 
 
 def section(family: Family, numbers: Numbers) -> str:
-    """What is said of one schedule beneath the table."""
+    """The section of one schedule beneath the table."""
     schedule = numbers.schedule
     source = sys.modules[family.generate.__module__]
     ranks, m = 4, 16 if schedule.num_microbatches >= 16 else 4

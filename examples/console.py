@@ -1,4 +1,4 @@
-"""What the example says, and where: the one place that knows that several processes share a terminal."""
+"""What the examples print, on one of the processes that share a terminal."""
 
 from __future__ import annotations
 

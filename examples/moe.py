@@ -1,10 +1,10 @@
-"""Train a small mixture of experts: two pipeline ranks, and the experts of each spread over two processes.
+"""Train a small mixture of experts: two pipeline ranks, and the experts of each distributed over two processes.
 
     torchrun --standalone --nproc-per-node 4 examples/moe.py          DualPipeV, all-to-alls under the other direction
     torchrun --standalone --nproc-per-node 4 examples/moe.py --plain  the same without: the losses are the same
-    python examples/moe.py                                            one process: two threads, which have all experts
+    python examples/moe.py                                            one process: two threads with all experts
 
-Every pipeline of two ranks has its own half of each batch. Rows of tokens go to whichever process has their expert.
+Every pipeline of two ranks has its own half of each batch. Rows of tokens are sent to the process of their expert.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A mixture of experts whose all-to-alls cross while a microbatch of the other direction computes, as DualPipe has it.
+"""A mixture of experts whose all-to-alls overlap with a microbatch of the other direction, as in DualPipe.
 
-Experts are spread over processes: a token's row goes to the process that has its expert, and comes back. A block's
-forward is therefore a generator, which pauses whenever rows are under way; and the backward of an all-to-all, which is
-one itself, lets somebody else work before it waits. `OverlappedPart.overlapped_forward_backward` puts the two together:
-the forward of one microbatch goes on, piece by piece, inside the backward of another.
+Experts are distributed over processes: a token's row is sent to the process of its expert, and back. A block's forward
+is therefore a generator, which yields while rows are in transit. The backward of an all-to-all is one too, and resumes
+other work before it waits. `OverlappedPart.overlapped_forward_backward` combines the two: the forward of one microbatch
+runs, piece by piece, inside the backward of another.
 """
 
 from __future__ import annotations

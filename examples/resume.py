@@ -1,6 +1,6 @@
-"""Train, save, and go on later with another number of ranks and another schedule: the losses are those of one training.
+"""Train, save, and resume with another number of ranks and another schedule: the losses are those of one run.
 
-Start it as often as you like, with any schedule and any number of ranks or processes; it goes on where it stopped:
+Start it any number of times, with any schedule and number of ranks or processes; it resumes where it stopped:
 
     python examples/resume.py --folder checkpoints --ranks 4 --schedule dualpipev --until 6
     torchrun --standalone --nproc-per-node 2 examples/resume.py --folder checkpoints --schedule 1f1b --until 12

@@ -1,6 +1,6 @@
 """The text: the sources of the Python standard library that runs this script, read as bytes.
 
-It lies on every machine that can run the example, is megabytes of real text, and needs no download and no tokenizer.
+Every machine that runs the example has these megabytes of real text; they need no download and no tokenizer.
 """
 
 from __future__ import annotations

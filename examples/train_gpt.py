@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py     four processes, each one rank
     python examples/train_gpt.py                                       one process, whose threads are four ranks
 
-Every rank runs all of this script, and none asks which one it is: fastpipe takes of each batch what its rank needs, and
-the console prints on one of them.
+Every rank runs the whole script, which does not depend on the rank: fastpipe uses the part of each batch that a rank
+needs, and the console prints on one of them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python examples/train_llama.py                                      one process, whose threads are four ranks
 
 The model is randomly initialised from a config, nothing is downloaded. It needs transformers: pip install transformers.
-At the end the checkpoint that the pipeline wrote is loaded into the plain model, which goes on without a pipeline.
+At the end the pipeline's checkpoint is loaded into the plain model, which runs without a pipeline.
 """
 
 from __future__ import annotations

@@ -8,15 +8,16 @@ that comes to its end shows that every run does.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fastpipe import native_plan
 from fastpipe.action import NONE, ActionKind
-from fastpipe.deadlock import describe_cycle
 from fastpipe.dependencies import Event, feeds, needs, produces
 from fastpipe.errors import ProgramError
-from fastpipe.machine import COALESCED, Lanes, Machine, lane_numbers
+from fastpipe.machine import COALESCED, Lanes, Machine, Outcome, Transfer, lane_numbers
 from fastpipe.program import COMPUTE_OPS, Channel, ChannelKind, Instruction, Op, Program
+from fastpipe.shared_queue import check_one_queue, streams_share
 
 _STAGE_OPS = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
@@ -24,7 +25,7 @@ Key = tuple[ChannelKind, int, int]
 """(kind, consumer stage, microbatch): which message."""
 
 
-def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
+def validate_program(program: Program, *, lanes: Lanes = "directed", queues: int | None = None) -> Program:
     """Prove that every rank comes to its end, whatever the timing.
 
     On every channel the order of sends is the order of receives, every slot and send is used rightly, and the whole
@@ -35,6 +36,10 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
     Args:
         program: lowered, or loaded from elsewhere.
         lanes: which channels a transport executes in one order; see `fastpipe.machine.lane_numbers`.
+        queues: how many hardware queues the streams of a rank are dealt over (``CUDA_DEVICE_MAX_CONNECTIONS``), where
+            lanes are such streams, as NCCL's are; None where each has its own. With fewer than 32 any streams may
+            share one, and the proof is for the worst, that all do; see `fastpipe.shared_queue`. It takes a message to
+            be one tensor.
 
     Returns:
         The program.
@@ -52,7 +57,19 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
         _check_end(program, lanes, numbers)
     elif not native_plan.is_valid_program(program, program.channels, numbers):
         _validate(program, lanes, numbers)
+    if streams_share(program, queues):
+        if lanes != COALESCED and not _are_apart(numbers):
+            raise ValueError(
+                f"queues = {queues}: lanes must be 'directed' or 'coalesced' with it, as NCCL's streams are"
+            )
+        check_one_queue(program, coalesced=lanes == COALESCED)
+        check_one_queue(program, late=True)
     return program
+
+
+def _are_apart(lanes: Sequence[int]) -> bool:
+    """Whether every channel has a lane of its own."""
+    return len(set(lanes)) == len(lanes)
 
 
 def _validate(program: Program, lanes: Lanes, numbers: list[int]) -> None:
@@ -62,16 +79,16 @@ def _validate(program: Program, lanes: Lanes, numbers: list[int]) -> None:
     for check in checks:
         check.run()
     _check_channels(program, checks)
-    for late in (False, True) if len(set(numbers)) == len(numbers) else (False,):
+    for late in (False, True) if _are_apart(numbers) else (False,):
         _check_end(program, lanes, numbers, late)
 
 
-def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False) -> None:
+def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False, one_queue: bool = False) -> None:
     """Run it to its end."""
     outcome = Machine(program, lanes, late=late).run()
     if outcome.blocked:
         where = ", in a step that makes its receives at their waits" if late else ""
-        raise ProgramError(f"the program can hang{where}, {describe_cycle(program, outcome, numbers)}")
+        raise ProgramError(f"the program can hang{where}, {_describe_cycle(program, outcome, numbers)}")
 
 
 def _check_distinct(program: Program) -> None:
@@ -332,3 +349,42 @@ def _check_channels(program: Program, checks: list[_RankCheck]) -> None:
                     f"{channel.destination} receives {_message_text(into)} at position {to}: no message has a name, so "
                     "it would be taken for the other"
                 )
+
+
+def _describe_cycle(program: Program, outcome: Outcome, lanes: Sequence[int]) -> str:
+    """Follow who waits for whom from any blocked rank until a transfer comes again.
+
+    Args:
+        program: what was run.
+        outcome: of a run that got stuck, of a program in which every send has its receive.
+        lanes: the lane of every channel.
+    """
+    path: list[Transfer] = []
+    lines: list[str] = []
+    head, behind = _head_of(outcome, outcome.blocked[min(outcome.blocked)], lanes)
+    while head not in path:
+        peer = program.channels[head.channel].peer_of(head.rank)
+        path.append(head)
+        lines.append(_text(program, outcome, head, behind, peer))
+        head, behind = _head_of(outcome, _what_holds_up(outcome, head, peer, lanes), lanes)
+    return "ranks wait in a cycle: " + "; ".join(lines[path.index(head) :])
+
+
+def _head_of(outcome: Outcome, transfer: Transfer, lanes: Sequence[int]) -> tuple[Transfer, Transfer]:
+    """What stands at the head of the transfer's queue, and the transfer itself."""
+    return outcome.queues[lanes[transfer.channel], transfer.rank][0], transfer
+
+
+def _what_holds_up(outcome: Outcome, head: Transfer, peer: int, lanes: Sequence[int]) -> Transfer:
+    """Why a peer does not answer a head: another transfer is at its own head, or it has not come that far."""
+    queue = outcome.queues.get((lanes[head.channel], peer))
+    return queue[0] if queue else outcome.blocked[peer]
+
+
+def _text(program: Program, outcome: Outcome, head: Transfer, behind: Transfer, peer: int) -> str:
+    blocked = outcome.blocked.get(head.rank)
+    where = "" if blocked is None else f" (blocked in its wait for position {blocked.position})"
+    instruction = program[head.rank][head.position]
+    lane = "" if head is behind else f", ahead of position {behind.position} in the same lane,"
+    text = program[head.rank].text(instruction)
+    return f"rank {head.rank}{where}: position {head.position}, {text}{lane} waits for rank {peer}"

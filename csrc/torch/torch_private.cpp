@@ -40,6 +40,38 @@ void run_engine(const EdgeList& roots, const std::vector<at::Tensor>& gradients)
   }
 }
 
+namespace {
+
+// Null as long as no DTensor can have been made. Kept for as long as the process lives.
+PyObject* dtensor_class() {
+  static PyObject* found = nullptr;
+  if (found == nullptr) {
+    const auto name = py::str("torch.distributed.tensor");
+    const auto module = py::reinterpret_steal<py::object>(PyImport_GetModule(name.ptr()));
+    if (module) found = py::object(module.attr("DTensor")).release().ptr();
+  }
+  return found;
+}
+
+py::object wrapped(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+}  // namespace
+
+bool is_dtensor(const at::Tensor& tensor) {
+  if (!is_subclass(tensor)) return false;
+  const py::gil_scoped_acquire gil;
+  PyObject* const type = dtensor_class();
+  return type != nullptr && py::isinstance(wrapped(tensor), py::handle(type));
+}
+
+at::Tensor local_shard(const at::Tensor& tensor) {
+  const py::gil_scoped_acquire gil;
+  const c10::AutoGradMode without_graph(false);
+  return wrapped(tensor).attr("to_local")().cast<at::Tensor>();
+}
+
 bool in_reentrant_checkpoint() {
   const auto node = torch::autograd::get_current_node();
   return node && node->name() == "CheckpointFunctionBackward";

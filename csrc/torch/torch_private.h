@@ -190,16 +190,30 @@ inline bool is_tracing() {
          c10::impl::tls_local_dispatch_key_set().included_.has_any(kTracing);
 }
 
+// Whether a tensor has a dispatch of its own in Python.
+inline bool is_subclass(const at::Tensor& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+// Whether such a tensor is a DTensor: the one subclass whose operators are those of plain tensors, on shards.
+bool is_dtensor(const at::Tensor& tensor);
+
+// The shard of a DTensor that this process has.
+at::Tensor local_shard(const at::Tensor& tensor);
+
 // A strided tensor without any key but these, and without a forward gradient: not fake, functional, batched, quantized,
-// no subclass with a dispatch of its own. PrivateUse1 is a device that torch does not know; who has one may call the
-// kernel of aten::linear from there. If gone (a key that makes a tensor plain is new): linears do not wait for W.
+// no subclass with a dispatch of its own, but for DTensor. PrivateUse1 is a device that torch does not know; who has one
+// may call the kernel of aten::linear from there. If gone (a key that makes a tensor plain is new): linears do not wait
+// for W.
 inline bool is_plain(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   constexpr c10::DispatchKeySet kPlain({Key::CPU, Key::CUDA, Key::PrivateUse1, Key::ADInplaceOrView, Key::AutogradCPU,
                                         Key::AutogradCUDA, Key::AutogradPrivateUse1, Key::AutocastCPU,
                                         Key::AutocastCUDA, Key::AutocastPrivateUse1});
-  return (tensor.key_set().raw_repr() & ~kPlain.raw_repr()) == 0 && tensor.layout() == at::kStrided &&
-         !tensor._fw_grad(0).defined();
+  constexpr c10::DispatchKeySet kSubclass({Key::Python, Key::PythonTLSSnapshot});
+  const auto others = tensor.key_set().raw_repr() & ~kPlain.raw_repr();
+  return ((others & ~kSubclass.raw_repr()) == 0) && (others == 0 || is_dtensor(tensor)) &&
+         tensor.layout() == at::kStrided && !tensor._fw_grad(0).defined();
 }
 
 // The composite kernel of aten::linear, which ours stands in front of.

@@ -80,7 +80,7 @@ bool can_add(const at::Tensor& sum, const WeightUse& use) {
   const at::Tensor& gradient = use.gradient;
   const bool same_shape = sum.dim() == 2 && sum.size(0) == gradient.size(1) && sum.size(1) == use.input.size(1);
   const bool same_dtype = sum.scalar_type() == gradient.scalar_type() || widens(sum, gradient);
-  return same_shape && same_dtype && sum.device() == gradient.device();
+  return same_shape && same_dtype && sum.device() == gradient.device() && !is_subclass(sum) && !is_subclass(gradient);
 }
 
 void add_product(at::Tensor& sum, const WeightUse& use) {
@@ -332,7 +332,8 @@ std::size_t WeightGradients::held_bytes() {
   storages_.clear();
   std::size_t bytes = 0;
   const auto add = [&](const at::Tensor& tensor) {
-    const c10::Storage& storage = tensor.storage();
+    const at::Tensor local = is_subclass(tensor) ? local_shard(tensor) : tensor;
+    const c10::Storage& storage = local.storage();
     if (storages_.insert(storage.unsafeGetStorageImpl()).second) bytes += storage.nbytes();
   };
   for (const Pending& pending : pending_) {
@@ -369,7 +370,8 @@ const Arming* Arming::current() {
 namespace {
 
 bool matches(const at::Tensor& tensor, const at::Tensor& weight) {
-  return is_plain(tensor) && tensor.scalar_type() == weight.scalar_type() && tensor.device() == weight.device();
+  return is_plain(tensor) && is_subclass(tensor) == is_subclass(weight) &&
+         tensor.scalar_type() == weight.scalar_type() && tensor.device() == weight.device();
 }
 
 // What is wrong or rare is left to the composite, with its messages.

@@ -17,6 +17,7 @@ from fastpipe._version import __version__
 from fastpipe.cli import output, work
 from fastpipe.runtime.native import native_status
 from fastpipe.schedule import Schedule
+from fastpipe.validate_program import validate_program
 
 FORMATS = ("csv", "aligned", "comms", "json", "program")
 """Compute only; with an empty cell where a rank idles; compute with transfers, as torch can run it; a schedule, and its
@@ -27,7 +28,7 @@ def validate(arguments: argparse.Namespace) -> None:
     """Prove a schedule in a file."""
     schedule = work.read_schedule(arguments.file)
     with output.progress(f"validating {arguments.file}"):
-        program = api.lower(schedule)
+        program = validate_program(api.lower(schedule), queues=arguments.queues)
     if arguments.json:
         output.document(
             {
@@ -37,6 +38,7 @@ def validate(arguments: argparse.Namespace) -> None:
                 "num_microbatches": schedule.num_microbatches,
                 "num_actions": schedule.num_actions,
                 "num_instructions": program.num_instructions,
+                "queues": arguments.queues,
             }
         )
         return
@@ -45,6 +47,7 @@ def validate(arguments: argparse.Namespace) -> None:
         f"{schedule.num_microbatches} microbatches, {schedule.num_actions} actions; its program of "
         f"{program.num_instructions} instructions cannot hang where activations and gradients between two ranks have "
         "lanes of their own, as over every transport of fastpipe but process_group_coalesced"
+        + ("" if arguments.queues is None else f", with {arguments.queues} hardware queues for the streams of a rank")
     )
 
 
@@ -96,6 +99,7 @@ def diagnosis() -> dict[str, Any]:
         "native": native_status(),
         **{name: _installed(name) for name in ("torch", "numpy", "matplotlib", "rich")},
         "compiler": _compiler(),
+        "private": _private_names(),
     }
     found["advice"] = _advice(found)
     return found
@@ -107,6 +111,22 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _private_names() -> str:
+    """Whether this torch has what fastpipe uses of it without its being documented."""
+    if (version := _installed("torch")) is None:
+        return "not looked for, as there is no torch"
+    try:
+        from fastpipe.runtime.common import torch_private
+
+        missing = torch_private.missing()
+    except Exception as error:  # told
+        return f"torch {version} does not import: {type(error).__name__}: {str(error).splitlines()[:1]}"
+    if missing:
+        lost = "; ".join(f"{name}, without which this does not work: {what}" for name, what in missing.items())
+        return f"undocumented names that are not in torch {version}: {lost}"
+    return f"all {torch_private.num_names()} undocumented names of torch and Linux that fastpipe uses are there"
 
 
 def _compiler() -> str | None:

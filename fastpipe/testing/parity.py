@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from fastpipe.runtime.common import bytes_of, digest_of, keep_buffers, zero_grad_of
+from fastpipe.runtime.common import bytes_of, digest_of, keep_buffers, pytree, zero_grad_of
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import Named, Tie, TiedWeights, whole
 from fastpipe.runtime.pipeline import Pipeline, StepResult

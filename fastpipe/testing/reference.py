@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastpipe.action import ActionKind
-from fastpipe.runtime.common import set_grad_dtype
+from fastpipe.runtime.common import children_of, set_grad_dtype
 from fastpipe.runtime.model import (
     Chain,
     Layers,
@@ -75,7 +75,7 @@ def tied_reference(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
     Raises:
         ValueError: when the model's weights are not tied, or have hooks.
     """
-    children = dict(model._modules)
+    children = dict(children_of(model))
     try:
         _separate(model, ties)
         shared = [Shared(tie, _places_by_name(model, tie)) for tie in ties]
@@ -84,7 +84,7 @@ def tied_reference(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
         with _aliases_in(shared):
             yield
     finally:
-        model._modules.update(children)
+        children_of(model).update(children)
 
 
 def ties_in(model: nn.Module, ties: Sequence[Tie]) -> list[Tie]:
@@ -126,7 +126,7 @@ def _separate(model: nn.Module, ties: Sequence[Tie]) -> None:
     for stage, name in sorted(layers):
         layer = model.get_submodule(name)
         if any(earlier & with_parameters(layer) for other, earlier in seen.items() if other != stage):
-            layer = model._modules[name] = twin(layer, made.setdefault(stage, {}))
+            layer = children_of(model)[name] = twin(layer, made.setdefault(stage, {}))
         seen.setdefault(stage, set()).update(with_parameters(layer))
 
 
@@ -340,7 +340,7 @@ def _forward_of(
         raise ValueError(f"rng = {rng!r}: use None or {PER_MICROBATCH!r}")
     if isinstance(model, Chain | nn.Sequential | nn.ModuleList):
         # which `tied_reference` may have exchanged
-        modules: Any = model._modules
+        modules: Any = children_of(model)
         layers = Layers(modules.values(), modules)
     if layers is None:
         raise TypeError(f"model is a {type(model).__name__}: with rng = {rng!r} give the list of the model's layers")
@@ -418,7 +418,7 @@ class Fault(nn.Module):
         super().__init__()
         self.module = module
         self.at_call = at_call
-        self.error = error
+        self.error: BaseException | None = error
         self.backward = backward
         self.calls = 0
 
@@ -439,4 +439,7 @@ class Fault(nn.Module):
     def _count(self) -> None:
         self.calls += 1
         if self.calls - 1 == self.at_call:
-            raise self.error
+            # not kept: its traceback holds the frames of the step, and they the pipeline, whose layer this is
+            error, self.error = self.error, None
+            assert error is not None
+            raise error

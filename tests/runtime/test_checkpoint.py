@@ -283,14 +283,14 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 2)
     with pytest.raises(TypeError, match="optimizer is a int: give a torch optimizer"):
         save_checkpoint(tmp_path, pipe, 3)
-    with pytest.raises(ValueError, match="group 0 has a parameter of shape .* that is none of pipe.parameters"):
+    with pytest.raises(ValueError, match="group 0 .* shape .*pipe.parameters"):
         save_checkpoint(tmp_path, pipe, momentum(nn.Linear(3, 3)))
     optimizer = momentum(pipe)
     optimizer.state[next(pipe.parameters())]["history"] = [1.0]
     with pytest.raises(ValueError, match="state of 0.linear.weight has 'history', a list"):
         save_checkpoint(tmp_path, pipe, optimizer)
     save_checkpoint(tmp_path, pipe, adamw(pipe))
-    with pytest.raises(ValueError, match="are in one group, and had lr = 0.01 and 0.02 when they were saved"):
+    with pytest.raises(ValueError, match="group.* lr = 0.01 and 0.02"):
         load_checkpoint(tmp_path, pipe, torch.optim.AdamW(list(pipe.parameters())))
 
 
@@ -313,7 +313,7 @@ def test_a_save_in_the_background_that_failed_is_told_at_the_next(
 ) -> None:
     pipe, _ = failing_save(monkeypatch, tmp_path)
     assert "was not saved: OSError: no space left" in caplog.text
-    with pytest.raises(RuntimeError, match="checkpoint .*a was not saved: OSError: no space left"):
+    with pytest.raises(RuntimeError, match="checkpoint .*a .*OSError: no space left"):
         save_checkpoint(tmp_path / "b", pipe)
     save_checkpoint(tmp_path / "b", pipe)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]

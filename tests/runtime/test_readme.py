@@ -1,7 +1,6 @@
-"""The README and the guide are run as they stand: every Python block, every shell command, the quickstart both ways."""
+"""README and docs are run as they stand: every Python block, every shell command, the quickstart both ways."""
 
 import ast
-import itertools
 import os
 import re
 import shlex
@@ -17,9 +16,9 @@ from tests.patience import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
-GUIDE = (REPOSITORY / "docs/guide.md").read_text()
-TRAINING = (REPOSITORY / "docs/training.md").read_text()
-HUGGING_FACE = (REPOSITORY / "docs/hugging-face.md").read_text()
+EXAMPLES_OF = ("guide", "training", "hugging-face", "planning", "guarantees")
+"""Pages whose Python blocks run alone, in one process. Other tests run those of the other pages."""
+COMMANDS_OF = ("install", "planning", "command-line")
 QUICKSTART_LINES = 20
 NOT_RUN = ("make", "pip")
 """Commands that set things up: the tests of the build and continuous integration run those."""
@@ -35,9 +34,20 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-QUICKSTART, *EXAMPLES = blocks(README, "python")
-SHELL = [line for block in blocks(README, "sh") for line in block.splitlines() if line.strip()]
-PLANNING = README.partition("## Plan before you run")[2].partition("\n## ")[0]
+PAGES = {name: (REPOSITORY / f"docs/{name}.md").read_text() for name in {*EXAMPLES_OF, *COMMANDS_OF}}
+(QUICKSTART,) = blocks(README, "python")
+EXAMPLES = [
+    pytest.param(block, id=f"{name}-{number}")
+    for name in EXAMPLES_OF
+    for number, block in enumerate(blocks(PAGES[name], "python"), start=1)
+]
+SHELL = [
+    line
+    for text in (README, *(PAGES[name] for name in COMMANDS_OF))
+    for block in blocks(text, "sh")
+    for line in block.splitlines()
+    if line.strip()
+]
 
 
 @pytest.fixture
@@ -99,33 +109,18 @@ def test_the_quickstart_trains_alike_in_one_process_and_in_two(folder: Path) -> 
     assert float(alone[9].pop()) < float(alone[0].pop())
 
 
-@pytest.mark.parametrize("block", EXAMPLES, ids=itertools.count(1))
-def test_the_readme_s_examples_run(block: str, folder: Path) -> None:
-    run_block(block, folder)
-
-
-@pytest.mark.parametrize("block", blocks(GUIDE, "python"), ids=itertools.count(1))
-def test_the_guide_s_examples_run(block: str, folder: Path) -> None:
-    run_block(block, folder)
-
-
-@pytest.mark.parametrize("block", blocks(TRAINING, "python"), ids=itertools.count(1))
-def test_the_examples_about_training_run(block: str, folder: Path) -> None:
-    run_block(block, folder)
-
-
-@pytest.mark.parametrize("block", blocks(HUGGING_FACE, "python"), ids=itertools.count(1))
-def test_the_examples_about_hugging_face_run(block: str, folder: Path) -> None:
+@pytest.mark.parametrize("block", EXAMPLES)
+def test_examples_run(block: str, folder: Path) -> None:
     run_block(block, folder)
 
 
 def test_planning_does_not_import_torch(folder: Path) -> None:
-    code = "\n".join(blocks(PLANNING, "python"))
+    code = "\n".join(blocks(PAGES["planning"], "python"))
     run(["python", "-c", f"{code}\nimport sys\nassert 'torch' not in sys.modules"], folder)
 
 
 def test_the_printed_grid_is_what_is_printed(folder: Path) -> None:
-    assert run(["python", "-c", blocks(PLANNING, "python")[0]], folder) == blocks(PLANNING, "text")[0]
+    assert run(["python", "-c", blocks(PAGES["planning"], "python")[0]], folder) == blocks(PAGES["planning"], "text")[0]
 
 
 def test_shell_commands_run_in_their_order(folder: Path) -> None:

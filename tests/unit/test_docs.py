@@ -53,10 +53,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_named_files_exist(page: Path) -> None:
-    """A source in backticks is a file: a path from the root or from the package, or the bare name of any file."""
+    """A source in backticks is a file: a path from the root, the package or its runtime, or a bare name."""
     names = {path.name for folder in ("fastpipe", "csrc", "tests", "docs") for path in (REPOSITORY / folder).rglob("*")}
     for name in re.findall(r"`([\w/.-]+\.(?:py|cpp|h|md|toml|txt))`", without_code(page.read_text())):
-        known = name in names or any((root / name).exists() for root in (REPOSITORY, PACKAGE))
+        known = name in names or any((root / name).exists() for root in (REPOSITORY, PACKAGE, PACKAGE / "runtime"))
         assert known or name == EXAMPLE, f"{page.name} names {name}"
 
 
@@ -84,6 +84,27 @@ def test_the_page_of_examples_says_how_long_the_demo_takes() -> None:
     told = re.search(r"`make demo` trains for (\d+) seconds", (REPOSITORY / "docs/examples.md").read_text())
     script = (REPOSITORY / "examples/train_gpt.py").read_text()
     assert told and f'"--seconds", type=positive(float), default={told[1]}.0' in script
+
+
+def test_the_index_has_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (REPOSITORY / "docs/README.md").read_text()))
+    assert linked == {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_the_readme_s_figures_are_those_of_the_benchmarks() -> None:
+    script = runpy.run_path(str(REPOSITORY / "docs/write_readme.py"))
+    readme, benchmarks = script["PAGE"].read_text(), script["BENCHMARKS"].read_text()
+    assert set(re.findall(r"<!-- (\w+) -->", readme)) - {"end"} == set(script["FIGURES"])
+    assert script["page"](readme, benchmarks) == readme
+    other = re.sub(r"(-->)[^<>]+(<!-- end)", r"\g<1>0\2", readme)
+    assert other != readme == script["page"](other, benchmarks)
+    table = "| schedule | torch/fastpipe |\n| :-- | ---: |\n| GPipe | 2.34 (2.00..3.00) |\n| 1F1B | 12.6 (12..13) |\n"
+    text = f"\n## overhead.py: a heading\n\n4 ranks\n\n2 ranks, 7 rounds\n\n{table}\n{table.replace('2.34', '1.00')}"
+    assert script["FIGURES"]["overhead_2"](text) == "2.3 to 13"
+
+
+def test_the_readme_fits_two_screens() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_page_of_waves_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:

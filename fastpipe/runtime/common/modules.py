@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.runtime.common.torch_private import buffers_of, children_of, version_of
+
 
 def walked(module: nn.Module) -> list[nn.Module]:
     """It and all that is in it, each once.
@@ -20,7 +22,7 @@ def walked(module: nn.Module) -> list[nn.Module]:
     """
     pending, seen = [module], {module}
     for found in pending:
-        for child in found._modules.values():
+        for child in children_of(found).values():
             if child is not None and child not in seen:
                 seen.add(child)
                 pending.append(child)
@@ -33,9 +35,9 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
     Returns:
         A function that puts all of it back, as often as it is called.
     """
-    places = [(module, dict(module._buffers.items())) for root in modules for module in root.modules()]
+    places = [(module, dict(buffers_of(module).items())) for root in modules for module in root.modules()]
     found = {id(b): b for _, named in places for b in named.values() if b is not None}.values()
-    kept = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in found]
+    kept = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in found]
 
     def put_back() -> None:
         for module, named in places:
@@ -45,24 +47,19 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
                 # Where its version says that it was changed, the copy is a change, too: what is saved for a backward
                 # may be the buffer itself, and torch then says so. But batch norm changes its statistics without a
                 # word, and whether it did would have to be asked of the device.
-                (buffer.data if _version(buffer) == version else buffer).copy_(value)
+                (buffer.data if version_of(buffer) == version else buffer).copy_(value)
 
     return put_back
 
 
 def _rename(module: nn.Module, named: Mapping[str, torch.Tensor | None]) -> None:
     """Give a module these buffers, and no others."""
-    now = module._buffers  # of a scripted module no dict, and without its methods
+    now = buffers_of(module)  # of a scripted module no dict, and without its methods
     for name in set(now.keys()).difference(named):
         del now[name]
     for name, buffer in named.items():
         if name not in now or now[name] is not buffer:
             now[name] = buffer
-
-
-def _version(buffer: torch.Tensor) -> int:
-    """The count of its changes; tensors of inference mode have none."""
-    return -1 if buffer.is_inference() else buffer._version
 
 
 def check_grad_dtype(dtype: Any) -> None:

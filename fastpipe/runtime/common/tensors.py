@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from fastpipe.runtime.common.torch_private import pytree
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -131,3 +133,16 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def digest_of(tensor: torch.Tensor) -> str:
     """Of the elements' bytes."""
     return hashlib.blake2b(bytes_of(tensor).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is spread over processes. Does not import DTensor, which would cost every program half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of it: its shard of a DTensor, all of any other."""
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local

@@ -15,8 +15,9 @@ import select
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from fastpipe.runtime.common import torch_private
 
 Identity = Mapping[str, Any]
 
@@ -26,23 +27,13 @@ def host_name() -> str:
 
     The variable FASTPIPE_HOST tells processes of one host apart: those where it differs are taken to be on several.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
-        return ""
-    return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") + os.environ.get("FASTPIPE_HOST", "")
+    identity = torch_private.host_identity()
+    return identity and identity + os.environ.get("FASTPIPE_HOST", "")
 
 
 def identify() -> dict[str, Any]:
     """What tells this process from all others: a process number alone is given to another one some day."""
-    return {"host": host_name(), "pid": os.getpid(), "started": _started(os.getpid())}
-
-
-def _started(pid: int) -> str:
-    """When a process was started, in the kernel's words; empty where that is not known, or it is gone."""
-    with contextlib.suppress(OSError):
-        # after its name, which may hold anything, come fields 3 to 52; this is the 22nd
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    return {"host": host_name(), "pid": os.getpid(), "started": torch_private.start_of_process(os.getpid())}
 
 
 def same_host(one: Identity, other: Identity) -> bool:
@@ -83,7 +74,7 @@ class RanksPerHost:
 def can_watch() -> bool:
     """Whether the kernel grants process descriptors: an old one has none, and a sandbox may deny them."""
     try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(torch_private.process_descriptor(os.getpid()))
     except (OSError, AttributeError):
         return False
     return True
@@ -119,8 +110,8 @@ class LocalPeers:
         if rank in self.processes or rank in self.gone or not same_host(identity, identify()) or not can_watch():
             return
         with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(identity["pid"])
-            if _started(identity["pid"]) in ("", identity["started"]):
+            descriptor = torch_private.process_descriptor(identity["pid"])
+            if torch_private.start_of_process(identity["pid"]) in ("", identity["started"]):
                 self.processes[rank] = descriptor
                 return
             os.close(descriptor)

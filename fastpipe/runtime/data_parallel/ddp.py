@@ -27,10 +27,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import Failure, FailureError, grad_dtype_of, has_grad_dtype, walked, zero_grad_of
+from fastpipe.runtime.common import (
+    Failure,
+    FailureError,
+    grad_dtype_of,
+    has_grad_dtype,
+    parameters_of,
+    torch_private,
+    version_of,
+    walked,
+    zero_grad_of,
+)
 from fastpipe.runtime.data_parallel.interface import DataParallel, listed
 
 
@@ -87,13 +96,13 @@ class Average:
 
     def __init__(self, wrapper: Any, in_place: Callable[[nn.Parameter], nn.Parameter]) -> None:
         self.wrapper = wrapper
-        self.buckets: Sequence[Any] = wrapper.reducer._get_zeros_like_grad_buckets()
+        self.buckets: Sequence[Any] = torch_private.buckets_of(wrapper)
         self.parameters = [[in_place(parameter) for parameter in bucket.parameters()] for bucket in self.buckets]
         self._flat = any(map(has_grad_dtype, wrapper.module.parameters()))
         if self._flat:
             self.buckets = [FlatBucket(parameters) for parameters in self.parameters]
         # as the reducer does it: a hook gets gradients as they are, without one they are divided before they are summed
-        self.factor = 1.0 if has_comm_hook(wrapper) else 1.0 / wrapper.process_group.size()
+        self.factor = 1.0 if torch_private.has_comm_hook(wrapper) else 1.0 / wrapper.process_group.size()
         self._futures: list[Any] = []
         self._used: list[list[tuple[torch.Tensor | None, int]]] = []
         self._missing: list[int] = []
@@ -127,12 +136,12 @@ class Average:
         number = len(self._futures)
         if not failed:
             self._fill(number)
-        self._used.append([(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters[number]])
+        self._used.append([(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters[number]])
         self._futures.append(self._run(self.buckets[number]))
 
     def _run(self, bucket: Any) -> Any:
         if not self._flat:
-            return self.wrapper.reducer._run_comm_hook(bucket)
+            return torch_private.run_comm_hook(self.wrapper, bucket)
         return dist.all_reduce(bucket.buffer(), group=self.wrapper.process_group, async_op=True).get_future()
 
     def _fill(self, number: int) -> None:
@@ -169,7 +178,7 @@ class Average:
 
     def _changed(self, number: int) -> bool:
         """Whether a gradient is another one than went into the bucket."""
-        now = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters[number]]
+        now = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters[number]]
         return any(
             grad is not before or version != old
             for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
@@ -207,11 +216,6 @@ class Average:
         return gradients
 
 
-def has_comm_hook(wrapper: Any) -> bool:
-    """Whether a communication hook of the user's was registered."""
-    return bool(wrapper._get_ddp_logging_data().get("comm_hook"))
-
-
 def _awaited(future: Any, deadline: float) -> Any:
     """A future's value; `Future.wait` knows no limit of time."""
     done = threading.Event()
@@ -236,16 +240,18 @@ class Reduced:
 
     def _note(self) -> None:
         self._places = {
-            id(p): (module, name) for module in self.wrapper.module.modules() for name, p in module._parameters.items()
+            id(p): (module, name)
+            for module in self.wrapper.module.modules()
+            for name, p in parameters_of(module).items()
         }
         # the reducer's own, since who wrapped it may have frozen others since then
-        buckets = self.wrapper.reducer._get_zeros_like_grad_buckets()
+        buckets = torch_private.buckets_of(self.wrapper)
         self._parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
 
     def in_place(self, parameter: nn.Parameter) -> nn.Parameter:
         """What stands where the parameter stood when it was wrapped: of a tied weight, an alias while a step runs."""
         module, name = self._places[id(parameter)]
-        found = module._parameters.get(name)
+        found = parameters_of(module).get(name)
         # a parametrization takes a parameter away and holds others instead
         return parameter if found is None else found
 
@@ -259,7 +265,7 @@ class Reduced:
         found = [
             parameter
             for module in walked(self.wrapper.module)
-            for parameter in module._parameters.values()
+            for parameter in parameters_of(module).values()
             if parameter is not None and parameter.requires_grad and id(parameter) not in reduced
         ]
         return self._named(found) if found else []
@@ -268,7 +274,7 @@ class Reduced:
         ids = set(map(id, found))
         ignored = self.wrapper.parameters_to_ignore
         names = [name for name, p in self.wrapper.module.named_parameters() if id(p) in ids and name not in ignored]
-        if names and has_comm_hook(self.wrapper):
+        if names and torch_private.has_comm_hook(self.wrapper):
             raise ValueError(
                 f"data_parallel: stage {self.stage} has parameters to train that it did not have before, "
                 f"{listed(names)}, and its DistributedDataParallel a communication hook, which may go by the buckets "
@@ -289,7 +295,7 @@ class Reduced:
         """
         self._compare()
         self._bring_together()
-        self._renew()
+        torch_private.renew_reducer(self.wrapper)
         self._note()
 
     def _compare(self) -> None:
@@ -310,34 +316,16 @@ class Reduced:
         missed = set(self.missed())
         added = [p for name, p in self.wrapper.module.named_parameters() if name in missed and p.grad is not None]
         before = [parameter.detach().clone() for parameter in added]
-        group, ignored = self.wrapper.process_group, self.wrapper.parameters_to_ignore
-        size = self.wrapper.broadcast_bucket_size
-        _sync_module_states(self.wrapper.module, group, size, 0, ignored, self.wrapper.broadcast_buffers)
+        torch_private.sync_module(self.wrapper)
         same = all(torch.equal(old, new) for old, new in zip(before, added, strict=True))
         others = torch.tensor(int(not same), dtype=torch.int32, device=self.wrapper.device)
-        dist.all_reduce(others, group=group)
+        dist.all_reduce(others, group=self.wrapper.process_group)
         if int(others):
             raise ValueError(
                 f"data_parallel: steps in no_sync have trained parameters of stage {self.stage} that are new, "
                 f"{listed(sorted(missed))}, and had other values in other replicas; they have the first replica's "
                 "now: set all gradients to None and repeat these steps, or let the first step after a change reduce"
             )
-
-    def _renew(self) -> None:
-        wrapper = self.wrapper
-        ignored = wrapper.parameters_to_ignore
-        wrapper._module_parameters = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
-        parameters, sparse = wrapper._build_params_for_reducer()
-        names = wrapper._build_debug_param_to_name_mapping(parameters)
-        wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
-        if wrapper.static_graph:
-            wrapper.reducer._set_static_graph()
-            wrapper.logger._set_static_graph()
-        wrapper._has_rebuilt_buckets = False
-
-
-_HELD_BACK = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
-"""Flags of a wrapper while a step runs: no hook reduces, not even at the end of a static graph's first backward."""
 
 
 class Replicated(DataParallel):
@@ -375,7 +363,7 @@ class Replicated(DataParallel):
     def prepare(self) -> None:
         """Refuse a communication hook that would get gradients of another dtype than its buckets'."""
         for wrapper in self.wrappers:
-            if has_comm_hook(wrapper) and any(map(has_grad_dtype, wrapper.module.parameters())):
+            if torch_private.has_comm_hook(wrapper) and any(map(has_grad_dtype, wrapper.module.parameters())):
                 raise ValueError(
                     f"grad_dtype: the DistributedDataParallel of stage {self.stage} has a communication hook, whose "
                     "buckets are of the parameters' dtype; leave out one of the two"
@@ -414,21 +402,18 @@ class Replicated(DataParallel):
         """No hook reduces from now on."""
         self._reduces = reduces
         self._begun = self._asks = False
-        self._set = [{name: vars(w)[name] for name in _HELD_BACK if name in vars(w)} for w in self.wrappers]
+        self._set = [
+            {name: vars(w)[name] for name in torch_private.NOT_REDUCING if name in vars(w)} for w in self.wrappers
+        ]
         for wrapper, flags in zip(self.wrappers, self._set, strict=True):
-            vars(wrapper).update({name: _HELD_BACK[name] for name in flags})
+            vars(wrapper).update({name: torch_private.NOT_REDUCING[name] for name in flags})
 
     def unshard(self, failed: bool) -> None:
         """Send the first replica's buffers to the others, which the forward would do."""
         wrapper: Any
         for wrapper in self.wrappers:
-            if wrapper._check_sync_bufs_pre_fwd():
-                wrapper.require_forward_param_sync = False
-                if self._asks:
-                    # who asks may have more of them than another who makes the step
-                    wrapper._sync_module_buffers(0)
-                else:
-                    wrapper._sync_buffers()
+            # who asks may have more of them than another who makes the step
+            torch_private.sync_buffers(wrapper, as_known=self._asks)
 
     def reshard(self) -> None:
         """Nothing is sharded."""
@@ -524,9 +509,9 @@ def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
     sparse = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     refused = {
         "mixed_precision": wrapper.mixed_precision is not None,
-        "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
+        "delay_all_reduce_named_params": torch_private.has_delayed_all_reduce(wrapper),
         "a sparse embedding": bool(sparse),
-        "torch._dynamo.config.optimize_ddp = 'python_reducer'": wrapper._use_python_reducer,
+        "torch._dynamo.config.optimize_ddp = 'python_reducer'": torch_private.has_python_reducer(wrapper),
     }
     for option, found in refused.items():
         if found:

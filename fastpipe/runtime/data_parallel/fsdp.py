@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import Failure, FailureError, walked
+from fastpipe.runtime.common import Failure, FailureError, parameters_of, torch_private, walked
 from fastpipe.runtime.data_parallel.interface import DataParallel, listed
 
 
@@ -49,13 +49,6 @@ def is_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _groups_of(state: Any) -> list[Any]:
-    """Those of one module: torch 2.11 has one at most."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
 class Sharded(DataParallel):
     """Every replica has a shard of the stage's parameters.
 
@@ -71,7 +64,7 @@ class Sharded(DataParallel):
         self._last: list[tuple[Any, bool]] = []
         self._reduces = False
         self._begun = False
-        self._known = {module: set(module._parameters) for module in self._inner()}
+        self._known = {module: set(parameters_of(module)) for module in self._inner()}
 
     def _inner(self) -> list[nn.Module]:
         """All modules that are sharded, and what is in them."""
@@ -91,8 +84,8 @@ class Sharded(DataParallel):
         found = [
             (module, name)
             for module in self._inner()
-            if module not in self._known or not self._known[module].issuperset(module._parameters)
-            for name, parameter in module._parameters.items()
+            if module not in self._known or not self._known[module].issuperset(parameters_of(module))
+            for name, parameter in parameters_of(module).items()
             if parameter is not None and parameter.requires_grad and name not in self._known.get(module, ())
         ]
         if found:
@@ -107,27 +100,24 @@ class Sharded(DataParallel):
     @property
     def _groups(self) -> list[Any]:
         """The groups of parameters that are gathered and reduced together."""
-        return [group for state in self._states() for group in _groups_of(state)]
+        return [group for state in self._states() for group in torch_private.fsdp_groups(state)]
 
     def _states(self) -> list[Any]:
-        return list(dict.fromkeys(module._get_fsdp_state() for module in self.modules))
+        return torch_private.fsdp_states(self.modules)
 
     def _roots(self) -> list[Any]:
         """The outermost, which run what is to be done once a backward."""
-        return [state for state in self._states() if state._is_root]
+        return torch_private.fsdp_roots(self._states())
 
     def prepare(self) -> None:
         """Let the wrapper find its outermost modules, which its first forward would do."""
-        for state in self._states():
-            if state._is_root is None:
-                # the outermost comes first, and makes the inner ones its own
-                state._lazy_init()
+        torch_private.find_fsdp_roots(self._states())
 
     def begin(self, reduces: bool) -> None:
         """No backward is the last one, and nothing is resharded before the schedule says so."""
         self._reduces = reduces
         self._begun = False
-        self._last = [(root._state_ctx, root._state_ctx.is_last_backward) for root in self._roots()]
+        self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
         self._flags = [(group, _Flags.of(group)) for group in self._groups]
         for context, _ in self._last:
             context.is_last_backward = False
@@ -154,7 +144,7 @@ class Sharded(DataParallel):
         """Add a microbatch's gradients in the dtype that they are summed in."""
         for group in self._groups:
             for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
+                if torch_private.unsharded(parameter) is not None:
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
 
@@ -176,7 +166,7 @@ class Sharded(DataParallel):
         for context, _ in self._last:
             context.is_last_backward = True
         for root in self._roots():
-            root._root_post_backward_final_callback()
+            torch_private.end_fsdp_backward(root)
         for group, flags in self._flags:
             group.wait_for_unshard()
             if flags.reshard_after_backward:
@@ -219,8 +209,8 @@ class Sharded(DataParallel):
 
     def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gathered parameter, which the forward uses."""
-        leaf: torch.Tensor = getattr(self._of(parameter), "_unsharded_param", parameter)
-        return leaf
+        found = torch_private.unsharded(self._of(parameter))
+        return parameter if found is None else found
 
     def whole_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """That of the gathered parameter."""
@@ -233,7 +223,7 @@ class Sharded(DataParallel):
     def put_aside(self) -> Callable[[], None]:
         """Those of gathered parameters."""
         known = [parameter for group in self._groups for parameter in group.fsdp_params]
-        leaves = [parameter._unsharded_param for parameter in known if hasattr(parameter, "_unsharded_param")]
+        leaves = [leaf for leaf in map(torch_private.unsharded, known) if leaf is not None]
         waiting = [(p, "unsharded_accumulated_grad", p.unsharded_accumulated_grad) for p in known]
         kept = [*waiting, *((leaf, "grad", leaf.grad) for leaf in leaves)]
         for owner, name, _ in kept:
@@ -241,9 +231,9 @@ class Sharded(DataParallel):
 
         def put_back() -> None:
             for parameter in known:
-                if hasattr(parameter, "_unsharded_param"):
+                if (leaf := torch_private.unsharded(parameter)) is not None:
                     # made in between, if it is none of the leaves
-                    parameter._unsharded_param.grad = None
+                    leaf.grad = None
             for owner, name, value in kept:
                 setattr(owner, name, value)
 
@@ -253,6 +243,7 @@ class Sharded(DataParallel):
 def _complete(group: Any) -> None:
     """Zeros where gradients are missing: the other replicas count on messages as long as theirs."""
     for parameter in group.fsdp_params:
-        leaf = parameter._unsharded_param
+        leaf = torch_private.unsharded(parameter)
+        assert leaf is not None
         if leaf.requires_grad and leaf.grad is None and parameter.unsharded_accumulated_grad is None:
             leaf.grad = torch.zeros_like(leaf)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from fastpipe.runtime.common import children_of, parameters_of
+
 
 class DataParallel(ABC):
     """The replicas of one stage, in one step after the other."""
@@ -66,10 +68,10 @@ class DataParallel(ABC):
             # one that is spread over processes is the user's to reduce
             found += [
                 prefix + name
-                for name, p in inner._parameters.items()
+                for name, p in parameters_of(inner).items()
                 if p is not None and p.requires_grad and not hasattr(p, "placements")
             ]
-            children = [(f"{prefix}{name}.", child) for name, child in inner._modules.items() if child is not None]
+            children = [(f"{prefix}{name}.", child) for name, child in children_of(inner).items() if child is not None]
             pending += [(name, child) for name, child in children if child not in wrapped]
         if found:
             raise ValueError(

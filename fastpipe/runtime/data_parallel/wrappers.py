@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.data_parallel.ddp import Replicated
 from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
 from fastpipe.runtime.data_parallel.interface import DataParallel
@@ -42,8 +42,7 @@ def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
 def _check_unknown(module: nn.Module, stage: int) -> None:
     """What can be told not to reduce (``no_sync``) reduces from hooks that nobody here holds back."""
     name = type(module).__name__
-    composable = sys.modules.get("torch.distributed._composable.replicate")
-    if composable is not None and isinstance(_state_of(module), composable._ReplicateState):
+    if torch_private.is_composable_replicate(module):
         name = "composable replicate"
     elif not callable(getattr(module, "no_sync", None)):
         return
@@ -51,12 +50,6 @@ def _check_unknown(module: nn.Module, stage: int) -> None:
         f"stages: stage {stage} is wrapped in {name}, which reduces gradients in every backward in its own way; wrap "
         "it in torch.nn.parallel.DistributedDataParallel or apply torch.distributed.fsdp.fully_shard instead"
     )
-
-
-def _state_of(module: nn.Module) -> Any:
-    from torch.distributed._composable_state import _get_module_state
-
-    return _get_module_state(module)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fastpipe.program import Program
-from fastpipe.runtime.common import cause_text
+from fastpipe.runtime.common import cause_text, pytree, torch_private
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome
 from fastpipe.runtime.model import NoCopies, StageCopies
 from fastpipe.runtime.stage import Stage, StageWork
@@ -68,8 +67,7 @@ def _end_allocations(device: torch.device, pool: Any) -> None:
     """After a recording that failed: torch's allocator may think that it still goes on, and then memory that several
     streams have used is never used again."""
     with contextlib.suppress(RuntimeError):  # where it did end that
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)
+        torch_private.end_allocations(device, pool)
 
 
 Makers = tuple[Callable[[torch.device], Any], Callable[[], Recording]]
@@ -142,8 +140,8 @@ class RecordedStep:
             works: of the stages: filled with copies of the results, as the next replay writes over these.
             tensors: the inputs; they look like those that it was recorded with.
         """
-        if tensors:
-            torch._foreach_copy_(self.tensors, list(tensors))
+        for own, tensor in zip(self.tensors, tensors, strict=True):
+            own.copy_(tensor)
         # what lies where the recording puts its own gradient would be written over
         before = [p.grad if own is None or p.grad is not own else own.clone() for p, own in self.grads]
         self.recording.replay()

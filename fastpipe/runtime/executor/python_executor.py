@@ -18,7 +18,7 @@ import torch
 from fastpipe.action import NONE, Action, ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
-from fastpipe.runtime.common import Tensors, handed_over
+from fastpipe.runtime.common import Tensors, handed_over, torch_private
 from fastpipe.runtime.executor.executor import Executor, Seconds, backward_of, last_backwards
 from fastpipe.runtime.stage import PairCounts, Pairs, Stage
 from fastpipe.runtime.transport import Message
@@ -112,7 +112,7 @@ class PythonExecutor(Executor):
         if self.failed and step.label:
             return
         try:
-            if step.label and torch.autograd.profiler._is_profiler_enabled:
+            if step.label and torch_private.is_profiling():
                 with torch.profiler.record_function(step.label):
                     step.call()
             else:
@@ -298,7 +298,7 @@ class _Resolver:
 
 def _labelled(label: str, call: Callable[[], None]) -> None:
     """A backward that shows by itself in a profile, which matters where it has a thread of its own."""
-    if not torch.autograd.profiler._is_profiler_enabled:
+    if not torch_private.is_profiling():
         return call()
     with torch.profiler.record_function(label):
         call()

@@ -21,10 +21,9 @@ from typing import Any, Protocol, overload
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from fastpipe.runtime.common import keep_buffers
+from fastpipe.runtime.common import children_of, keep_buffers, pytree, torch_private
 from fastpipe.runtime.data_parallel import is_sharded
 
 
@@ -269,7 +268,7 @@ class Chain(WholeNames):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         value: Any = args
         carried: dict[str, Any] = {}
-        layers: Any = self._modules.values()
+        layers: Any = children_of(self).values()
         # not children(), which leaves out a layer that stands there twice
         for layer, names in zip(layers, self._names, strict=True):
             inputs, named = as_arguments(value), chosen(kwargs, names) if kwargs else {}
@@ -323,7 +322,7 @@ class Layers(Sequence[nn.Module]):
             ValueError: naming the layer.
         """
         for i in indices:
-            if self._layers and (self._layers[i]._forward_hooks or self._layers[i]._forward_pre_hooks):
+            if self._layers and torch_private.has_forward_hooks(self._layers[i]):
                 raise ValueError(
                     f"stages: layer {i} of the split model has hooks, those of fully_shard for example, and a stage "
                     "would not call them; add them to the model's own modules before split, or to each stage in a "
@@ -349,7 +348,7 @@ def as_layers(stages: Any) -> Layers | None:
                 "one after the other would leave out; hand over its layers as a list"
             )
         # with their names, which need not be numbers
-        modules: Any = stages._modules
+        modules: Any = children_of(stages)
         return Layers(modules.values(), modules)
     return Layers(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else None
 
@@ -367,7 +366,7 @@ def check_forward(module: nn.Module) -> None:
         ValueError: for a ``forward`` that was replaced on the instance, for a compiled module and for a wrapped one.
     """
     name = type(module).__name__
-    if module._compiled_call_impl is not None:
+    if torch_private.is_compiled(module):
         raise ValueError(
             f"model: {name} is compiled as a whole, and its stages would run the whole; compile its blocks, or the "
             "stages of the pipeline (pipe.stage_modules), instead"

@@ -25,15 +25,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import dense, zero_grad_of
+from fastpipe.runtime.common import children_of, dense, parameters_of, pytree, torch_private, zero_grad_of
 from fastpipe.runtime.model.chain import Chain
 
-_SEPARATE = {"_parameters", "_modules"}
-TORCHS_OWN = nn.Module().__dict__.keys() - _SEPARATE
+TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
 """Torch's own entries, hooks say, which need no look into."""
 
 _NOTHING = object()
@@ -51,9 +49,9 @@ def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
     own = {}
     for stage, module in sorted(modules.items()):
         made: Made = {}
-        for name, child in list(module._modules.items()) if isinstance(module, Chain) else ():
+        for name, child in list(children_of(module).items()) if isinstance(module, Chain) else ():
             if child is not None and seen & with_parameters(child):
-                module._modules[name] = twin(child, made)
+                children_of(module)[name] = twin(child, made)
         own[stage] = twin(module, made) if seen & with_parameters(module) else module
         seen |= with_parameters(own[stage])
     return own
@@ -61,7 +59,7 @@ def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
 
 def with_parameters(module: nn.Module) -> set[int]:
     """The ``id`` of the modules in it that have parameters of their own."""
-    return {id(m) for m in module.modules() if any(p is not None for p in m._parameters.values())}
+    return {id(m) for m in module.modules() if any(p is not None for p in parameters_of(m).values())}
 
 
 def twin(module: nn.Module, made: Made) -> nn.Module:
@@ -75,7 +73,7 @@ def twin(module: nn.Module, made: Made) -> nn.Module:
     for original in module.modules():
         if id(original) not in made and with_parameters(original):
             own = made[id(original)] = new[original] = object.__new__(type(original))
-            own.__dict__.update(_parameters={}, _modules={})
+            own.__dict__.update({name: {} for name in torch_private.MEMBERS})
             _originals[own] = original
     for original, own in new.items():
         _follow(original, own, {}, made)
@@ -111,12 +109,12 @@ def _follow(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Mad
         made: see `twin`.
     """
     follow_attributes(original, own, seen, made)
-    _become(own._parameters, original._parameters)
-    _become(own._modules, {name: made.get(id(child), child) for name, child in original._modules.items()})
+    _become(parameters_of(own), parameters_of(original))
+    _become(children_of(own), {name: made.get(id(child), child) for name, child in children_of(original).items()})
 
 
 def follow_attributes(
-    original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made, apart: Container[str] = _SEPARATE
+    original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made, apart: Container[str] = torch_private.MEMBERS
 ) -> None:
     """The same for all but the entries ``apart``."""
     theirs, ours = vars(original), vars(own)
@@ -249,17 +247,13 @@ def check_no_post_hooks(module: nn.Module) -> None:
     Raises:
         ValueError: with what to do instead.
     """
-    for name, parameter in module._parameters.items():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+    for name, parameter in parameters_of(module).items():
+        if torch_private.post_hooks_of(parameter):
             raise ValueError(
                 f"stages: {name} of a {type(module).__name__} has a hook of register_post_accumulate_grad_hook, and "
                 "the schedule holds its stage twice: the hook would see what one half of the microbatches gives to "
                 ".grad; remove it, and change .grad after pipe.step, before the optimizer's step"
             )
-
-
-_APART = {"_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_compiled_call_impl"}
-"""What a hidden copy has of its own."""
 
 
 class LocalCopies(StageCopies):
@@ -272,7 +266,7 @@ class LocalCopies(StageCopies):
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
         self._made = {id(original): copied for original, copied in self.modules}
-        self._children = [dict(original._modules) for original, _ in self.modules]
+        self._children = [dict(children_of(original)) for original, _ in self.modules]
         # what the copy has of these is a copy; hooks are the original's, so that they are called for both halves
         self._seen = [{k: v for k, v in vars(a).items() if k not in TORCHS_OWN} for a, _ in self.modules]
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -281,7 +275,7 @@ class LocalCopies(StageCopies):
     def prepare(self) -> Told:
         """Refuse what the copies cannot follow."""
         for (original, _), children in zip(self.modules, self._children, strict=True):
-            if original._modules != children:
+            if children_of(original) != children:
                 raise ValueError(
                     f"stages: a part of a {type(original).__name__} was replaced since the Pipeline was built, and the "
                     "schedule holds its stage twice; build a new Pipeline"
@@ -292,7 +286,7 @@ class LocalCopies(StageCopies):
     def follow(self) -> None:
         """Whatever became of the user's parameters, the optimizer's step say, becomes of the copy's; and `eval`."""
         for (original, copied), seen in zip(self.modules, self._seen, strict=True):
-            follow_attributes(original, copied, seen, self._made, _APART)
+            follow_attributes(original, copied, seen, self._made, torch_private.OWN_STATE)
         # as they stand now: any of them may have been replaced
         self.parameters = _pairs_of_parameters(self.modules)
         with torch.no_grad():
@@ -301,8 +295,7 @@ class LocalCopies(StageCopies):
                     second.data = torch.empty_like(first)
                 second.copy_(first)
                 second.requires_grad_(first.requires_grad)
-                if second._backward_hooks is not first._backward_hooks:
-                    second._backward_hooks = first._backward_hooks
+                torch_private.share_hooks(second, first)
 
     def before_step(self) -> None:
         """Put aside the gradients."""
@@ -322,8 +315,8 @@ def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list
     """Each parameter of the copies with what stands in its place in the original, once."""
     found: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for original, copied in modules:
-        for name, second in copied._parameters.items():
-            first = original._parameters.get(name)
+        for name, second in parameters_of(copied).items():
+            first = parameters_of(original).get(name)
             if first is not None and second is not None:
                 found.setdefault(id(second), (first, second))
     return list(found.values())

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.common import cuda_devices, keep_buffers, time_when_idle
+from fastpipe.runtime.common import cuda_devices, keep_buffers, pytree, time_when_idle, torch_private
 from fastpipe.runtime.model.chain import WholeNames, accepted_names, apart, as_arguments, as_layers, chosen
 
 _REPEATS = 5
@@ -88,7 +86,7 @@ def _by_layer(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any],
 class _Fake(WholeNames):
     """A layer whose parameters and buffers have looks and no values."""
 
-    def __init__(self, layer: nn.Module, mode: FakeTensorMode) -> None:
+    def __init__(self, layer: nn.Module, mode: Any) -> None:
         super().__init__()
         # not a child, whose tensors are real
         self._layer = [layer]
@@ -106,7 +104,7 @@ class _Fake(WholeNames):
 
 def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any]) -> list[float] | None:
     """FLOPs without computing anything; None where a layer asks for values."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = torch_private.fake_tensor_mode()
     device = next((p.device for layer in layers for p in layer.parameters()), torch.device("cpu"))
 
     def fake(leaf: Any) -> Any:

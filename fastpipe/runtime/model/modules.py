@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import located, walked
+from fastpipe.runtime.common import located, parameters_of, walked
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import Layers, WholeNames, as_layers
 from fastpipe.runtime.model.cuts import layer_ranges
@@ -194,7 +194,7 @@ def flags_of(module: nn.Module) -> list[bool]:
     flags = []
     for found in walked(module):
         flags.append(found.training)
-        parameters = found._parameters
+        parameters = parameters_of(found)
         if parameters:
             flags += [parameter.requires_grad for parameter in parameters.values() if parameter is not None]
     return flags

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import alias_of, digest_of
+from fastpipe.runtime.common import alias_of, digest_of, local_part, parameters_of, torch_private
 from fastpipe.runtime.data_parallel import is_sharded
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
@@ -48,7 +48,7 @@ class Tie:
 def put(places: Places, parameter: nn.Parameter) -> None:
     """Have a parameter stand there."""
     for module, name in places:
-        module._parameters[name] = parameter
+        parameters_of(module)[name] = parameter
 
 
 def kind_of(module: nn.Module) -> str:
@@ -110,20 +110,14 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
     Raises:
         ValueError: with what to do instead.
     """
-    post: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    for method, hooks in (("register_hook", parameter._backward_hooks), ("register_post_accumulate_grad_hook", post)):
-        if hooks:
+    hooks_of, post_hooks_of = torch_private.hooks_of, torch_private.post_hooks_of
+    for method, find in (("register_hook", hooks_of), ("register_post_accumulate_grad_hook", post_hooks_of)):
+        if find(parameter):
             raise ValueError(
                 f"tied: {name} has a hook of {method}, which would see what one stage gives to the gradient, and not "
                 "what all stages that share the weight do; remove it, and change .grad after pipe.step, before the "
                 "optimizer's step"
             )
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this process: a shard, or all of it."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -164,7 +158,7 @@ class Shared:
         Raises:
             ValueError: where not all places have the same.
         """
-        standing = {stage: [m._parameters.get(name) for m, name in self.everywhere[stage]] for stage in self.stages}
+        standing = {stage: [parameters_of(m).get(name) for m, name in self.everywhere[stage]] for stage in self.stages}
         first = standing[self.stages[0]][0]
         if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
             changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import dense, grad_dtype_of
+from fastpipe.runtime.common import dense, grad_dtype_of, local_part, parameters_of
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.copies import FROZEN, Exchange, StageCopies, Told, Twins, holders_of
 from fastpipe.runtime.model.shared_weight import (
@@ -31,7 +31,6 @@ from fastpipe.runtime.model.shared_weight import (
     check_no_hooks,
     check_own_replicas,
     kind_of_tie,
-    local_part,
     put,
     shared_weight,
     sum_of_uses,
@@ -133,7 +132,7 @@ def parameter_of(module: nn.Module, local: str, name: str) -> nn.Parameter:
 
 def places_of(module: nn.Module, parameter: nn.Parameter) -> Places:
     """Every place of a module where a parameter stands."""
-    return [(m, name) for m in module.modules() for name, found in m._parameters.items() if found is parameter]
+    return [(m, name) for m in module.modules() for name, found in parameters_of(m).items() if found is parameter]
 
 
 class TiedWeights(StageCopies):

@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import copy
 import operator
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import fx, nn
 
-
-class _Unknown:
-    """What no object is an instance of."""
-
-
-def _known(module: str, name: str) -> type:
-    """A class of torch, if anybody has imported it; who has not has none of its objects."""
-    found = sys.modules.get(f"torch.distributed.pipelining.{module}")
-    return getattr(found, name, _Unknown)
+from fastpipe.runtime.common import children_of, torch_private
 
 
 def torch_stages(stages: Any) -> list[Any]:
     """The stage objects of torch that are given: one, a list, or the values of a dict; empty for anything else."""
-    base = _known("stage", "_PipelineStageBase")
+    base = torch_private.pipeline_stage_type()
     if isinstance(stages, Mapping):
         listed = list(stages.values())
     elif isinstance(stages, Sequence) and not isinstance(stages, str):
@@ -41,7 +32,7 @@ def torch_stages(stages: Any) -> list[Any]:
 
 def is_traced(stages: Any) -> bool:
     """Whether a model is given that ``pipeline()`` of torch traced."""
-    return isinstance(stages, _known("_IR", "Pipe"))
+    return isinstance(stages, torch_private.traced_model_type())
 
 
 def group_of(stages: Any) -> Any:
@@ -75,7 +66,7 @@ def from_torch(
     listed = torch_stages(stages)
     if not listed:
         return stages, tied
-    base = _known("stage", "_PipelineStageBase")
+    base = torch_private.pipeline_stage_type()
     found: dict[int, nn.Module] = {}
     for stage in listed:
         if not isinstance(stage, base):
@@ -183,8 +174,8 @@ class TracedStage(nn.Module):
 
     def __init__(self, module: nn.Module, route: Route, *, whole_names: bool) -> None:
         super().__init__()
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        torch_private.share_tensors(self, module)
+        torch_private.set_children(self, children_of(module))
         # in a tuple, so that it is not registered as a submodule: the names would begin with it
         self.traced = (module,)
         self.route = route

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.runtime.common import children_of, torch_private
 from fastpipe.runtime.model import check_forward
 
 
@@ -54,7 +55,7 @@ class Blocks(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(self._total)[index]]
-        return partial(self._run, self._modules.get(str(range(self._total)[index])))
+        return partial(self._run, children_of(self).get(str(range(self._total)[index])))
 
     def _run(self, block: nn.Module | None, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """A block on what the one before it handed on; one of another stage hands on what it gets."""
@@ -104,6 +105,6 @@ def shallow(module: Any) -> Any:
     """
     check_forward(module)
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+    torch_private.set_children(twin, dict(children_of(module)))
     vars(twin).pop("forward", None)
     return twin

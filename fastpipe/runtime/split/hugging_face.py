@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fastpipe.runtime.common import children_of, parameters_of, torch_private
 from fastpipe.runtime.model import Layers, WholeNames
 from fastpipe.runtime.split.blocks import Absent, Blocks, Handed, shallow
 
@@ -140,25 +141,25 @@ class DecoderStage(WholeNames):
         base = shallow(getattr(model, anatomy.base))
         for name in (*anatomy.before, *anatomy.after):
             if not (self.is_first if name in anatomy.before else self.is_last):
-                base._modules[name] = Absent()
+                children_of(base)[name] = Absent()
         for name in anatomy.everywhere:
             # some kinds note the longest text they have seen
-            base._modules[name] = copy.deepcopy(base._modules[name])
-        blocks = base._modules[anatomy.blocks]
+            children_of(base)[name] = copy.deepcopy(children_of(base)[name])
+        blocks: Any = children_of(base)[anatomy.blocks]
         own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks)
-        base._modules[anatomy.blocks] = own
+        children_of(base)[anatomy.blocks] = own
         whole = shallow(model)
-        whole._modules[anatomy.base] = base
+        children_of(whole)[anatomy.base] = base
         handed: Handed | None = None
         if not self.is_last:
             for name in anatomy.heads:
-                del whole._modules[name]
+                del children_of(whole)[name]
         elif anatomy.embedding and not self.is_first:
-            handed = base._modules[anatomy.embedding] = Handed()
+            handed = children_of(base)[anatomy.embedding] = Handed()
         # not children: their forwards are used, under this module's names
         self._parts = whole, base, own, handed
         self._layers = layers
-        self._modules = whole._modules
+        torch_private.set_children(self, children_of(whole))
 
     def accepts(self) -> frozenset[str] | None:
         """The keyword arguments that it takes."""
@@ -257,8 +258,8 @@ def _check_config(config: Any) -> None:
 def _check_parts(model: Any, anatomy: _Anatomy) -> None:
     base = getattr(model, anatomy.base)
     known = {anatomy.blocks, *anatomy.before, *anatomy.after, *anatomy.everywhere}
-    if set(base._modules) != known or set(model._modules) != {anatomy.base, *anatomy.heads}:
-        odd = sorted((set(base._modules) ^ known) | (set(model._modules) ^ {anatomy.base, *anatomy.heads}))
+    odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {anatomy.base, *anatomy.heads}))
+    if odd:
         name = type(model).__name__
         raise ValueError(f"model: {name} has other parts than split knows of ({', '.join(odd)}); was something added?")
 
@@ -270,17 +271,18 @@ def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anat
         ValueError: for a model without such blocks, or with parameters beside its modules.
     """
     name, prefix = type(model).__name__, model.base_model_prefix
-    base = model._modules.get(prefix)
-    lists = [key for key, part in base._modules.items() if isinstance(part, nn.ModuleList)] if base is not None else []
-    if len(lists) != 1 or not len(base._modules[lists[0]]):
+    base: Any = children_of(model).get(prefix)
+    children: dict[str, Any] = {} if base is None else children_of(base)
+    lists = [key for key, part in children.items() if isinstance(part, nn.ModuleList)]
+    if len(lists) != 1 or not len(children[lists[0]]):
         raise ValueError(f"model: {name}.{prefix} has no single list of blocks; hand over the layers as a list")
     (blocks,) = lists
-    if base._parameters or model._parameters:
+    if parameters_of(base) or parameters_of(model):
         raise ValueError(f"model: {name} has parameters beside its modules; hand over the layers as a list")
-    row = list(base._modules[blocks])
+    row = list(children[blocks])
     calls: list[tuple[str, Any]] = []
     hidden: list[Any] = []
-    parts = {key: part for key, part in base._modules.items() if key != blocks}
+    parts = {key: part for key, part in children.items() if key != blocks}
 
     def enter(_: nn.Module, args: Any) -> None:
         hidden.extend(args[:1])
@@ -309,7 +311,7 @@ def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anat
         if key not in after and not any(True for _ in part.parameters()) and shapes.get(key) != hidden[0].shape
     }
     before = tuple(key for key in parts if key not in after | everywhere)
-    heads = tuple(key for key in model._modules if key != prefix)
+    heads = tuple(key for key in children_of(model) if key != prefix)
     embedding = [key for key, part in parts.items() if part is model.get_input_embeddings()]
     if not embedding:
         raise ValueError(f"model: the embedding is no part of {name}.{prefix}; hand over the layers as a list")

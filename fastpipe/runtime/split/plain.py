@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.runtime.common import children_of, torch_private, version_of
 from fastpipe.runtime.model import Layers, WholeNames, accepted_names
 from fastpipe.runtime.split.blocks import shallow
 
@@ -54,7 +55,7 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
     for kind in kinds:
         there = [(path, m) for path, m in model.named_modules() if path and isinstance(m, kind) and len(m) > 1]
         there.sort(key=lambda pair: -sum(p.numel() for p in pair[1].parameters()))
-        found += [[f"{path}.{name}" for name in module._modules] for path, module in there]
+        found += [[f"{path}.{name}" for name in children_of(module)] for path, module in there]
     # not the parts of a block: the row would be one block, and all else its first layer
     found = [row for i, row in enumerate(found) if not any(row[0].startswith(f"{_holder(o)}.") for o in found[:i])]
     if not found:
@@ -93,7 +94,7 @@ def row_of_modules(
     buffers = {id(buffer) for buffer in model.buffers()}
     for call, before in zip(calls, [None, *calls], strict=False):
         _check_link(before, call, buffers)
-    if calls[-1].output is not output or calls[-1].output._version != calls[-1].version:
+    if calls[-1].output is not output or version_of(calls[-1].output) != calls[-1].version:
         raise ValueError(f"model: its forward does something after {calls[-1].path}; make that a module, or {_INSTEAD}")
     names = [call.path for call in calls]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -112,14 +113,14 @@ def _recording(model: nn.Module, blocks: Sequence[str], calls: list[Call]) -> It
     def enter(path: str, args: Any, kwargs: Any) -> None:
         if not open_calls and (calls or path in blocks):
             first = args[0] if args else None
-            calls.append(Call(path, args, kwargs, seen=first._version if isinstance(first, torch.Tensor) else 0))
+            calls.append(Call(path, args, kwargs, seen=version_of(first) if isinstance(first, torch.Tensor) else 0))
         open_calls.append(calls[-1] if calls else Call(path, args, kwargs))
 
     def leave(output: Any) -> None:
         call = open_calls.pop()
         if not open_calls:
             call.output = output
-            call.version = output._version if isinstance(output, torch.Tensor) else 0
+            call.version = version_of(output) if isinstance(output, torch.Tensor) else 0
 
     for path, module in model.named_modules():
         if path not in holders:
@@ -197,8 +198,8 @@ class RowStage(WholeNames):
         begins = 0 in layers
         kept = _kept(model, "", row, own, begins)
         assert kept is not None
-        self._modules, self._parameters, self._buffers = kept._modules, kept._parameters, kept._buffers
-        self._non_persistent_buffers_set = kept._non_persistent_buffers_set
+        torch_private.share_tensors(self, kept)
+        torch_private.set_children(self, children_of(kept))
         # not children: they are this module's already, under the model's names
         self._own = [(model.get_submodule(path), *given[path]) for path in own]
         self._before = [_until(model, "", given)] if begins else []
@@ -279,9 +280,8 @@ def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str]
         return module if (path in own if path in row else begins) else None
     holder = nn.Module()
     if begins:
-        holder._parameters, holder._buffers = module._parameters, module._buffers
-        holder._non_persistent_buffers_set = module._non_persistent_buffers_set
-    for name, child in module._modules.items():
+        torch_private.share_tensors(holder, module)
+    for name, child in children_of(module).items():
         kept = child and _kept(child, _join(path, name), row, own, begins)
         if kept is not None:
             holder.add_module(name, kept)
@@ -295,8 +295,8 @@ def _until(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Modul
     if not _holds(path, row):
         return module
     twin: nn.Module = shallow(module)
-    for name, child in module._modules.items():
-        twin._modules[name] = child and _until(child, _join(path, name), row)
+    for name, child in children_of(module).items():
+        children_of(twin)[name] = child and _until(child, _join(path, name), row)
     return twin
 
 

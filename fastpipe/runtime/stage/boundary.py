@@ -32,9 +32,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from fastpipe.runtime.common import Tensors
+from fastpipe.runtime.common import Tensors, pytree
 from fastpipe.runtime.model import as_arguments
 
 _FACTORIES = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)

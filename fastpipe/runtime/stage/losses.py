@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
-from torch.utils import checkpoint
 
-from fastpipe.runtime.common import Tensors, tensors_in
+from fastpipe.runtime.common import Tensors, pytree, tensors_in, torch_private
 
 
 def fitting(outputs: Tensors, grads: Tensors) -> Tensors:
@@ -135,7 +132,7 @@ def weighed(value: Any, divisor: float | None) -> Any:
     """
     if divisor != math.inf:
         return value
-    return torch.utils._pytree.tree_map(lambda x: _without_gradient(x) if isinstance(x, torch.Tensor) else x, value)
+    return pytree.tree_map(lambda x: _without_gradient(x) if isinstance(x, torch.Tensor) else x, value)
 
 
 def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,7 +154,7 @@ def detached(value: Any) -> Any:
     """A tree of tensors without their graphs."""
     if isinstance(value, torch.Tensor):
         return value.detach()
-    return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)
 
 
 class _Open(threading.local):
@@ -167,8 +164,6 @@ class _Open(threading.local):
 
 
 _open = _Open()
-_FUNCTION = BackwardCFunction.apply.__code__
-"""What calls the backward of Python's functions, that of a reentrant checkpoint among them."""
 
 
 def add_loss(value: torch.Tensor, name: str = "added") -> None:
@@ -191,7 +186,7 @@ def add_loss(value: torch.Tensor, name: str = "added") -> None:
     if not isinstance(name, str):
         raise TypeError(f"add_loss: name = {name!r}: give a text")
     losses = _open.losses
-    if torch._C._current_graph_task_id() != -1 and (losses is None or _recomputes()):
+    if torch_private.graph_task() != -1 and (losses is None or torch_private.is_recomputing()):
         return  # this was added in the forward
     if losses is not None:
         losses.append(_checked(value, name), name)
@@ -200,20 +195,6 @@ def add_loss(value: torch.Tensor, name: str = "added") -> None:
             f"add_loss({name!r}): there is no step to add it to; call the model within "
             "`with fastpipe.AddedLosses() as added:` and add added.total to the loss"
         )
-
-
-def _recomputes() -> bool:
-    """Whether what runs in a backward is a checkpoint's, or another function's, and no forward of its own.
-
-    Looked at by the stack of the calls, as torch says nothing of it; only where a forward and a backward are mixed.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is _FUNCTION or (code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _checked(value: Any, name: str) -> torch.Tensor:

@@ -118,8 +118,8 @@ def fuse(
         ValueError: when the method does not return what the contract says, or has run no backward.
     """
     criterion = Criterion(stage, microbatch) if stage.losses.wanted else None
-    # the method may detach the loss in place, as DualPipe's example does, which no view can be
-    loss = None if grads is not None else roots[0].clone() if roots[0]._is_view() else roots[0]
+    # a copy: the method may detach the loss in place, as DualPipe's example does, and it may be a view
+    loss = None if grads is not None else roots[0].clone()
     watch = RootWatch(roots if loss is None else [loss])
     method = method_of(stage.modules)
     assert method is not None

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from fastpipe.runtime import native
+from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.stage.stage import Stage
 
 PER_MICROBATCH = "per_microbatch"
@@ -149,9 +149,9 @@ class RngGuard:
         """Around B or I; around W with ``whole=False``, which makes nodes of its own."""
         with generators_lock() if self.exclusive else contextlib.nullcontext():
             # a backward makes no nodes of autograd, but for those of what it recomputes
-            before = _sequence_number()
+            before = torch_private.sequence_number()
             yield
-            self.recomputed |= whole and _sequence_number() != before
+            self.recomputed |= whole and torch_private.sequence_number() != before
 
 
 class RandomNumbers:
@@ -263,7 +263,8 @@ class RandomNumbers:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if isinstance(node, BackwardCFunction) and not _is_ours(node):
+            function = torch_private.function_of(node)
+            if function is not None and not function.__module__.startswith("fastpipe."):
                 self.guard.recomputed = True
                 return
             stack.extend(next_node for next_node, _ in node.next_functions)
@@ -321,16 +322,6 @@ class RandomNumbers:
     def call_text(self) -> str:
         """What must be the same on every rank in a step."""
         return "" if self.seed is None else f" and step_count={self.step_count}"
-
-
-def _is_ours(node: Any) -> bool:
-    function: Any = node._forward_cls
-    return str(function.__module__).startswith("fastpipe.")
-
-
-def _sequence_number() -> int:
-    """How many nodes of autograd this thread has made."""
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def describe_random(seed: int) -> str:

@@ -21,11 +21,11 @@ from threading import local
 from typing import Any, Protocol
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import GraphExecGroup
+from torch.utils.checkpoint import CheckpointFunction, GraphExecGroup
 
 from fastpipe.runtime import native
+from fastpipe.runtime.common import is_dtensor, local_part, torch_private, version_of
 
 
 @dataclass
@@ -37,24 +37,20 @@ class Use:
     versions: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        self.versions = _version(self.inputs), _version(self.grad)
+        self.versions = version_of(self.inputs), version_of(self.grad)
 
     def require_unchanged(self) -> None:
         """Refuse what has been changed in place since I: a whole backward would have read it before."""
         for what, tensor, version in zip(
             ("input", "output's gradient"), (self.inputs, self.grad), self.versions, strict=True
         ):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"the {what} of a linear, {tensor.type()} {list(tensor.shape)}, was changed in place between I, "
-                    f"which left it for the weight's gradient, and W: it is at version {_version(tensor)} instead of "
+                    f"which left it for the weight's gradient, and W: it is at version {version_of(tensor)} instead of "
                     f"{version}; do not write to it again, clone it before the linear, or use a schedule that does "
                     "not split backwards"
                 )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def accumulate_in_place(node: Any, uses: Sequence[Use]) -> bool:
@@ -80,17 +76,22 @@ def accumulate_in_place(node: Any, uses: Sequence[Use]) -> bool:
                 torch.addmm(total, use.grad.t(), use.inputs, out_dtype=total.dtype, out=total)
             else:
                 total.addmm_(use.grad.t(), use.inputs)
-    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+    for hook in torch_private.post_hooks_of(leaf):
         hook(leaf)
     return True
 
 
+with torch.inference_mode(False), torch.enable_grad():
+    _CAST: Any = type(torch.zeros((), requires_grad=True).to(torch.float64).grad_fn)
+"""What the nodes are that another dtype leaves in the graph."""
+
+
 def _leaf_of(node: Any) -> Any:
     """The parameter; None where what leads there is more than a cast, as autocast makes one."""
-    if node.name() == "ToCopyBackward0":
+    if isinstance(node, _CAST):
         node = node.next_functions[0][0]
-    leaf = getattr(node, "variable", None)
-    return None if leaf is None or leaf._backward_hooks else leaf
+    leaf = torch_private.leaf_of(node)
+    return None if leaf is None or torch_private.hooks_of(leaf) else leaf
 
 
 def _widens(total: torch.Tensor, grad: torch.Tensor) -> bool:
@@ -99,7 +100,7 @@ def _widens(total: torch.Tensor, grad: torch.Tensor) -> bool:
 
 
 def _can_accumulate(total: torch.Tensor, inputs: torch.Tensor, grad: torch.Tensor) -> bool:
-    plain = total.layout is torch.strided and not total.requires_grad
+    plain = total.layout is torch.strided and not total.requires_grad and not is_dtensor(total)
     dense = plain and torch.ops.aten.is_non_overlapping_and_dense(total)
     same = total.dtype == grad.dtype or _widens(total, grad)
     return dense and same and total.device == grad.device and total.shape == (grad.size(1), inputs.size(1))
@@ -242,7 +243,7 @@ class PythonWeightGradients:
     def add(self, weight: torch.Tensor, edge: GradientEdge, use: Use) -> None:
         """In I: queue what one linear leaves."""
         # the edge was looked up in F: that makes a node of autograd, by which a recompute is told
-        task = torch._C._current_graph_task_id()
+        task = torch_private.graph_task()
         for pending in self._pending:
             if pending.task == task and pending.edge[:2] == edge[:2]:
                 pending.uses.append(use)
@@ -263,7 +264,7 @@ class PythonWeightGradients:
     def held_bytes(self) -> int:
         """The memory that waits for W."""
         uses = [use for pending in self._pending for use in pending.uses]
-        held = [tensor.untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
+        held = [local_part(tensor).untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def leaves(self) -> list[int]:
@@ -288,11 +289,11 @@ _thread = _Thread()
 
 
 def _is_leaf(node: Any) -> bool:
-    return hasattr(node, "variable")
+    return torch_private.leaf_of(node) is not None
 
 
 def _cdata(node: Any) -> int:
-    return int(node.variable._cdata)
+    return torch_private.address_of(node.variable)
 
 
 def _leaves(nodes: Iterable[Any], *, past_linears: bool = True) -> dict[int, torch.Tensor]:
@@ -314,14 +315,13 @@ def _reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool = Fals
         if node is None or node in reached:
             continue
         reached.add(node)
-        weight = _WEIGHT if not past_linears and isinstance(node, _Linear._backward_cls) else None
+        weight = _WEIGHT if not past_linears and torch_private.function_of(node) is _Linear else None
         stack.extend(next_node for i, (next_node, _) in enumerate(node.next_functions) if i != weight)
 
 
 def _weights_of(nodes: Iterable[Any]) -> set[Any]:
     """Where the weights of linears enter, of those that are among these nodes."""
-    kind: Any = _Linear._backward_cls
-    linears = (node for node in nodes if isinstance(node, kind))
+    linears = (node for node in nodes if torch_private.function_of(node) is _Linear)
     return {linear.next_functions[_WEIGHT][0] for linear in linears} - {None}
 
 
@@ -336,13 +336,12 @@ def _separate(node: Any, kept: set[Any], weights: set[Any]) -> bool:
 def _in_reentrant_checkpoint() -> bool:
     """Whether the graph made now is run at once, by an engine's run of its own; any other one made in I is thrown away,
     or may be asked for the weight's gradient itself."""
-    node = torch._C._current_autograd_node()
-    return node is not None and node.name() == "CheckpointFunctionBackward"
+    return torch_private.function_of(torch_private.current_node()) is CheckpointFunction
 
 
 def _in_checkpoint() -> bool:
     """Whether what autograd saves now may be computed again, as far as can be told: something is done to it."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return torch_private.saved_tensors_hook() is not None
 
 
 def _weight_gradient(inputs: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -418,21 +417,9 @@ def _source(pending: _Pending) -> torch.Tensor:
     return made
 
 
-def _tracing() -> bool:
-    """A graph that is traced now runs later, and elsewhere."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
-
-
 def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    known = not torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
-    same = tensor.dtype is like.dtype and tensor.device == like.device
-    return known and same and tensor.layout is torch.strided and not torch._is_functional_tensor(tensor)
+    same = tensor.dtype is like.dtype and tensor.device == like.device and is_dtensor(tensor) == is_dtensor(like)
+    return same and tensor.layout is torch.strided and (is_dtensor(tensor) or torch_private.is_plain(tensor))
 
 
 def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -460,9 +447,9 @@ def _multiply(
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """aten::linear at the autograd key, by the very operators that torch's own uses: bits depend on them."""
     weights = _thread.armed
-    if weights is not None and weights.fused and torch._C._current_graph_task_id() != -1:
+    if weights is not None and weights.fused and torch_private.graph_task() != -1:
         weights = None
-    if weights is None or not torch.is_grad_enabled() or _tracing() or not _fits(inputs, weight, bias):
+    if weights is None or not torch.is_grad_enabled() or torch_private.is_traced() or not _fits(inputs, weight, bias):
         plain: torch.Tensor = torch.ops.aten.linear.default.decompose(inputs, weight, bias)
         return plain
     if inputs.dim() == 2:
@@ -471,7 +458,7 @@ def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     flat = inputs.reshape(math.prod(inputs.shape[:-1]), inputs.size(-1))
     if bias is not None and inputs.dim() == 3 and inputs.is_contiguous():
         return _multiply(flat, weight, bias, weights).view(sizes)
-    output: torch.Tensor = torch.ops.aten._unsafe_view(_multiply(flat, weight, None, weights), sizes)
+    output = torch_private.unsafe_view(_multiply(flat, weight, None, weights), sizes)
     return output if bias is None else output.add_(bias)
 
 

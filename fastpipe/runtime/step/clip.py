@@ -10,16 +10,15 @@ from __future__ import annotations
 import base64
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fastpipe.errors import StepError
+from fastpipe.runtime.common import is_dtensor, torch_private
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import Named
 from fastpipe.runtime.step.steps import Steps
@@ -85,7 +84,7 @@ class Merged:
         self.norms = [norm for _, norm in chosen]
         self._order = torch.tensor([at for at, _ in chosen], dtype=torch.long)
         looks = [torch.empty(0, dtype=getattr(torch, norm.dtype)) for norm in self.norms]
-        self._groups = [(dtype.to_real(), torch.tensor(places)) for (_, dtype), (_, places) in _grouped(looks).items()]
+        self._groups = [(dtype.to_real(), torch.tensor(places)) for dtype, _, places in torch_private.grouped(looks)]
 
     def values(self, gathered: torch.Tensor) -> torch.Tensor:
         """The norms, as doubles, out of those of all ranks one after the other.
@@ -193,9 +192,9 @@ def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
             )
     grads = [h.grad for h in held]
     norms: list[torch.Tensor] = [torch.empty(0)] * len(grads)
-    plain = [i for i, grad in enumerate(grads) if not _is_spread(grad)]
-    for (_, _), ([tensors], places) in _grouped([grads[i] for i in plain]).items():
-        for place, norm in zip(places, torch._foreach_norm(tensors, order), strict=True):
+    plain = [i for i, grad in enumerate(grads) if not is_dtensor(grad)]
+    for _, tensors, places in torch_private.grouped([grads[i] for i in plain]):
+        for place, norm in zip(places, torch_private.norms(tensors, order), strict=True):
             norms[plain[place]] = norm
     for places, found in _sharded_norms(grads, order):
         for place, norm in zip(places, found.unbind(), strict=True):
@@ -203,29 +202,20 @@ def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
     return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.double)
 
 
-def _grouped(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-    """The tensors and their indices by device and dtype, the groups in the order in which torch would take them."""
-    return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
-
-
-def _is_spread(grad: Any) -> bool:
-    # who has made a DTensor has imported them; to do so here would cost every program half a second
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(grad, module.DTensor)
-
-
 def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
     """The norms of gradients that FSDP spread over processes: one reduction for all that are spread alike."""
     spread: dict[Any, list[int]] = {}
     for i, grad in enumerate(grads):
-        if _is_spread(grad):
+        if is_dtensor(grad):
             spread.setdefault((grad.device_mesh, grad.placements, grad.dtype), []).append(i)
     for (mesh, placements, dtype), places in spread.items():
         local = torch.stack([_local_norm(grads[i], order) for i in places])
         for dimension, placement in enumerate(placements):
             if placement.is_partial():
                 raise ValueError(f"a gradient has the placement {placement}: reduce it before it is clipped")
-            if not placement.is_replicate():  # a shard of any kind: fully_shard over layers that are spread makes its own
+            if (
+                not placement.is_replicate()
+            ):  # a shard of any kind: fully_shard over layers that are spread makes its own
                 local = _reduced(local, order, mesh.get_group(dimension))
         yield places, local.to(dtype.to_real())
 
@@ -328,6 +318,6 @@ def _clip_by(named: Sequence[Named], limit: float, total: torch.Tensor) -> None:
     kinds: dict[Any, list[nn.Parameter]] = {}
     for p in named:
         grad: Any = p.parameter.grad
-        kinds.setdefault(grad.device_mesh if _is_spread(grad) else None, []).append(p.parameter)
+        kinds.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(p.parameter)
     for parameters in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from fastpipe.runtime.common import bytes_of, tensors_in
+from fastpipe.runtime.common import bytes_of, pytree, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import chosen, missing_argument
 from fastpipe.runtime.stage import Stage, StageWork

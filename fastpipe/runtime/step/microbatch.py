@@ -7,7 +7,8 @@ from itertools import islice
 from typing import Any, TypeGuard
 
 import torch
-from torch.utils import _pytree as pytree
+
+from fastpipe.runtime.common import pytree
 
 Rule = int | str | None | Callable[..., Any]
 """A dimension, ``"replicate"`` (or None), or a function."""

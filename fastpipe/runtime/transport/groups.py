@@ -32,6 +32,7 @@ from fastpipe.runtime.common import (
     first_line,
     keep_in_children,
     lost_peer,
+    torch_private,
     wait_until_done,
 )
 from fastpipe.runtime.coordination import Identity, RanksPerHost, identify
@@ -64,7 +65,7 @@ class Membership:
 
     def store(self) -> Any:
         """A part of the group's store for one pipeline. The members make their pipelines in the same order."""
-        return distributed_c10d.PrefixStore(_new_name(self.ranks), distributed_c10d._get_default_store())
+        return distributed_c10d.PrefixStore(_new_name(self.ranks), torch_private.default_store())
 
     def identity(self, rank: int) -> Identity | None:
         """Who a member is; None if it has never begun to build a pipeline."""
@@ -81,7 +82,7 @@ def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
 
 
 def _default_store(timeout: float) -> Any:
-    return PatientStore(distributed_c10d._get_default_store(), timeout)
+    return PatientStore(torch_private.default_store(), timeout)
 
 
 def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Membership:
@@ -115,24 +116,9 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
 
 
 def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
-    """Another group of the same processes, which torch's collectives take. The members make them in the same order.
-
-    `dist.new_group` would have the processes that are in none of it call it, too; or give it a name with the number of
-    groups that this process is in. Where that is not the same for all, they would wait for each other for ever.
-    """
+    """Another group of the same processes, which torch's collectives take. The members make them in the same order."""
     ranks = dist.get_process_group_ranks(group)
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        dist.get_rank(group),
-        ranks,
-        dist.Backend(backend),
-        distributed_c10d._get_default_store(),
-        distributed_c10d.GroupName(_new_name(tuple(ranks))),
-        timeout=timeout,
-        group_desc="fastpipe",
-    )
-    distributed_c10d._world.pg_group_ranks[made] = {process: rank for rank, process in enumerate(ranks)}
-    return made
+    return torch_private.registered_group(ranks, backend, _new_name(tuple(ranks)), timeout)
 
 
 def _new_name(ranks: tuple[int, ...]) -> str:
@@ -271,7 +257,7 @@ class OwnGroups:
         device = self._member.device
         with self._lock:
             if self._aborts is None and device.type == "cuda":
-                self._aborts = Aborts([group._get_backend(device) for group in self.groups])
+                self._aborts = Aborts([torch_private.backend_for(group, device) for group in self.groups])
 
     def end(self) -> None:
         """End them, whatever is under way; where several are ended, `abort` all of them before.
@@ -310,9 +296,8 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
     if (backend := backend_of(member)) != "gloo":
         return registered_group(member.group or dist.group.WORLD, backend, timeout)
     store = distributed_c10d.PrefixStore(name, store)
-    group = dist.ProcessGroup(store, member.rank, member.size)
-    gloo = _gloo(member, store, timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    backends = {CPU: (dist.ProcessGroup.BackendType.GLOO, _gloo(member, store, timeout))}
+    group = torch_private.unregistered_group(store, member.rank, member.size, backends)
     keep_in_children(group)
     return group
 
@@ -322,11 +307,9 @@ def backend_of(member: Membership) -> str:
     nothing for tensors of the CPU."""
     if member.device.type == "cuda":
         return "nccl"
-    outer: Any = member.group or dist.group.WORLD
-    try:
-        return str(outer._get_backend(CPU).name())
-    except RuntimeError:
-        return "gloo"
+    # "cpu:gloo,cuda:nccl"
+    devices = dict(one.split(":") for one in dist.get_backend_config(member.group).split(","))
+    return devices.get("cpu", "gloo")
 
 
 def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
@@ -376,13 +359,11 @@ def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -
     stage's, too: torch hands out those of either priority in turns. Nothing has been run on a GPU yet.
     """
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    torch_private.set_timeout(options, timeout)
     options.is_high_priority_stream = True
     options.global_ranks_in_group = list(member.ranks)
-    group = dist.ProcessGroup(store, member.rank, member.size)
     with _unless_set(_WATCHDOG):
         nccl = dist.ProcessGroupNCCL(store, member.rank, member.size, options)
-    group._register_backend(member.device, dist.ProcessGroup.BackendType.NCCL, nccl)
-    gloo = _gloo(member, distributed_c10d.PrefixStore("host", store), timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return group
+    gloo, kinds = _gloo(member, distributed_c10d.PrefixStore("host", store), timeout), dist.ProcessGroup.BackendType
+    backends = {member.device: (kinds.NCCL, nccl), CPU: (kinds.GLOO, gloo)}
+    return torch_private.unregistered_group(store, member.rank, member.size, backends)

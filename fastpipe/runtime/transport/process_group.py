@@ -40,6 +40,7 @@ from fastpipe.runtime.common import (
     logged,
     lost_peer,
     specs_of,
+    torch_private,
 )
 from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of
 from fastpipe.runtime.transport.transport import Endpoint, Message, SpecBook, Transport
@@ -543,19 +544,15 @@ def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.
         parts: what it consists of; each gets the work to wait for.
         device: of the tensors.
     """
-    if not group._get_backend(device).supports_coalescing:
+    if not torch_private.backend_for(group, device).supports_coalescing:
         for part in parts:
             part.work = getattr(group, part.verb)([part.tensor], peer, 0)
         return
-    group._start_coalescing(device)
-    try:
+    with torch_private.coalesced(group, device) as ended:
         for part in parts:
             getattr(group, part.verb)([part.tensor], peer, 0)
-    finally:
-        # whatever fails: what NCCL is given in a group that nobody ends, by whomever on this thread, never begins
-        work = group._end_coalescing(device)
     for part in parts:
-        part.work = work
+        (part.work,) = ended
 
 
 def _turns(program: Program, rank: int) -> Mapping[int, list[Turn]]:

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
-from fastpipe.planner.layer_costs import LayerCosts
+from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors, cuda_devices, keep_buffers, time_when_idle
+from fastpipe.runtime.common import Tensors, children_of, cuda_devices, keep_buffers, pytree, time_when_idle
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import Chain, chosen
@@ -99,7 +98,7 @@ class Meters:
         with self._lock:
             if stage.index in self.found:
                 return
-            parts = module._modules if self.by_layer else {"": module}
+            parts = children_of(module) if self.by_layer else {"": module}
             ends = next(iter(parts)), next(reversed(parts))
             self.found[stage.index] = {}
             for number, (name, part) in enumerate(parts.items()):

@@ -1,0 +1,693 @@
+"""The door to what torch and Linux do not document: every private name that fastpipe uses is used here.
+
+A name is private if it begins with an underscore, or is an attribute that no documentation names. `PRIVATE` lists them
+with what they are for and what does not work without them; `missing` looks for each, which `fastpipe doctor` reports.
+Each was seen in the releases of torch that its entry names. Nearly all are looked up when they are used, so that a
+torch that has lost one still imports, and only what needs it fails. (C++ has a door of its own,
+``csrc/torch/torch_private.h``.)
+
+What could be had by a public name is not here. For the rest there is none: no public function of torch says which
+backward runs in a thread or what a checkpoint recomputes, reduces a bucket of DDP or a gradient of FSDP at a time of
+the caller's, or makes a group that `torch.distributed` knows by its members alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _python_dispatch, _pytree, checkpoint
+
+# Trees. `torch.utils` has no public module of them.
+
+pytree = _pytree
+
+
+def fake_tensor_mode() -> Any:
+    """A mode in which tensors have looks and no values; beside them real ones are taken."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# Modules. The public ways make names, leave out None and what is there twice, or check what they are given.
+
+MEMBERS = frozenset({"_parameters", "_modules"})
+"""The attributes that hold a module's parameters and children."""
+
+OWN_STATE = MEMBERS | {"_buffers", "_non_persistent_buffers_set", "_compiled_call_impl"}
+"""What a copy of a module that follows another one has of its own."""
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by name: the dict itself, to be changed in place."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The same of its buffers. Of a scripted module it is no dict."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The same of its children."""
+    return module._modules
+
+
+def set_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:
+    """Let a module have another dict of children."""
+    module._modules = children
+
+
+def share_tensors(module: nn.Module, source: nn.Module) -> None:
+    """Let a module have the very parameters and buffers of another one, also those that come later."""
+    module._parameters, module._buffers = source._parameters, source._buffers
+    module._non_persistent_buffers_set = source._non_persistent_buffers_set
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether calling it runs hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `nn.Module.compile` was called."""
+    return module._compiled_call_impl is not None
+
+
+# Tensors.
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; those of inference mode do not count, and have 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """By what the extension knows a tensor."""
+    return int(tensor._cdata)
+
+
+def hooks_of(tensor: torch.Tensor) -> Any:
+    """The hooks of ``register_hook``; None where there are none."""
+    return tensor._backward_hooks
+
+
+def share_hooks(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Let a tensor have the very hooks of ``register_hook`` of another one."""
+    if tensor._backward_hooks is not source._backward_hooks:
+        tensor._backward_hooks = source._backward_hooks
+
+
+def post_hooks_of(tensor: torch.Tensor | None) -> list[Callable[[torch.Tensor], Any]]:
+    """The hooks of ``register_post_accumulate_grad_hook``."""
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, list[torch.Tensor], list[int]]]:
+    """Tensors of one device and dtype, with their places, the groups in the order of ``clip_grad_norm_``."""
+    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+    found: Any = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
+    return [(dtype, group, places) for (_, dtype), ([group], places) in found.items()]
+
+
+def norms(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
+    """The norm of each tensor of a group, by the kernel of ``clip_grad_norm_``: bits depend on it."""
+    return torch._foreach_norm(list(tensors), order)
+
+
+def unsafe_view(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """As ``aten::linear`` does it: no view for autograd, so that it may be changed in place."""
+    viewed: torch.Tensor = torch.ops.aten._unsafe_view(tensor, sizes)
+    return viewed
+
+
+# Autograd.
+
+
+def graph_task() -> int:
+    """The number of the backward that runs in this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def current_node() -> Any:
+    """The node of autograd that this thread computes; None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number() -> int:
+    """How many nodes of autograd this thread has made."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def leaf_of(node: Any) -> Any:
+    """The tensor that a node adds a gradient to; None for any other node."""
+    return getattr(node, "variable", None)
+
+
+def function_of(node: Any) -> type[torch.autograd.Function] | None:
+    """The function of Python's that left this node in the graph; None for one of torch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+def saved_tensors_hook() -> Any:
+    """What is done to tensors that autograd saves now: the innermost pair of functions, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def is_recomputing() -> bool:
+    """Whether what runs in a backward is a checkpoint's, or another function's, and no forward of its own.
+
+    By the stack of calls; needed only where a forward and a backward are mixed.
+    """
+    recomputes = {_unpack_code(), BackwardCFunction.apply.__code__}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in recomputes:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _unpack_code() -> CodeType:
+    """Of what a checkpoint without reentrance gives autograd to have saved tensors computed again."""
+    hook: Any = checkpoint._checkpoint_hook.__init__
+    (found,) = (code for code in hook.__code__.co_consts if getattr(code, "co_name", "") == "unpack_hook")
+    assert isinstance(found, CodeType)
+    return found
+
+
+def is_traced() -> bool:
+    """Whether a graph is made of what this thread computes, which runs later and elsewhere."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether no dispatch of Python's, and no functionalization, stands between a tensor and its kernels."""
+    by_python = torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+    return not by_python and not torch._is_functional_tensor(tensor)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs; to name ranges while none does costs microseconds."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+class Modes:
+    """Hooks of saved tensors, function and dispatch modes of the thread that made it."""
+
+    def __init__(self) -> None:
+        # of several hooks the innermost alone has effect; tracing's own are left out
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._functions = _overrides._get_current_function_mode_stack()
+        self._dispatches = _dispatch._get_current_dispatch_mode_stack()
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The modes in another thread: not entered, which they were there, but put on this thread's stacks."""
+        with contextlib.ExitStack() as stack:
+            if self._hooks is not None:
+                stack.enter_context(saved_tensors_hooks(*self._hooks))
+            for mode in self._functions:
+                _overrides._push_mode(mode)
+                stack.callback(_overrides._pop_mode)
+            for mode in self._dispatches:
+                _dispatch._push_mode(mode)
+                stack.callback(_dispatch._pop_mode, getattr(mode, "_mode_key", None))
+            yield
+
+
+# not typed
+_overrides: Any = torch.overrides
+_dispatch: Any = _python_dispatch
+
+
+# CUDA.
+
+
+def end_allocations(device: torch.device, pool: Any) -> None:
+    """Tell the allocator that a recording has ended which failed.
+
+    Raises:
+        RuntimeError: where it knows.
+    """
+    torch._C._cuda_endAllocateToPool(device.index, pool)
+    torch._C._cuda_releasePool(device.index, pool)
+
+
+# Process groups.
+
+
+def backend_for(group: Any, device: torch.device) -> Any:
+    """What carries a group's messages from such a device."""
+    return group._get_backend(device)
+
+
+def unregistered_group(store: Any, rank: int, size: int, backends: Mapping[torch.device, tuple[Any, Any]]) -> Any:
+    """A group that `torch.distributed` does not know: it ends when nobody holds it.
+
+    Args:
+        store: of the group.
+        rank: of this process in it.
+        size: how many there are.
+        backends: by device the type of the backend and the backend.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    for device, (kind, backend) in backends.items():
+        group._register_backend(device, kind, backend)
+    return group
+
+
+def registered_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta) -> Any:
+    """A group that torch's collectives take, made by its members alone, under a name of the caller's.
+
+    `dist.new_group` would have the processes that are in none of it call it, too; or, with
+    ``use_local_synchronization``, give it a name with the number of groups that this process is in. Where that is not
+    the same for all, they would wait for each other for ever.
+    """
+    c10d: Any = dist.distributed_c10d
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        default_store(),
+        c10d.GroupName(name),
+        timeout=timeout,
+        group_desc="fastpipe",
+    )
+    c10d._world.pg_group_ranks[made] = {process: rank for rank, process in enumerate(ranks)}
+    return made
+
+
+def default_store() -> Any:
+    """The default group's store."""
+    world: Any = dist.group.WORLD
+    return world.get_group_store()
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """That of NCCL's options."""
+    options._timeout = timeout
+
+
+@contextlib.contextmanager
+def coalesced(group: Any, device: torch.device) -> Iterator[list[Any]]:
+    """Begin what is sent and received within as one operation; the list has its work afterwards."""
+    group._start_coalescing(device)
+    work: list[Any] = []
+    try:
+        yield work
+    finally:
+        # whatever fails: what NCCL is given in a group that nobody ends, by whomever on this thread, never begins
+        work.append(group._end_coalescing(device))
+
+
+# DistributedDataParallel. No public method gives the reducer's buckets, or averages one outside of a backward.
+
+NOT_REDUCING = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
+"""Flags of a wrapper with which no hook reduces, not even at the end of a static graph's first backward."""
+
+
+def buckets_of(wrapper: Any) -> list[Any]:
+    """New buckets of zeros, laid out as the reducer's."""
+    return list(wrapper.reducer._get_zeros_like_grad_buckets())
+
+
+def run_comm_hook(wrapper: Any, bucket: Any) -> Any:
+    """Average a bucket by the wrapper's communication hook, or as torch does without one; a future."""
+    return wrapper.reducer._run_comm_hook(bucket)
+
+
+def has_comm_hook(wrapper: Any) -> bool:
+    """Whether a communication hook of the user's was registered."""
+    return bool(wrapper._get_ddp_logging_data().get("comm_hook"))
+
+
+def has_delayed_all_reduce(wrapper: Any) -> bool:
+    """Whether it was made with ``delay_all_reduce_named_params``."""
+    return bool(wrapper._delay_all_reduce_params)
+
+
+def has_python_reducer(wrapper: Any) -> bool:
+    """Whether gradients are reduced by the compiler's reducer."""
+    return bool(wrapper._use_python_reducer)
+
+
+def sync_buffers(wrapper: Any, *, as_known: bool) -> None:
+    """Send the first replica's buffers to the others, where the wrapper would do that in its next forward.
+
+    Args:
+        wrapper: whose.
+        as_known: those that it had when this was done last; else those that it has.
+    """
+    if wrapper._check_sync_bufs_pre_fwd():
+        wrapper.require_forward_param_sync = False
+        if as_known:
+            wrapper._sync_module_buffers(0)
+        else:
+            wrapper._sync_buffers()
+
+
+def sync_module(wrapper: Any) -> None:
+    """Send the first replica's parameters and buffers to the others."""
+    from torch.distributed.utils import _sync_module_states
+
+    group, ignored, size = wrapper.process_group, wrapper.parameters_to_ignore, wrapper.broadcast_bucket_size
+    _sync_module_states(wrapper.module, group, size, 0, ignored, wrapper.broadcast_buffers)
+
+
+def renew_reducer(wrapper: Any) -> None:
+    """Make a wrapper's reducer anew, for what its module is to train now, as the wrapper does when it is unpickled.
+
+    Another wrapper around the module would have to be given arguments that this one does not keep.
+    """
+    ignored = wrapper.parameters_to_ignore
+    wrapper._module_parameters = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
+    parameters, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
+    wrapper._has_rebuilt_buckets = False
+
+
+def is_composable_replicate(module: nn.Module) -> bool:
+    """Whether ``replicate`` was applied to it. Who has not imported that has not applied it."""
+    replicate: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if replicate is None:
+        return False
+    from torch.distributed._composable_state import _get_module_state
+
+    return isinstance(_get_module_state(module), replicate._ReplicateState)
+
+
+# FSDP2. torch.distributed.pipelining itself reduces after the last backward by these very names, as the public
+# methods (`set_requires_gradient_sync` and the like) only say what a backward that is still to come does.
+
+
+def fsdp_states(modules: Iterable[Any]) -> list[Any]:
+    """What FSDP knows of modules that ``fully_shard`` was applied to, outer before inner, each once."""
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters of one module: torch 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def fsdp_roots(states: Iterable[Any]) -> list[Any]:
+    """The outermost, which run what is to be done once a backward."""
+    return [state for state in states if state._is_root]
+
+
+def find_fsdp_roots(states: Iterable[Any]) -> None:
+    """Let FSDP find its outermost modules, which the first forward would do."""
+    for state in states:
+        if state._is_root is None:
+            # the outermost comes first, and makes the inner ones its own
+            state._lazy_init()
+
+
+def fsdp_context(root: Any) -> Any:
+    """What the modules below an outermost one share; its ``is_last_backward`` says whether a backward reduces."""
+    return root._state_ctx
+
+
+def end_fsdp_backward(root: Any) -> None:
+    """Wait for the gradients, as is done once after a backward."""
+    root._root_post_backward_final_callback()
+
+
+def unsharded(parameter: Any) -> nn.Parameter | None:
+    """The gathered parameter, where there has been one."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+# torch.distributed.pipelining.
+
+
+class _Unknown:
+    """What no object is an instance of."""
+
+
+def pipeline_stage_type() -> type:
+    """That of torch's stages, if anybody has imported it; who has not has none of its objects."""
+    return getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", _Unknown)
+
+
+def traced_model_type() -> type:
+    """That of models that were traced by ``pipeline()`` of torch, if anybody has imported it."""
+    return getattr(sys.modules.get("torch.distributed.pipelining._IR"), "Pipe", _Unknown)
+
+
+# Linux.
+
+
+def host_identity() -> str:
+    """What only processes that see each other's /proc have in common; empty where there is none."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") if boot.exists() else ""
+
+
+def start_of_process(pid: int) -> str:
+    """When a process was started, in the kernel's words; empty where that is not known, or it is gone."""
+    with contextlib.suppress(OSError):
+        # after its name, which may hold anything, come fields 3 to 52; this is the 22nd
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def process_descriptor(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends.
+
+    Raises:
+        ProcessLookupError: if it is gone.
+        OSError, AttributeError: where the kernel grants none: an old one has none, and a sandbox may deny them.
+    """
+    return os.pidfd_open(pid)
+
+
+class Private(NamedTuple):
+    """Names of one owner.
+
+    Attributes:
+        owner: a module, a class, or a folder; something that makes an object to look at.
+        names: what it has; ``a|b`` for either, ``f.<locals>.g`` for a function within a function.
+        use: what they are for.
+        without: what does not work without them.
+        seen: the releases of torch that they were seen in.
+    """
+
+    owner: str | Callable[[], Any]
+    names: str
+    use: str
+    without: str
+    seen: str = "2.11, 2.13"
+
+
+def _reentrant_node() -> Any:
+    with torch.enable_grad():
+        return checkpoint.checkpoint(torch.sin, torch.zeros((), requires_grad=True), use_reentrant=True).grad_fn
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_ALL = "the runtime"
+_PYTHON = "weight gradients without the extension"
+_SHARDED, _REPLICATED = "stages under fully_shard", "stages under DistributedDataParallel"
+_NORM = "clip_grad_norm_"
+_FUSED = "add_loss in modules with overlapped_forward_backward"
+_GROUPS = "checkpoints in the background; backends that are neither Gloo nor NCCL"
+_DEATHS = "shared memory between processes; deaths on this host are seen by the lifeline instead"
+
+PRIVATE = (
+    Private(
+        "torch.utils._pytree",
+        "tree_flatten tree_flatten_with_path tree_unflatten tree_map tree_map_only tree_leaves tree_structure "
+        "tree_is_leaf keystr is_namedtuple_class register_pytree_node SUPPORTED_NODES TreeSpec",
+        "trees of tensors: inputs, outputs, and what crosses between stages",
+        _ALL,
+    ),
+    Private(nn.Module, "_parameters _buffers _modules", "a module's members, to be swapped", _ALL),
+    Private(nn.Module, "_non_persistent_buffers_set", "which of them its state leaves out", "split and traced models"),
+    Private(nn.Module, "_forward_hooks _forward_pre_hooks _compiled_call_impl", "what a call does", "split models"),
+    Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split, {_PYTHON}"),
+    Private("torch.Tensor", "_cdata", "a parameter, as the extension knows it", "replicas with a split backward"),
+    Private(
+        "torch.Tensor", "_backward_hooks", "a parameter's hooks, to be refused or shared", "tied weights, two routes"
+    ),
+    Private("torch.Tensor", "_post_accumulate_grad_hooks", "the same", "tied weights, two routes, fused_weight_grad"),
+    Private("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype", "the bits of torch's norms", _NORM),
+    Private("torch", "_foreach_norm", "the bits of torch's norms", _NORM),
+    Private("torch.ops.aten", "_unsafe_view", "the bits of aten::linear", _PYTHON),
+    Private("torch._subclasses.fake_tensor", "FakeTensorMode", "FLOPs without computing", "cuts by FLOPs"),
+    Private("torch._C", "_current_graph_task_id", "which backward a thread runs", f"add_loss, {_PYTHON}"),
+    Private("torch._C", "_current_autograd_node", "what a reentrant checkpoint recomputes", _PYTHON),
+    Private(_reentrant_node, "_forward_cls", "the nodes of Python's functions", f"random numbers, {_PYTHON}"),
+    Private("torch._C._autograd", "_get_sequence_nr", "nodes that a recompute makes", "random numbers of stages"),
+    Private("torch._C._autograd", "_top_saved_tensors_default_hooks", "hooks of saved tensors, in other threads", _ALL),
+    Private(
+        "torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode", "modes, in other threads", _ALL
+    ),
+    Private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack _push_mode _pop_mode", "the same", _ALL),
+    Private(
+        "torch._subclasses.fake_tensor.FakeTensorMode", "_mode_key", "a mode's place on the stack", "cuts by FLOPs"
+    ),
+    Private(
+        "torch.utils.checkpoint",
+        "_checkpoint_hook.__init__.<locals>.unpack_hook",
+        "a recompute on the stack of calls",
+        _FUSED,
+    ),
+    Private("sys", "_getframe", "the stack of calls", _FUSED),
+    Private("torch._C", "_len_torch_dispatch_stack _get_tracing_state _dispatch_keys", "what traces a graph", _PYTHON),
+    Private("torch._C._functorch", "peek_interpreter_stack", "what transforms a graph", _PYTHON),
+    Private("torch.autograd.forward_ad", "_current_level", "whether forward mode is on", _PYTHON),
+    Private("torch", "_is_functional_tensor", "what traces a graph", _PYTHON),
+    Private("torch.autograd.profiler", "_is_profiler_enabled", "whether to name actions", "the Python executor"),
+    Private(_C10D, "_new_process_group_helper _world GroupName", "groups made by members alone", _GROUPS),
+    Private(
+        "torch.distributed.ProcessGroup",
+        "get_group_store _register_backend _get_backend _start_coalescing _end_coalescing",
+        "groups that end when they are dropped, and are aborted; two ways in one operation",
+        "transports between processes",
+    ),
+    Private(
+        _DDP,
+        "reducer logger process_group module device parameters_to_ignore broadcast_buffers broadcast_bucket_size "
+        "static_graph mixed_precision require_backward_grad_sync require_forward_param_sync _module_parameters "
+        "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
+        "_use_python_reducer _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers _build_params_for_reducer "
+        "_build_debug_param_to_name_mapping _ddp_init_helper",
+        "averages once a step, which no backward of its own ends; parameters that are new",
+        _REPLICATED,
+    ),
+    Private("torch.distributed.Logger", "_set_static_graph", "a reducer made anew", _REPLICATED),
+    Private(
+        "torch.distributed.Reducer",
+        "_get_zeros_like_grad_buckets _run_comm_hook _set_static_graph",
+        "a bucket's average at any time",
+        _REPLICATED,
+    ),
+    Private("torch.distributed.GradBucket", "buffer set_buffer gradients parameters", "the same", _REPLICATED),
+    Private("torch.distributed.utils", "_sync_module_states", "parameters that are new", _REPLICATED),
+    Private("torch.distributed._composable_state", "_get_module_state", "replicate(), to be refused", "its refusal"),
+    Private("torch.distributed._composable.replicate", "_ReplicateState", "replicate(), to be refused", "its refusal"),
+    Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "what FSDP knows of a module", _SHARDED),
+    Private(
+        f"{_FSDP}._fsdp_state.FSDPState",
+        "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init _state_ctx _root_post_backward_final_callback",
+        "gradients reduced once a step",
+        _SHARDED,
+    ),
+    Private(f"{_FSDP}._fsdp_state.FSDPStateContext", "is_last_backward", "the same", _SHARDED),
+    Private(
+        f"{_FSDP}._fsdp_param_group.FSDPParamGroup",
+        "post_forward_mesh_info reshard_after_backward reduce_grads all_reduce_grads fsdp_params mesh_info device "
+        "wait_for_unshard reshard post_backward",
+        "the same",
+        _SHARDED,
+    ),
+    Private(
+        f"{_FSDP}._fsdp_param.FSDPParam",
+        "sharded_param _unsharded_param reduce_dtype unsharded_accumulated_grad accumulate_unsharded_grad_if_needed "
+        "to_accumulated_grad_if_needed",
+        "gradients of gathered parameters",
+        _SHARDED,
+    ),
+    Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
+    Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
+    Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),
+    Private("os", "pidfd_open", "a death wakes who waits", _DEATHS),
+)
+CUDA = Private("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", "a recording that failed", "cuda_graph=True")
+NCCL = Private("torch.distributed.ProcessGroupNCCL.Options", "_timeout", "when NCCL gives up", "NCCL")
+
+
+def private_names() -> list[Private]:
+    """Those that this torch is to have: not every build has CUDA and NCCL."""
+    return [*PRIVATE, *([CUDA] if torch.version.cuda else []), *([NCCL] if dist.is_nccl_available() else [])]
+
+
+def num_names() -> int:
+    """How many there are."""
+    return sum(len(private.names.split()) for private in private_names())
+
+
+def missing() -> dict[str, str]:
+    """The private names that are not there, each with what does not work without it."""
+    return {
+        f"{_text(private.owner)}.{name}": private.without
+        for private in private_names()
+        for name in private.names.split()
+        if not _has(private.owner, name)
+    }
+
+
+def _text(owner: Any) -> str:
+    return owner if isinstance(owner, str) else getattr(owner, "__qualname__", owner.__name__)
+
+
+def _has(owner: Any, name: str) -> bool:
+    if isinstance(owner, str) and owner.startswith("/"):
+        return Path(owner, name).exists()
+    try:
+        found = _found(owner) if isinstance(owner, str) else owner() if callable(owner) else owner
+    except (ImportError, AttributeError):
+        return False
+    return any(_reaches(found, one) for one in name.split("|"))
+
+
+def _found(path: str) -> Any:
+    """A module, or something in one."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        owner, _, name = path.rpartition(".")
+        if not owner:
+            raise
+        return getattr(_found(owner), name)
+
+
+def _reaches(owner: Any, path: str) -> bool:
+    name, _, rest = path.partition(".")
+    if name == "<locals>":
+        code = getattr(owner, "__code__", None)
+        return code is not None and any(getattr(inner, "co_name", "") == rest for inner in code.co_consts)
+    if rest:
+        return hasattr(owner, name) and _reaches(getattr(owner, name), rest)
+    return hasattr(owner, name) or (isinstance(owner, type) and _sets(owner, name))
+
+
+def _sets(owner: type, name: str) -> bool:
+    """Whether the objects of a class have an attribute, by the class's annotations and what its methods name."""
+    methods = [method for kind in owner.__mro__ for method in vars(kind).values() if isinstance(method, FunctionType)]
+    annotated = any(name in vars(kind).get("__annotations__", ()) for kind in owner.__mro__)
+    return annotated or any(name in method.__code__.co_names for method in methods)
