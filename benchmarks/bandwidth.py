@@ -118,12 +118,12 @@ def _gloo(rank: int, port: int, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
-StepOutputs = dict[tuple[str, int], list[Parts]]
+Measurements = dict[tuple[str, int], list[Parts]]
 """By mode and size: seconds of one way by part, one a round."""
 
 
-def measure(rounds: int, sizes: list[int]) -> StepOutputs:
-    found: StepOutputs = {(mode, size): [] for mode in MODES for size in sizes}
+def measure(rounds: int, sizes: list[int]) -> Measurements:
+    found: Measurements = {(mode, size): [] for mode in MODES for size in sizes}
     with tempfile.TemporaryDirectory() as folder:
         transport, gloo = Transport(folder), Gloo()
         for turn in range(rounds + 1):
@@ -139,7 +139,7 @@ def measure(rounds: int, sizes: list[int]) -> StepOutputs:
     return found
 
 
-def seconds(found: StepOutputs, mode: str, size: int) -> list[float]:
+def seconds(found: Measurements, mode: str, size: int) -> list[float]:
     """Of one way, by round."""
     return [sum(parts.values()) for parts in found[mode, size]]
 
@@ -149,7 +149,7 @@ def text(times: list[float]) -> str:
     return f"{middle:,.1f} ({low:,.1f}..{high:,.1f})"
 
 
-def table(found: StepOutputs, sizes: list[int]) -> str:
+def table(found: Measurements, sizes: list[int]) -> str:
     """Microseconds of one way: median and quartiles; ratios are of medians."""
     heads = ["bytes", *(f"{NAMES[mode]}, us" for mode in MODES), "slot/memcpy", "copied/memcpy", "Gloo/slot"]
     rows = [heads, ["---:"] * len(heads)]
@@ -162,7 +162,7 @@ def table(found: StepOutputs, sizes: list[int]) -> str:
     return lines(rows)
 
 
-def profile(found: StepOutputs, sizes: list[int]) -> str:
+def profile(found: Measurements, sizes: list[int]) -> str:
     """Microseconds by part: medians."""
     columns = [("slot", IN), ("slot", REST), ("copied", IN), ("copied", OUT), ("copied", REST)]
     heads = ["bytes", *(f"{NAMES[mode]}: {part}" for mode, part in columns)]
@@ -187,7 +187,7 @@ def aims(size: int) -> list[tuple[str, str | None, Aim]]:
     return found
 
 
-def shortfalls(found: StepOutputs, size: int) -> list[str]:
+def shortfalls(found: Measurements, size: int) -> list[str]:
     """What falls short with messages of one size, and by which parts."""
     texts = []
     base = medians(found["memcpy", size])[REST]

@@ -156,7 +156,7 @@ class AloneByPart(Alone):
 
 
 @dataclass
-class StepOutputs:
+class Measurement:
     """Seconds a (stage, microbatch) of a rank.
 
     Attributes:
@@ -188,7 +188,7 @@ def profile(group: Ranks, rounds: int) -> tuple[Parts, Parts]:
     return step, alone
 
 
-def measure(schedule: Schedule, options: argparse.Namespace) -> StepOutputs:
+def measure(schedule: Schedule, options: argparse.Namespace) -> Measurement:
     work = make_work(schedule.num_microbatches)
     makers: dict[str, Callable[[int], Any]] = {"compute": lambda rank: Alone(schedule, rank, work)}
     if schedule.splits_backward:
@@ -216,17 +216,19 @@ def measure(schedule: Schedule, options: argparse.Namespace) -> StepOutputs:
         found = interleaved(measures, options.rounds, f"{schedule.num_ranks} ranks, {schedule.name}")
         parts = profile(group, max(5, options.rounds))
     times = {name: [seconds / per_rank for seconds in times] for name, times in found.items()}
-    return StepOutputs(schedule, times, *({name: seconds / per_rank for name, seconds in each.items()} for each in parts))
+    return Measurement(
+        schedule, times, *({name: seconds / per_rank for name, seconds in each.items()} for each in parts)
+    )
 
 
-def row(found: StepOutputs, contenders: Sequence[str]) -> list[str]:
+def row(found: Measurement, contenders: Sequence[str]) -> list[str]:
     times = found.times
     cells = [TORCH_NAMES[found.schedule.name]]
     cells += [spread(times[name], 1e6) if name in times else "" for name in contenders]
     return cells + [ratio(times[one], times[other]) if other in times else "" for one, other in RATIOS]
 
 
-def parts_row(found: StepOutputs) -> list[str]:
+def parts_row(found: Measurement) -> list[str]:
     """Microseconds, and in brackets those of the compute."""
     cells = [TORCH_NAMES[found.schedule.name]]
     for part in PARTS:
@@ -246,7 +248,7 @@ def parse() -> argparse.Namespace:
     return options.parse_args()
 
 
-def report(found: Sequence[StepOutputs], contenders: Sequence[str], options: argparse.Namespace) -> None:
+def report(found: Sequence[Measurement], contenders: Sequence[str], options: argparse.Namespace) -> None:
     """The tables of one size, and what falls short in it."""
     heads = ["schedule", *contenders, *(f"{one}/{other}" for one, other in RATIOS)]
     print(table(heads, [row(one, contenders) for one in found], markdown=options.markdown), flush=True)

@@ -85,7 +85,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class StepOutputs:
+class Examined:
     """A case's plan, the best of its opponents, the bound, and what planning took; bubbles as fractions."""
 
     case: Case
@@ -188,7 +188,7 @@ def best_named(case: Case) -> tuple[float, str]:
     return min(found)
 
 
-def examine(case: Case, effort: float) -> StepOutputs | None:
+def examine(case: Case, effort: float) -> Examined | None:
     """None where nothing fits."""
     started = time.process_time()
     try:
@@ -200,7 +200,7 @@ def examine(case: Case, effort: float) -> StepOutputs | None:
         return None
     seconds = time.process_time() - started
     value, name = best_named(case)
-    found = StepOutputs(case, plan.value, plan.bubble_fraction, plan.bound, plan.chosen.name, name, value, seconds)
+    found = Examined(case, plan.value, plan.bubble_fraction, plan.bound, plan.chosen.name, name, value, seconds)
     if found.value > value * (1 + 1e-9) or found.value < found.bound * (1 - 1e-9):
         raise SystemExit(f"{found}: shorter than the bound, or longer than an opponent")
     return found
@@ -233,7 +233,7 @@ def key(case: Case) -> str:
     return f"{case.ranks} {case.microbatches} {case.costs} {case.hop} {case.memory} {case.objective}"
 
 
-def show(title: str, rows: Sequence[StepOutputs]) -> None:
+def show(title: str, rows: Sequence[Examined]) -> None:
     """A line a case."""
     print(f"\n{title}")
     heads = ("plan", "bound", "above", "gained")
@@ -247,7 +247,7 @@ def show(title: str, rows: Sequence[StepOutputs]) -> None:
         )
 
 
-def summary(found: Sequence[StepOutputs]) -> None:
+def summary(found: Sequence[Examined]) -> None:
     """Of all cases."""
     count, seconds = len(found), [one.seconds for one in found]
     above, gained = [one.above for one in found], [one.gained for one in found]
@@ -257,7 +257,7 @@ def summary(found: Sequence[StepOutputs]) -> None:
     print(f"shorter than all opponents: {sum(one > 1e-9 for one in gained)}, in the mean {sum(gained) / count:.2%}")
 
 
-def compare(found: Sequence[StepOutputs], before: dict[str, float]) -> None:
+def compare(found: Sequence[Examined], before: dict[str, float]) -> None:
     """Ratios of what plans take now and took before."""
     ratios = sorted((one.value / before[key(one.case)], key(one.case)) for one in found if key(one.case) in before)
     if ratios:
@@ -279,7 +279,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.proved:
         return proved(chosen.ranks, chosen.effort)
-    found: list[StepOutputs] = []
+    found: list[Examined] = []
     for case in list(cases(chosen.ranks, chosen.full))[:: chosen.every]:
         one = examine(case, chosen.effort)
         if one is not None:

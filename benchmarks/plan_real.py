@@ -34,10 +34,8 @@ from torch import Tensor, nn
 
 import fastpipe
 from fastpipe import LayerCosts, Schedule
-from fastpipe.planner.budget import memory_of
-from fastpipe.planner.judge import judge
-from fastpipe.planner.model import Problem
-from fastpipe.planner.starts import named
+from fastpipe.planner.candidates import evaluate, from_registry
+from fastpipe.planner.problem import Problem, memory_of
 
 COSTS = ("forward", "backward_input", "backward_weight")
 """Of the kinds F, I and W."""
@@ -116,11 +114,11 @@ def contenders(costs: LayerCosts, num_ranks: int, count: int, fraction: float, e
     stages = slept.stages(plan.partition, count)
     found = [Contender("the plan", plan.schedule, by_stage(stages, plan.schedule), plan.makespan)]
     problem = Problem(costs, num_ranks, memory_of(memory), "makespan", 4)
-    for name, schedule in named(problem, count, problem.stages_per_rank()):
+    for name, schedule in from_registry(problem, count, problem.stages_per_rank()):
         if isinstance(schedule, str) or any(schedule == one.schedule for one in found[1:]):
             continue
         setting = problem.setting(schedule.placement, count)
-        row, timeline = judge(problem, name, setting, schedule)
+        row, timeline = evaluate(problem, name, setting, schedule)
         if row.fits:
             assert setting.parts is not None
             stages = slept.stages(setting.parts, count)

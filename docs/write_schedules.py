@@ -18,7 +18,7 @@ import numpy as np
 
 import fastpipe
 from fastpipe import ActionKind, ChannelKind, Op, Program, Schedule, formulas
-from fastpipe.schedules.family import Family
+from fastpipe.schedules import Family
 
 PAGE = Path(__file__).with_name("schedules.md")
 RANKS = 8

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastpipe import visualize
 from fastpipe.cost import CostModel, shared_out
 from fastpipe.lower import lower as _lower
 from fastpipe.machine import COALESCED, Lanes
@@ -57,7 +58,7 @@ def plot(timeline: Timeline, path: str | Path, **options: Any) -> Path:
     """Draw a timeline into a PNG, SVG or PDF file; see `fastpipe.visualize.plot` for the options."""
     if not isinstance(timeline, Timeline):
         raise TypeError(f"timeline: expected a Timeline, found {type(timeline).__name__}; simulate gives one")
-    return timeline.plot(path, **options)
+    return visualize.plot(timeline, path, **options)
 
 
 class Comparison(NamedTuple):

@@ -8,15 +8,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastpipe.program import Channel, ChannelKind, Op
-
-if TYPE_CHECKING:
-    from fastpipe.timeline import Timeline
+from fastpipe.timeline import Timeline
 
 PerStage = float | Sequence[float]
 PerLink = float | Mapping[tuple[int, int], float]

@@ -1,7 +1,7 @@
 """The planning library `_plan` (csrc/plan), called through ctypes.
 
 Here it is opened, and its proofs, lowering and simulation are called; the generators' searches are in
-`fastpipe.schedules.native`, the planner's in `fastpipe.planner.native`.
+`fastpipe.schedules.native`, the planner's in `fastpipe.planner.engine`.
 
 Every function here may answer "not by me" (None or False): the caller then runs its Python code, which is the
 specification, has the words for what is wrong, and gives the same results. So do the generators. Only the planner's
@@ -15,15 +15,14 @@ import sysconfig
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from fastpipe.cost import CostModel
-    from fastpipe.program import Program
-    from fastpipe.schedule import Schedule
+from fastpipe.cost import CostModel
+from fastpipe.program import Program
+from fastpipe.schedule import Schedule
 
 VERSION = 8
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""

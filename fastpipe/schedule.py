@@ -33,6 +33,15 @@ class RankSchedule(Sequence[Action]):
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
 
+    @property
+    def peak_activations(self) -> int:
+        """Live stage activations at most, from the start of F to the end of W or B."""
+        kinds = self.columns[0]
+        pair = kinds == ActionKind.OVERLAP_F_B
+        takes = np.cumsum((kinds == ActionKind.F) | pair)
+        gives = np.cumsum((kinds == ActionKind.B) | (kinds == ActionKind.W) | pair)
+        return int((takes - np.concatenate([[0], gives[:-1]])).max(initial=0)) if len(kinds) else 0
+
     def __len__(self) -> int:
         return int(self.columns.shape[1])
 

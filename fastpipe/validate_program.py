@@ -8,14 +8,14 @@ that comes to its end shows that every run does.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fastpipe import native_plan
 from fastpipe.action import NONE, ActionKind
-from fastpipe.deadlock import describe_cycle
 from fastpipe.dependencies import Event, feeds, needs, produces
 from fastpipe.errors import ProgramError
-from fastpipe.machine import COALESCED, Lanes, Machine, lane_numbers
+from fastpipe.machine import COALESCED, Lanes, Machine, Outcome, Transfer, lane_numbers
 from fastpipe.program import COMPUTE_OPS, Channel, ChannelKind, Instruction, Op, Program
 
 _STAGE_OPS = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
@@ -71,7 +71,7 @@ def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = 
     outcome = Machine(program, lanes, late=late).run()
     if outcome.blocked:
         where = ", in a step that makes its receives at their waits" if late else ""
-        raise ProgramError(f"the program can hang{where}, {describe_cycle(program, outcome, numbers)}")
+        raise ProgramError(f"the program can hang{where}, {_describe_cycle(program, outcome, numbers)}")
 
 
 def _check_distinct(program: Program) -> None:
@@ -332,3 +332,42 @@ def _check_channels(program: Program, checks: list[_RankCheck]) -> None:
                     f"{channel.destination} receives {_message_text(into)} at position {to}: no message has a name, so "
                     "it would be taken for the other"
                 )
+
+
+def _describe_cycle(program: Program, outcome: Outcome, lanes: Sequence[int]) -> str:
+    """Follow who waits for whom from any blocked rank until a transfer comes again.
+
+    Args:
+        program: what was run.
+        outcome: of a run that got stuck, of a program in which every send has its receive.
+        lanes: the lane of every channel.
+    """
+    path: list[Transfer] = []
+    lines: list[str] = []
+    head, behind = _head_of(outcome, outcome.blocked[min(outcome.blocked)], lanes)
+    while head not in path:
+        peer = program.channels[head.channel].peer_of(head.rank)
+        path.append(head)
+        lines.append(_text(program, outcome, head, behind, peer))
+        head, behind = _head_of(outcome, _what_holds_up(outcome, head, peer, lanes), lanes)
+    return "ranks wait in a cycle: " + "; ".join(lines[path.index(head) :])
+
+
+def _head_of(outcome: Outcome, transfer: Transfer, lanes: Sequence[int]) -> tuple[Transfer, Transfer]:
+    """What stands at the head of the transfer's queue, and the transfer itself."""
+    return outcome.queues[lanes[transfer.channel], transfer.rank][0], transfer
+
+
+def _what_holds_up(outcome: Outcome, head: Transfer, peer: int, lanes: Sequence[int]) -> Transfer:
+    """Why a peer does not answer a head: another transfer is at its own head, or it has not come that far."""
+    queue = outcome.queues.get((lanes[head.channel], peer))
+    return queue[0] if queue else outcome.blocked[peer]
+
+
+def _text(program: Program, outcome: Outcome, head: Transfer, behind: Transfer, peer: int) -> str:
+    blocked = outcome.blocked.get(head.rank)
+    where = "" if blocked is None else f" (blocked in its wait for position {blocked.position})"
+    instruction = program[head.rank][head.position]
+    lane = "" if head is behind else f", ahead of position {behind.position} in the same lane,"
+    text = program[head.rank].text(instruction)
+    return f"rank {head.rank}{where}: position {head.position}, {text}{lane} waits for rank {peer}"

@@ -1,4 +1,4 @@
-// When the rounds of a compact wave start, by beam search: fastpipe/schedules/wave_beam.py, sooner, and number by
+// When the rounds of a compact wave start, by beam search: fastpipe/schedules/wave_ticks.py, sooner, and number by
 // number the same.
 #include <algorithm>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// List scheduling by keys, as fastpipe/planner/listing.py does it. Every rank that is free starts the task of the
+// List scheduling by keys, as fastpipe/planner/engine.py does it. Every rank that is free starts the task of the
 // lowest key among those that may run, or waits a little for a better one.
 #include <algorithm>
 #include <exception>

@@ -1,5 +1,5 @@
 // The planning library's C interface: plain structs and arrays, no torch, no Python header. Its only
-// callers are fastpipe/native_plan.py and native.py in fastpipe/schedules and fastpipe/planner; the Python code beside
+// callers are fastpipe/native_plan.py, schedules/native.py and planner/engine.py; the Python code beside
 // them says what is computed. A function that does not say yes says nothing else: the Python code then finds the words.
 #pragma once
 
@@ -61,7 +61,7 @@ struct PlanRounds {
   int64_t limit;            // stage activations that a rank may hold
 };
 
-// What wave_beam.py looks for: `limit` as above, `width` beginnings a tick.
+// What the beam of wave_ticks.py looks for: `limit` as above, `width` beginnings a tick.
 struct PlanBeam {
   int32_t num_ranks;
   int32_t num_rounds;
@@ -70,7 +70,7 @@ struct PlanBeam {
   int64_t limit;
 };
 
-// What the searches behind zb_auto and zbv look for; see fastpipe/schedules/zb_auto.py and zbv_search.py.
+// What the searches behind zb_auto and zbv look for; see fastpipe/schedules/zb_auto.py and zbv.py.
 struct PlanZeroBubble {
   int32_t num_ranks;
   int32_t num_microbatches;
@@ -158,7 +158,7 @@ int64_t fastpipe_plan_loop(const PlanRounds* rounds, int64_t cutoff, int64_t* fo
 int32_t fastpipe_plan_fill(const PlanSteps* steps, int32_t* rows, double* makespan);
 
 // The kinds of what every rank does, rank after rank: 3 m numbers each of zb_auto.py's (F, I, W), 6 m of
-// zbv_search.py's. 0 where the Python code has to say why not.
+// zbv.py's. 0 where the Python code has to say why not.
 int32_t fastpipe_plan_zb_auto(const PlanZeroBubble* given, int32_t* kinds);
 int32_t fastpipe_plan_zbv(const PlanZeroBubble* given, int32_t* kinds);
 }

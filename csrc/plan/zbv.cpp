@@ -1,4 +1,4 @@
-// The search of zbv: fastpipe/schedules/zbv_search.py, sooner, and number by number the same.
+// The search of zbv: fastpipe/schedules/zbv.py, sooner, and number by number the same.
 #include <algorithm>
 #include <array>
 #include <cstdint>

@@ -12,8 +12,7 @@ from fastpipe import api
 from fastpipe.cli import output, work
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import list_schedules
-from fastpipe.schedules.family import Family
+from fastpipe.schedules import Family, list_schedules
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import grid, pareto
 

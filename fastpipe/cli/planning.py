@@ -11,8 +11,7 @@ from typing import Any
 from fastpipe import planner
 from fastpipe.cli import output, work
 from fastpipe.cost import CostModel
-from fastpipe.planner.layer_costs import LayerCosts
-from fastpipe.planner.model import read_costs
+from fastpipe.planner import LayerCosts, read_costs
 
 
 def plan(arguments: argparse.Namespace) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastpipe.planner.budget import UNITS, Memory, human
+from fastpipe.planner.problem import UNITS, Memory, human
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
-from fastpipe.visualize.pareto import pareto
+from fastpipe.visualize import pareto
 
 _ROWS = 16
 """Candidates that print shows."""

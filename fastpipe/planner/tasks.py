@@ -23,7 +23,7 @@ from fastpipe.schedule import Schedule
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
-NOBODY = -1
+NO_TASK = -1
 SLACK = 1e-9
 """Of sums of bytes or of activations."""
 _F, _B, _I, _W, _PAIR = (int(ActionKind[name]) for name in ("F", "B", "I", "W", "OVERLAP_F_B"))
@@ -136,7 +136,7 @@ class _Parts:
         self.is_weight = rows[0] == _W
 
     def _table(self, rows: Ints, mask: npt.NDArray[np.bool_]) -> Ints:
-        table = np.full(self.shape, NOBODY, dtype=np.int32)
+        table = np.full(self.shape, NO_TASK, dtype=np.int32)
         numbers = np.flatnonzero(mask)
         table[rows[1, numbers], rows[2, numbers]] = numbers
         return table
@@ -157,7 +157,7 @@ def _seconds(rows: Ints, cost: CostModel, num_stages: int) -> Floats:
 
 def _messages(parts: _Parts, rank_of: Ints, placement: Placement, cost: CostModel) -> tuple[Ints, Floats, Ints]:
     """Sources and transfers by task, and the pairs of those that hand over within a rank."""
-    source = np.full((len(rank_of), 2), NOBODY, dtype=np.int32)
+    source = np.full((len(rank_of), 2), NO_TASK, dtype=np.int32)
     transfer = np.zeros((len(rank_of), 2))
     handed: list[Ints] = []
     edges = []
@@ -169,12 +169,12 @@ def _messages(parts: _Parts, rank_of: Ints, placement: Placement, cost: CostMode
         mine = slice(number * half, None if number + 1 == placement.num_routes else half)
         for maker, taker, kind, table in edges:
             makers, takers = table[maker, mine], table[taker, mine]
-            known = (makers != NOBODY) & (takers != NOBODY)
+            known = (makers != NO_TASK) & (takers != NO_TASK)
             makers, takers = makers[known], takers[known]
             if route[maker] == route[taker]:
                 handed.append(np.stack([makers, takers], axis=1))
                 continue
-            slot = (source[takers, 0] != NOBODY).astype(np.int32)
+            slot = (source[takers, 0] != NO_TASK).astype(np.int32)
             source[takers, slot] = makers
             transfer[takers, slot] = cost.transfer_seconds(Channel(route[maker], route[taker], kind), taker)
     return source, transfer, np.concatenate(handed) if handed else np.zeros((0, 2), dtype=np.int32)
@@ -183,29 +183,29 @@ def _messages(parts: _Parts, rank_of: Ints, placement: Placement, cost: CostMode
 def _local(parts: _Parts, rank_of: Ints, one_route: bool) -> tuple[Ints, Ints]:
     """Pairs of tasks of one rank that keep their order; and the next task of the same class."""
     pairs: list[Ints] = []
-    following = np.full(len(rank_of), NOBODY, dtype=np.int32)
+    following = np.full(len(rank_of), NO_TASK, dtype=np.int32)
     for table in (parts.weight, parts.backward, parts.forward):  # a fused pair follows its forward's line
-        if one_route and not (table == NOBODY).any():  # every line is of one rank and complete
+        if one_route and not (table == NO_TASK).any():  # every line is of one rank and complete
             lines = np.sort(table, axis=1)
             pairs.append(np.stack([lines[:, :-1].ravel(), lines[:, 1:].ravel()], axis=1))
             following[lines[:, :-1]] = lines[:, 1:]
             continue
         for line in table:
-            tasks = line[line != NOBODY]
+            tasks = line[line != NO_TASK]
             for rank in np.unique(rank_of[tasks]).tolist():
                 mine = np.sort(tasks[rank_of[tasks] == rank])
                 pairs.append(np.stack([mine[:-1], mine[1:]], axis=1))
                 following[mine[:-1]] = mine[1:]
     # What adds to weights keeps its order, a B among the W too: the last bits of a gradient depend on it.
-    mixes = bool((parts.weight != NOBODY).any() and (parts.weight == NOBODY).any())
-    for line in np.where(parts.weight != NOBODY, parts.weight, parts.backward) if mixes else ():
-        tasks = line[line != NOBODY]
+    mixes = bool((parts.weight != NO_TASK).any() and (parts.weight == NO_TASK).any())
+    for line in np.where(parts.weight != NO_TASK, parts.weight, parts.backward) if mixes else ():
+        tasks = line[line != NO_TASK]
         for rank in np.unique(rank_of[tasks]).tolist():
             mine = np.sort(tasks[rank_of[tasks] == rank])
             mixed = parts.is_weight[mine[:-1]] != parts.is_weight[mine[1:]]
             pairs.append(np.stack([mine[:-1], mine[1:]], axis=1)[mixed])
     for before, after in ((parts.forward, parts.backward), (parts.backward, parts.weight)):
-        known = (before != NOBODY) & (after != NOBODY)
+        known = (before != NO_TASK) & (after != NO_TASK)
         pairs.append(np.stack([before[known], after[known]], axis=1))
     return np.concatenate(pairs), following
 

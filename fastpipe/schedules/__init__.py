@@ -1,4 +1,9 @@
-"""The schedules that the field knows: one file a family, and the registry of them all."""
+"""The schedules that the field knows: one file a family, and the registry of them all.
+
+A generator turns numbers of ranks and microbatches, and its options, into a `Schedule`, the same every time; what it
+does not take it refuses with ValueError. Proofs, lowering, simulation and execution know nothing of generators. The
+package uses actions, placements, schedules, and the planning library for its searches.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,9 @@ from fastpipe.schedules import (
     zbv,
     zero_bubble,
 )
-from fastpipe.schedules.family import Family, check_counts
+from fastpipe.schedules.family import IGNORED_COSTS as IGNORED_COSTS
+from fastpipe.schedules.family import Family as Family
+from fastpipe.schedules.family import check_counts
 
 FAMILIES: dict[str, Family] = {
     family.name: family

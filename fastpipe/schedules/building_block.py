@@ -16,8 +16,7 @@ import numpy as np
 
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.costs import IGNORED_COSTS
-from fastpipe.schedules.family import Family
+from fastpipe.schedules.family import IGNORED_COSTS, Family
 from fastpipe.schedules.zbv import v_columns
 
 F0, F1, I1, I0, W = range(5)

@@ -1,9 +1,16 @@
-"""Family: a named generator of schedules, with its options and its limits."""
+"""Family: a named generator of schedules, its limits, and the options that several families share.
+
+The costs that a searched schedule is built for are options too: a number holds for every rank, a sequence names the
+ranks. They are seconds of one *stage* action, in any unit: only their ratios matter. What a schedule is then run with
+is the CostModel's business.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil, floor, isfinite
 from typing import Any
 
 from fastpipe.placement import is_whole
@@ -83,3 +90,90 @@ def is_count(value: Any) -> bool:
 def is_bool(value: Any) -> bool:
     """Whether it is True or False."""
     return isinstance(value, bool)
+
+
+PerRank = float | Sequence[float]
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number of at least 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+
+
+def _is_cost(value: Any) -> bool:
+    return is_number(value) or (
+        isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(map(is_number, value))
+    )
+
+
+def _is_limit(value: Any) -> bool:
+    numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    return value is None or (len(numbers) > 0 and all(is_number(number) and number >= 1 for number in numbers))
+
+
+def memory_limit(default: str) -> Option:
+    """The option of a limit on live stage activations, where ``default`` says what None stands for."""
+    text = f"live stage activations that a rank may hold until their W, at least 1, or one a rank; {default} by default"
+    return Option(None, text, _is_limit)
+
+
+COSTS = {
+    "forward": Option(1.0, "seconds of F of a stage, at least 0, or one a rank", _is_cost),
+    "backward_input": Option(1.0, "seconds of I of a stage, at least 0, or one a rank", _is_cost),
+    "backward_weight": Option(1.0, "seconds of W of a stage, at least 0, or one a rank", _is_cost),
+    "comm": Option(0.0, "seconds of latency between two ranks, at least 0", is_number),
+}
+UNIFORM_COSTS = {
+    name: Option(option.default, option.text.removesuffix(", or one a rank"), is_number)
+    for name, option in COSTS.items()
+}
+IGNORED_COSTS = {
+    name: Option(option.default, f"{option.text}; the order is the same for all of them", is_number)
+    for name, option in UNIFORM_COSTS.items()
+}
+"""Those of a family of V that has one order: what is compared over costs need not know which families search."""
+
+
+def per_rank(name: str, value: PerRank, num_ranks: int) -> list[float]:
+    """One number a rank.
+
+    Raises:
+        ValueError: for a sequence of another length.
+    """
+    if not isinstance(value, Sequence):
+        return [float(value)] * num_ranks
+    if len(value) != num_ranks:
+        raise ValueError(f"{name} has {len(value)} values for num_ranks = {num_ranks}: give one number, or one a rank")
+    return [float(number) for number in value]
+
+
+def _is_memory(value: Any) -> bool:
+    if is_whole(value):
+        return int(value) >= 1
+    return isinstance(value, float) and isfinite(value) and value > 0
+
+
+MEMORY = Option(
+    1.0,
+    "the stage activations that a rank may hold until their W: a float above 0 is a fraction of 1F1B's "
+    "(ranks x stages_per_rank), an int of at least 1 is their number",
+    _is_memory,
+)
+
+
+def live_limit(name: str, memory: float | int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
+    """The cap in stage activations, no more than there are.
+
+    Raises:
+        ValueError: for less than one microbatch's activations, which no order does without.
+    """
+    whole = is_whole(memory)
+    limit = int(memory) if whole else floor(memory * num_ranks * stages_per_rank + 1e-9)
+    if limit < stages_per_rank:
+        fraction = ceil(1e4 / num_ranks) / 1e4
+        raise ValueError(
+            f"memory = {memory!r}: {limit} live stage activations a rank are too few for {name} with stages_per_rank = "
+            f"{stages_per_rank}; one microbatch alone takes {stages_per_rank}: give memory = {stages_per_rank}, or "
+            f"{fraction:g} as a fraction, or more"
+        )
+    return min(limit, num_microbatches * stages_per_rank)

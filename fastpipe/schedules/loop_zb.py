@@ -5,6 +5,9 @@ slot 2a + r. A round of I goes the other way: started on the last rank in slot 2
 2b + (p mod 2) + p - 1 - r, which is never of the parity of r. So rounds of F never meet rounds of I, and W takes what
 either leaves free. Unlike in a wave, the two cross at another place on every rank: rank 0 has its I last, so memory is
 counted there.
+
+Where hops take time, or I and W differ, even rounds (`rounds.even`) are tried too. They want (v + 1) / 2v of 1F1B's
+memory, where these want (v + 1) / 3v.
 """
 
 from __future__ import annotations
@@ -16,18 +19,22 @@ import numpy as np
 from fastpipe import native_plan
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.costs import UNIFORM_COSTS
-from fastpipe.schedules.family import Family, Option, is_count
-from fastpipe.schedules.filling import F, I, Spread, filled, shortest, spread_of
-from fastpipe.schedules.memory_cap import MEMORY, live_limit
+from fastpipe.schedules.family import MEMORY, UNIFORM_COSTS, Family, Option, is_count, live_limit
 from fastpipe.schedules.rounds import (
     NEVER,
+    F,
     Groups,
+    I,
     Rounds,
     Seconds,
+    Spread,
     all_groupings,
+    even,
+    filled,
     groupings,
     num_timed,
+    shortest,
+    spread_of,
     stream,
     streams,
 )
@@ -122,7 +129,8 @@ def generate(
     placement = Placement.loop(num_ranks, stages_per_rank)
     seconds = Seconds(forward, backward_input, backward_weight, comm)
     found = _search(num_ranks, stages_per_rank, num_microbatches, limit, num_timed(placement, num_microbatches))
-    orders = (filled(_spread(placement, num_microbatches, starts), limit, seconds) for starts in found)
+    orders = [filled(_spread(placement, num_microbatches, starts), limit, seconds) for starts in found]
+    orders += () if seconds.equal else even(placement, num_microbatches, num_ranks, limit, seconds)
     return shortest("loop_zb", placement, num_microbatches, (order for order in orders if order is not None))
 
 

@@ -90,7 +90,7 @@ class Streams:
 def search_beam(
     num_ranks: int, num_rounds: int, num_microbatches: int, limit: int, width: int, length: int, budget: int
 ) -> tuple[list[tuple[int, int]] | None, int, int]:
-    """`fastpipe.schedules.wave_beam`; the library must be there.
+    """`fastpipe.schedules.wave_ticks.Beam`; the library must be there.
 
     Returns:
         Ticks and rounds, or None where none were found; the ticks in all; what is left of the budget.
@@ -146,7 +146,7 @@ def zero_bubble(
     comm: float,
     limit: Sequence[float],
 ) -> list[list[int]] | None:
-    """The searches of `fastpipe.schedules.zb_auto` (``"zb_auto"``) and `zbv_search` (``"zbv"``): every rank's kinds.
+    """The searches of the families `zb_auto` and `zbv`, called by these names: every rank's kinds.
 
     Args:
         search: which.

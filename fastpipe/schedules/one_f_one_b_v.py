@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.costs import IGNORED_COSTS
-from fastpipe.schedules.family import Family
+from fastpipe.schedules.family import IGNORED_COSTS, Family
 from fastpipe.schedules.words import columns_of
 
 F_DOWN, F_UP, B_UP, B_DOWN, END_UP, END_DOWN = range(6)

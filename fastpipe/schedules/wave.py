@@ -15,19 +15,26 @@ import numpy as np
 
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.costs import UNIFORM_COSTS
-from fastpipe.schedules.family import Family, Option, is_count
-from fastpipe.schedules.filling import F, Filled, I, Spread, filled, shortest, spread_of
-from fastpipe.schedules.memory_cap import MEMORY, live_limit
-from fastpipe.schedules.rounds import NEVER, Seconds, all_groupings, num_timed
-from fastpipe.schedules.wave_beam import Beam
-from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, Model, Rule, Starts, compact, slack
+from fastpipe.schedules.family import MEMORY, UNIFORM_COSTS, Family, Option, is_count, live_limit
+from fastpipe.schedules.rounds import (
+    NEVER,
+    F,
+    Filled,
+    I,
+    Seconds,
+    Spread,
+    all_groupings,
+    even,
+    filled,
+    num_timed,
+    shortest,
+    spread_of,
+)
+from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Beam, Job, Model, Rule, Starts, compact, slack
 
 FORMS = ("auto", "compact", "slack", "even")
 _TICKS = 120_000
 """Ticks that a search plays at most, which takes less than a tenth of a second; the likely candidates come first."""
-_EVEN_STEPS = 400_000
-"""Steps that are filled with W in the search for even waves at most, some tenth of a second; at least twelve orders."""
 _WIDTHS, _CHOICES = (100, 400), 300_000
 """Of the beam search that goes on where waves can be as short as the bound and no rule was: as long again."""
 
@@ -86,7 +93,7 @@ def generate(
     if form == "slack" or (form == "auto" and not seconds.equal):
         orders += _slack(wave, count, seconds)
     if form == "even" or (form == "auto" and not seconds.equal):
-        orders += _even(wave, seconds)
+        orders += even(wave.placement, num_microbatches, 2 * num_ranks, limit, seconds)
     if not orders:
         raise ValueError(
             f"form = {form!r}: no such order keeps memory = {memory!r}; give more, or leave the form to 'auto'"
@@ -117,57 +124,6 @@ def _slack(wave: _Wave, count: int, seconds: Seconds) -> Iterator[Filled]:
     found = sorted(_search(wave, slack, SLACK_RULES, (0, 1, 2), 8 * count), key=_length)
     orders = (filled(_spread(wave, starts, 3, offsets), wave.limit, seconds) for starts in found)
     return islice((order for order in orders if order is not None), count)
-
-
-def _even(wave: _Wave, seconds: Seconds) -> Iterator[Filled]:
-    """The orders of even waves that keep the limit: every round takes one and a half slots a hop, there and back.
-
-    Within a group of microbatches the rounds of F start six slots apart, and those of I between them, so that a rank
-    has an F and an I of either way and two W in that time. Every hop has half a slot to spare, in both directions,
-    where the slack wave has a whole one on the way out and none on the way back. What is tried is how far groups, the
-    rounds of a microbatch, and its F and I are apart.
-    """
-    p, v, m = wave.num_ranks, wave.stages_per_rank, wave.num_microbatches
-    rounds, last = v // 2, _even_offsets(p)[-1]
-    choices = []
-    for group in sorted({max(1, p // 2), (p + 1) // 2}):
-        apart = max(3 * p, 6 * group)  # a round, and a group's first rounds before its second ones
-        for more, sooner, later in product(range(5), range(2), range(7)):
-            backward = (apart - sooner) * (rounds - 1) + last + 1 + later
-            period = max(3 * v * group, rounds * apart) + more
-            choices.append((later, group, period, apart - sooner, backward))
-    choices.sort()
-    most = max(12, _EVEN_STEPS // (2 * m * v * p))
-    for _, *choice in choices[:most]:
-        order = filled(_even_spread(wave, *choice), wave.limit, seconds)
-        if order is not None:
-            yield order
-
-
-def _even_offsets(num_ranks: int) -> list[int]:
-    """Of a round's stages: one and a half slots a hop, rounded up."""
-    return [(3 * hop + 1) // 2 for hop in range(2 * num_ranks)]
-
-
-def _even_spread(wave: _Wave, group: int, period: int, apart: int, backward: int) -> Spread:
-    """The F and I of every rank.
-
-    Args:
-        wave: what is asked for.
-        group: microbatches of a group.
-        period: slots from a group's first start to the next one's.
-        apart: slots between the starts of two rounds of a microbatch, of F or of I.
-        backward: slots from the start of a microbatch's first round of F to that of its first round of I.
-    """
-    placement, m, p = wave.placement, wave.num_microbatches, wave.num_ranks
-    microbatch = np.arange(m, dtype=np.int64).reshape(-1, 1)
-    number = np.arange(wave.stages_per_rank // 2).reshape(-1, 1, 1)
-    hop = np.arange(2 * p)
-    start = microbatch // group * period + microbatch % group * 6 + number * apart
-    slots = np.stack([start, start + backward]) + np.array(_even_offsets(p))
-    stages = np.broadcast_to(2 * p * number + hop, slots.shape[1:])
-    kinds = np.array([int(F), int(I)]).reshape(2, 1, 1, 1)
-    return spread_of(placement, m, slots, kinds, np.stack([stages, placement.num_stages - 1 - stages]), microbatch)
 
 
 def _length(starts: Starts) -> int:

@@ -15,8 +15,7 @@ from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import native
-from fastpipe.schedules.costs import COSTS, PerRank, memory_limit, per_rank
-from fastpipe.schedules.family import Family
+from fastpipe.schedules.family import COSTS, Family, PerRank, memory_limit, per_rank
 from fastpipe.schedules.words import columns_of
 
 F, I, W = range(3)

@@ -1,14 +1,23 @@
-"""ZB-V: zero bubble on a V of two stages a rank, with the memory of 1F1B (arXiv 2401.10241, section 6)."""
+"""ZB-V: zero bubble on a V of two stages a rank, with the memory of 1F1B (arXiv 2401.10241, section 6).
+
+For other costs than F = I = W it is searched as sail-sg's zero-bubble repository does: a warm-up, then one I and one F
+a rank in turn, chosen by what has arrived, with a W wherever it fits into a wait or memory asks for it. A wait may stay
+open as long as the longest bubble of any rank; every order is built again with the bubbles of the one before as given,
+until that no longer helps. Four orders are tried, the first of the best is taken.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Columns, Schedule
-from fastpipe.schedules.costs import UNIFORM_COSTS, is_number
-from fastpipe.schedules.family import Family, Option
+from fastpipe.schedules import native
+from fastpipe.schedules.family import UNIFORM_COSTS, Family, Option, is_number
 from fastpipe.schedules.words import Blocks, columns_of, spell, stream
-from fastpipe.schedules.zbv_search import Costs, search
 
 _LIMIT = Option(
     None,
@@ -89,3 +98,206 @@ ZBV = Family(
     UNIFORM_COSTS | {"memory_limit": _LIMIT},
     stages_per_rank=2,
 )
+
+
+F0, F1, I1, I0, W1, W0 = range(6)
+"""What a rank does for one microbatch, in the order of the V: 0 is its stage on the way down, 1 on the way up."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of F, I and W of a stage and of a transfer; the activations a rank may hold, at least twice the ranks."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    comm: float
+    limit: float
+
+
+class Attempt:
+    """One order, built by appending to the ranks; every rank's clock runs along.
+
+    Args:
+        num_ranks: how many ranks there are.
+        num_microbatches: of a step.
+        costs: what it is for.
+        fill: whether a wait shorter than a W is filled before an I1, and before a forward.
+        approved: every rank's bubble in an order that is known.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        costs: Costs,
+        fill: tuple[bool, bool],
+        approved: Sequence[float],
+    ) -> None:
+        self.num_ranks, self.num_microbatches, self.costs = num_ranks, num_microbatches, costs
+        self.fill = {I1: fill[0], F0: fill[1], F1: fill[1], I0: True}
+        self.slack = [max(approved) - bubble for bubble in approved]
+        self.orders: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+        self.ends: list[list[list[float]]] = [[[] for _ in range(num_ranks)] for _ in range(4)]
+        self.inputs: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+        self.num_weights = [0] * num_ranks
+        self.clock = [0.0] * num_ranks
+        self.bubble = [0.0] * num_ranks
+        self.longest = 0.0
+        self.seconds = [costs.forward] * 2 + [costs.backward_input] * 2
+
+    def run(self) -> Attempt:
+        """Build the order."""
+        self._ramp_down()
+        self._ramp_up()
+        for _ in range(2 * self.num_microbatches):
+            self._backwards()
+            self._forwards()
+        for rank in range(self.num_ranks):
+            while self._has_weight(rank):
+                self._put_weight(rank)
+        return self
+
+    def _count(self, kind: int, rank: int) -> int:
+        return len(self.ends[kind][rank])
+
+    def _live(self, rank: int) -> int:
+        return self._count(F0, rank) + self._count(F1, rank) - self.num_weights[rank]
+
+    def _has_weight(self, rank: int) -> bool:
+        return self.num_weights[rank] < len(self.inputs[rank])
+
+    def _arrived(self, kind: int, rank: int) -> bool:
+        """Whether the neighbour has done what the rank's next action of this kind needs."""
+        source = rank - 1 if kind in (F0, I1) else rank + 1
+        return not 0 <= source < self.num_ranks or self._count(kind, source) > self._count(kind, rank)
+
+    def _arrival(self, kind: int, rank: int) -> float:
+        """When that is there; before everything where the rank itself provides it."""
+        source = rank - 1 if kind in (F0, I1) else rank + 1
+        if not 0 <= source < self.num_ranks:
+            return float("-inf")
+        return self.ends[kind][source][self._count(kind, rank)] + self.costs.comm
+
+    def _put(self, kind: int, rank: int) -> None:
+        seconds = self.seconds[kind]
+        busy = self.clock[rank] + seconds
+        end = max(busy, self._arrival(kind, rank) + seconds)
+        if self._count(F0, rank):
+            self.bubble[rank] += end - busy
+            self.longest = max(self.longest, self.bubble[rank])
+        action = (kind, self._count(kind, rank))
+        self.orders[rank].append(action)
+        self.clock[rank] = end
+        self.ends[kind][rank].append(end)
+        if kind in (I1, I0):
+            self.inputs[rank].append(action)
+
+    def _put_weight(self, rank: int) -> None:
+        """The oldest W that waits."""
+        kind, mb = self.inputs[rank][self.num_weights[rank]]
+        self.num_weights[rank] += 1
+        self.orders[rank].append((W1 if kind == I1 else W0, mb))
+        self.clock[rank] += self.costs.backward_weight
+
+    def _ramp_down(self) -> None:
+        """The first F0 of every rank, then more of them while the first F1 comes back up."""
+        last = self.num_ranks - 1
+        for rank in range(self.num_ranks):
+            self._put(F0, rank)
+        self._put(F1, last)
+        for rank in reversed(range(last)):
+            while (
+                self._live(rank) + 2 + 2 * rank <= self.costs.limit
+                and self.clock[rank] + self.costs.forward <= self._arrival(F1, rank)
+                and self._count(F0, rank) < self.num_microbatches
+            ):
+                for earlier in range(rank + 1):
+                    self._put(F0, earlier)
+            self._put(F1, rank)
+
+    def _ramp_up(self) -> None:
+        """F0 and F1 in turn, until every rank has as many forwards as the one before it."""
+        kind = F0
+        for rank in range(1, self.num_ranks):
+            while self._is_behind(rank):
+                for later in reversed(range(rank, self.num_ranks)):
+                    if self._count(kind, later) < self.num_microbatches:
+                        self._put(kind, later)
+                kind = F1 if kind == F0 else F0
+
+    def _is_behind(self, rank: int) -> bool:
+        forwards = [self._count(F0, r) + self._count(F1, r) for r in (rank - 1, rank)]
+        before = self._count(F1, rank - 1)
+        return forwards[1] < forwards[0] or self._count(F1, rank) <= before < self.num_microbatches
+
+    def _backwards(self) -> None:
+        """One I a rank: those of the way down from the last rank on, then those of the way up from the first."""
+        down = [self._goes_down(rank) for rank in range(self.num_ranks)]
+        turns = [(rank, I0) for rank in reversed(range(self.num_ranks)) if down[rank]]
+        turns += [(rank, I1) for rank in range(self.num_ranks) if not down[rank]]
+        for rank, kind in turns:
+            self._fill_wait(kind, rank)
+            self._put(kind, rank)
+
+    def _goes_down(self, rank: int) -> bool:
+        if self._count(I0, rank) >= self._count(I1, rank):
+            return False
+        return self._arrived(I0, rank) or self._count(I1, rank) >= self.num_microbatches
+
+    def _forwards(self) -> None:
+        for rank in range(self.num_ranks):
+            kind = self._next_forward(rank)
+            if kind is not None:
+                while self._live(rank) + 1 > self.costs.limit:
+                    self._put_weight(rank)
+                self._fill_wait(kind, rank)
+                self._put(kind, rank)
+
+    def _next_forward(self, rank: int) -> int | None:
+        down, up = self._count(F0, rank), self._count(F1, rank)
+        if up >= self.num_microbatches:
+            return None
+        if up >= down:
+            return F0
+        if self._arrived(F1, rank):
+            return F1
+        return F0 if down < self.num_microbatches and self._arrived(F0, rank) else None
+
+    def _fill_wait(self, kind: int, rank: int) -> None:
+        """Put W where the rank would wait: those that fit, and one more where a longer bubble does not hide it."""
+        arrival = self._arrival(kind, rank)
+        while self._has_weight(rank) and arrival >= self.clock[rank] + self.costs.backward_weight:
+            self._put_weight(rank)
+        hidden = max(self.longest, self.slack[rank]) - self.bubble[rank]
+        if self._has_weight(rank) and arrival - self.clock[rank] > hidden and self.fill[kind]:
+            self._put_weight(rank)
+
+
+def search(num_ranks: int, num_microbatches: int, costs: Costs) -> list[list[tuple[int, int]]]:
+    """Every rank's order of (kind, microbatch)."""
+    given = costs.forward, costs.backward_input, costs.backward_weight
+    seconds = [[value] for value in given]
+    kinds = native.zero_bubble("zbv", num_ranks, num_microbatches, seconds, costs.comm, [costs.limit])
+    if kinds is not None:
+        return [_numbered(order) for order in kinds]
+    found = []
+    for choices in product((True, False), (True, False)):
+        best = Attempt(num_ranks, num_microbatches, costs, choices, [0.0] * num_ranks).run()
+        while True:
+            again = Attempt(num_ranks, num_microbatches, costs, choices, best.bubble).run()
+            if again.longest >= best.longest:
+                break
+            best = again
+        found.append(best)
+    return min(found, key=lambda attempt: attempt.longest).orders
+
+
+def _numbered(kinds: Sequence[int]) -> list[tuple[int, int]]:
+    """Every kind with its microbatch: they come in order."""
+    counts = [0] * 6
+    order = []
+    for kind in kinds:
+        order.append((kind, counts[kind]))
+        counts[kind] += 1
+    return order

@@ -1,4 +1,8 @@
-"""Timelines made visible: a picture, an interactive page, a Chrome trace, a comparison, a text grid."""
+"""Timelines made visible: a picture, an interactive page, a Chrome trace, a comparison, a text grid.
+
+Nothing here computes a schedule or a time; the drawings show what timelines and schedules say. matplotlib is imported
+when a picture is drawn, and not before. The package uses the core alone.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,18 @@ import numpy.typing as npt
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas, colours
-from fastpipe.visualize.bars import Bars, Ints, bars, live_activations, transfers
-from fastpipe.visualize.waits import critical_bars, critical_transfers, limited_by, runs, waited_for
+from fastpipe.visualize.bars import (
+    Bars,
+    Ints,
+    bars,
+    critical_bars,
+    critical_transfers,
+    limited_by,
+    live_activations,
+    runs,
+    transfers,
+    waited_for,
+)
 
 _SCRIPTS = ("data.js", "draw.js", "memory.js", "page.js")
 _INTEGERS = (("Uint8Array", np.uint8), ("Uint16Array", np.uint16), ("Int32Array", np.int32))

@@ -1,8 +1,13 @@
-"""One panel of the picture: a row a rank, bars as a few collections, text only where it fits."""
+"""One panel of the picture: a row a rank, bars as a few collections.
+
+Text is written into bars only where it fits, as a few paths rather than thousands of text objects. Bars that are
+narrower than pixels are pixels: each has the mean colour of what it covers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,13 +15,13 @@ import numpy.typing as npt
 
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
-from fastpipe.visualize import canvas, colours, labels
-from fastpipe.visualize.bars import Floats, Ints, bars, transfers
-from fastpipe.visualize.dense import Part, pixels
-from fastpipe.visualize.waits import critical_bars, critical_transfers, runs
+from fastpipe.visualize import canvas, colours
+from fastpipe.visualize.bars import Bars, Floats, Ints, bars, critical_bars, critical_transfers, runs, transfers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.path import Path
+
 
 Reals = npt.NDArray[np.floating[Any]]
 
@@ -181,11 +186,11 @@ class Panel:
         widths = {kind: self._width(parts) for kind, parts in self.parts.items()}
         heights = {kind: (parts.high - parts.low) * self.points_a_row for kind, parts in self.parts.items()}
         numbers = np.concatenate([parts.number for parts in self.parts.values()])
-        size = labels.font_size(np.concatenate([*widths.values()]), np.concatenate([*heights.values()]), numbers)
+        size = font_size(np.concatenate([*widths.values()]), np.concatenate([*heights.values()]), numbers)
         if not size:
             return
         for kind, parts in self.parts.items():
-            fits = labels.fitting(widths[kind], heights[kind], parts.number, size)
+            fits = fitting(widths[kind], heights[kind], parts.number, size)
             for chunk in range(self.bars.num_chunks):
                 ink = colours.ink(colours.shade(kind, chunk, self.bars.num_chunks))
                 self._write(parts, np.flatnonzero(fits & (parts.chunk == chunk)), size, ink)
@@ -202,7 +207,7 @@ class Panel:
         x = (self.bars.start[index] + self.bars.end[index]) / 2 * self.scale
         y = (parts.low[which] + parts.high[which]) / 2
         scale = (self.scale / self.points_a_second, -1 / self.points_a_row)
-        path = labels.text_path(parts.number[which], x, y, size, scale)
+        path = text_path(parts.number[which], x, y, size, scale)
         self.axes.add_patch(PathPatch(path, facecolor=ink, linewidth=0, gid="labels"))
 
     def _draw_transfers(self) -> None:
@@ -238,3 +243,118 @@ class Panel:
 def _edge(rank: Any, towards: Any) -> Any:
     """The edge of a rank's bars on the side of another rank."""
     return rank + 0.5 + np.sign(towards - rank) * _FILL / 2
+
+
+LARGEST, SMALL, SMALLEST = 9.0, 6.5, 4.8
+"""Points: the first choice, the last one in favour of labelling every bar, the last one that can be read."""
+
+_DIGIT = 0.65
+_HIGH = 1.05
+_AIR = 0.3
+"""How wide a digit is, how high with a little air, and the air beside a number, in sizes of the font."""
+
+
+def font_size(width: Floats, height: Floats, numbers: Ints) -> float:
+    """One size for all bars of a panel, such that all labels fit, or three of four when they are small, or one of four.
+
+    It is 0 where fewer have room.
+
+    Args:
+        width: of every bar, in points.
+        height: the same.
+        numbers: what is to be written into them.
+    """
+    if not len(width):
+        return 0.0
+    fits = np.minimum(width / (_DIGIT * _digits(numbers) + _AIR), height / _HIGH)
+    size = float(np.quantile(fits, 0.01))
+    if size < SMALL:
+        size = min(SMALL, float(np.quantile(fits, 0.25)))
+    if size < SMALLEST and float(np.quantile(fits, 0.75)) >= SMALL:
+        size = SMALL
+    return min(LARGEST, size) if size >= SMALLEST else 0.0
+
+
+def fitting(width: Floats, height: Floats, numbers: Ints, size: float) -> npt.NDArray[np.bool_]:
+    """Which bars the text of that size fits into."""
+    return (width >= (_DIGIT * _digits(numbers) + _AIR) * size * 0.999) & (height >= 0.95 * size)
+
+
+def text_path(numbers: Ints, x: Floats, y: Floats, size: float, scale: tuple[float, float]) -> Path:
+    """All numbers as one path.
+
+    Args:
+        numbers: what is written.
+        x: the centre of each, in data coordinates.
+        y: the same.
+        size: of the font, in points.
+        scale: data coordinates a point, to the right and upwards.
+    """
+    from matplotlib.path import Path
+
+    glyphs = [_glyphs(int(number)) for number in numbers]
+    points = [g.vertices * size * scale + (cx, cy) for g, cx, cy in zip(glyphs, x, y, strict=True)]
+    codes = [g.codes for g in glyphs]
+    return Path(np.concatenate(points), np.concatenate(codes))
+
+
+def _digits(numbers: Ints) -> Ints:
+    return np.floor(np.log10(np.maximum(numbers, 1))).astype(np.int64) + 1
+
+
+@cache
+def _glyphs(number: int) -> Any:
+    """The outline of a number of size 1, its centre at the origin."""
+    from matplotlib.path import Path
+    from matplotlib.textpath import TextPath
+
+    outline = TextPath((0, 0), str(number), size=100)
+    low, high = outline.vertices.min(axis=0), outline.vertices.max(axis=0)
+    return Path((outline.vertices - (low + high) / 2) / 100, outline.codes)
+
+
+Part = tuple[Ints, npt.NDArray[np.float64], bool, bool]
+"""Bars of one colour, the colour (0 to 1), and whether they are seen in the upper and in the lower half of the row."""
+
+
+def pixels(drawn: Bars, parts: list[Part], longest: float, width: int, height: int, fill: float) -> Floats:
+    """A picture of all rows: shape ``(ranks * height, width, 3)``, values of 0 to 1.
+
+    Args:
+        drawn: the bars.
+        parts: which of them have which colour.
+        longest: seconds that the width shows.
+        width: pixels.
+        height: pixels of a row.
+        fill: how much of its row a bar takes.
+    """
+    ranks = drawn.program.num_ranks
+    halves = np.ones((ranks, 2, width, 3))
+    edges = np.linspace(0.0, longest, width + 1)
+    for index, colour, upper, lower in parts:
+        ordered = np.sort(index)
+        bounds = np.searchsorted(ordered, drawn.first)
+        for rank in range(ranks):
+            mine = ordered[bounds[rank] : bounds[rank + 1]]
+            if len(mine):
+                covered = _coverage(drawn.start[mine], drawn.end[mine], edges)
+                for half in [0] * upper + [1] * lower:
+                    halves[rank, half] -= covered[:, None] * (1.0 - colour)
+    rows = np.ones((ranks, height, width, 3))
+    first, last = round(height * (1 - fill) / 2), max(round(height * (1 + fill) / 2), 1)
+    middle = (first + last) // 2
+    rows[:, first:middle] = halves[:, :1]
+    rows[:, middle:last] = halves[:, 1:]
+    return np.clip(rows.reshape(ranks * height, width, 3), 0.0, 1.0)
+
+
+def _coverage(start: Floats, end: Floats, edges: Floats) -> Floats:
+    """How much of every pixel the bars cover, 0 to 1: differences of the time that is covered up to each edge."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order].copy()
+    end[:-1] = np.minimum(end[:-1], start[1:])
+    total = np.concatenate([[0.0], np.cumsum(end - start)])
+    times = np.stack([start, end], axis=1).ravel()
+    values = np.stack([total[:-1], total[1:]], axis=1).ravel()
+    covered: Floats = np.diff(np.interp(edges, times, values)) / (edges[1] - edges[0])
+    return covered

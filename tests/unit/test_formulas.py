@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from fastpipe import CostModel, formulas, list_schedules, lower, make_schedule, simulate
-from fastpipe.closed_forms import BUBBLES, PEAKS
+from fastpipe.theory.closed_forms import BUBBLES, PEAKS
 
 COSTS = [(1, 1, 1), (1, 2, 2), (3, 1, 2), (4, 3, 2)]
 BY_NAME = {family.name: family for family in list_schedules()}

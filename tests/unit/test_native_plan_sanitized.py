@@ -39,7 +39,7 @@ for schedule in small_schedules():
         native_plan.is_valid_schedule(wrong)
         native_plan.lower(wrong, seed % 3, 0)
 from fastpipe.planner import engine
-from fastpipe.planner.keys import Keys, unordered
+from fastpipe.planner.search import Keys, unordered
 from tests.unit import test_planner_tasks as planner
 from tests.unit.planning import improved
 for case in planner.NAMED:

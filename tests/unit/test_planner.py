@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fastpipe
 from fastpipe import CostModel, LayerCosts, native_plan
-from fastpipe.planner import native, pool
+from fastpipe.planner import engine, search
 from tests.unit.plans import LAYERS, UNEVEN, small
 
 pytestmark = pytest.mark.without_torch
@@ -212,16 +212,16 @@ def test_what_has_reached_its_bound_is_annealed_no_more(
 ) -> None:
     """The shortest plan still comes of it, and less than a third of the attempts are made."""
     attempts: list[int] = []
-    real = native.Search.improve
+    real = engine.Search.improve
 
-    def counted(search: native.Search, count: int, hot: float, cold: float) -> None:
+    def counted(search: engine.Search, count: int, hot: float, cold: float) -> None:
         attempts.append(count * search.size)
         real(search, count, hot, cold)
 
-    monkeypatch.setattr(native.Search, "improve", counted)
+    monkeypatch.setattr(engine.Search, "improve", counted)
     plan = fastpipe.plan(CostModel(1, 1.3, 0.7, comm=0.02), num_ranks=p, num_microbatches=m)
     assert plan.value == pytest.approx(plan.bound) and names in plan.chosen.name
-    assert sum(attempts) < 1.6 * pool.WORK / 3
+    assert sum(attempts) < 1.6 * search.WORK / 3
 
 
 def test_costs_by_stage_fix_the_number_of_stages() -> None:

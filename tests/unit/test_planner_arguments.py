@@ -11,7 +11,7 @@ import pytest
 
 import fastpipe
 from fastpipe import CostModel, LayerCosts
-from fastpipe.planner.budget import Memory, memory_of
+from fastpipe.planner.problem import Memory, memory_of
 from tests.unit.plans import LAYERS, UNEVEN, small
 
 pytestmark = pytest.mark.without_torch

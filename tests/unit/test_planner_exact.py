@@ -12,14 +12,12 @@ import pytest
 import fastpipe
 from fastpipe import CostModel
 from fastpipe.placement import Placement
-from fastpipe.planner import windows
-from fastpipe.planner.budget import memory_of
-from fastpipe.planner.clock import Clock
-from fastpipe.planner.exact import solve
-from fastpipe.planner.judge import judge
-from fastpipe.planner.model import Problem
-from fastpipe.planner.pool import Listing, Member, constructed, member
-from fastpipe.planner.solver import common_unit
+from fastpipe.planner import exact
+from fastpipe.planner.candidates import evaluate
+from fastpipe.planner.engine import Clock
+from fastpipe.planner.exact import common_unit, solve
+from fastpipe.planner.problem import Problem, memory_of
+from fastpipe.planner.search import Construction, Member, constructed, member
 from fastpipe.simulate import simulate_program
 
 pytestmark = pytest.mark.without_torch
@@ -64,12 +62,12 @@ def listed(costs: CostModel, placement: Placement, num_microbatches: int, **opti
     settings["memory"] = memory_of(settings["memory"])
     problem = Problem(costs, placement.num_ranks, **settings)
     setting = problem.setting(placement, num_microbatches)
-    return problem, constructed(problem, Listing(setting, seed=1, tries=20), keep=20, clock=Clock(None))[-1]
+    return problem, constructed(problem, Construction(setting, seed=1, tries=20), keep=20, clock=Clock(None))[-1]
 
 
 def checked(problem: Problem, better: Member) -> float:
     """What the simulation says of an order that is valid and fits."""
-    row, _ = judge(problem, "plan", better.setting, better.schedule())
+    row, _ = evaluate(problem, "plan", better.setting, better.schedule())
     assert row.fits
     return row.span if problem.span else row.makespan
 
@@ -82,17 +80,17 @@ def test_windows_make_a_bad_order_shorter(objective: str, memory: float | None, 
     options = {"memory": memory, "objective": objective}
     problem, bad = listed(CostModel(1.0, 1.5, 0.5, comm=0.25), placement, 12, **options)
     said: list[str] = []
-    better = windows.improve(problem, bad, Clock(None), said.append, size=len(bad.tasks) // 7)
+    better = exact.improve_by_windows(problem, bad, Clock(None), said.append, size=len(bad.tasks) // 7)
     assert checked(problem, better) == pytest.approx(better.value) and better.value < bad.value
     assert said[0] == f"ordering actions 0 to {len(bad.tasks) // 7} of {len(bad.tasks)} anew"
-    again = windows.improve(problem, bad, Clock(None), said.append, size=len(bad.tasks) // 7)
+    again = exact.improve_by_windows(problem, bad, Clock(None), said.append, size=len(bad.tasks) // 7)
     assert (again.order == better.order).all()
 
 
 @pytest.mark.parametrize(("memory", "comm"), [(None, 0.25), (0.75, 0.0), (1.0, 0.25)])
 def test_one_window_over_everything_is_the_whole_problem(memory: float | None, comm: float) -> None:
     problem, bad = listed(CostModel(1.0, 1.5, 0.5, comm=comm), Placement.wave(2, 2), 4, memory=memory)
-    better = windows.improve(problem, bad, Clock(None), lambda text: None)
+    better = exact.improve_by_windows(problem, bad, Clock(None), lambda text: None)
     proved = solve(problem, bad.setting, bad.value)
     assert bad.value > better.value == pytest.approx(proved.least)
 
@@ -100,10 +98,10 @@ def test_one_window_over_everything_is_the_whole_problem(memory: float | None, c
 def test_releases_and_tails_say_the_makespan() -> None:
     """Wherever the window is, its ends and tails, or what avoids it, are the makespan that the order has."""
     problem, bad = listed(CostModel(1.0, 1.5, 0.5, comm=0.25), Placement.loop(3, 2), 6, memory=1.0)
-    line = windows.Line(windows.Case(bad.tasks, problem.span), bad.order)
+    line = exact.Timing(exact.IntegerTasks(bad.tasks, problem.span), bad.order)
     size, sizes = len(bad.tasks) // 4, []
     for first in range(0, len(bad.tasks) - size):
-        window = windows.Window(line, first, size)
+        window = exact.Window(line, first, size)
         inside = [task for mine in window.tasks for task in mine]
         length = line.case.length
         longest = max(line.starts[task] + length[task] + window.tail[task] for task in inside)
@@ -121,12 +119,12 @@ def test_windows_keep_fused_pairs_and_whole_backwards(name: str) -> None:
     problem = Problem(costs, 4, memory_of(None), "makespan", 2, schedule.placement)
     begin = member(problem, name, problem.setting(schedule.placement, 16), schedule)
     assert begin is not None
-    better = windows.improve(problem, begin, Clock(None), lambda text: None, size=40)
+    better = exact.improve_by_windows(problem, begin, Clock(None), lambda text: None, size=40)
     assert checked(problem, better) <= begin.value
 
 
 def test_a_case_that_is_too_large_is_ordered_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WORK", 0.5)
+    monkeypatch.setattr(exact, "WINDOW_WORK", 0.5)
     costs = CostModel(1.0, 1.5, 0.5, comm=0.25)
     options = {"num_ranks": 8, "num_microbatches": 32, "memory": 0.75, "effort": 0.01, "max_stages_per_rank": 1}
     said: list[str] = []

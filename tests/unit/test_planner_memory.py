@@ -13,7 +13,7 @@ import fastpipe
 from fastpipe import CostModel, LayerCosts, native_plan
 from fastpipe.bounds import any_placement_bounds
 from fastpipe.planner import result
-from fastpipe.planner.budget import Memory, human, memory_of
+from fastpipe.planner.problem import Memory, human, memory_of
 from tests.unit.plans import COSTS, LAYERS, small
 
 pytestmark = pytest.mark.without_torch

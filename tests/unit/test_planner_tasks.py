@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import fastpipe
 from fastpipe import CostModel, Schedule, native_plan
-from fastpipe.planner import engine, listing, native
-from fastpipe.planner.keys import Keys, unordered
-from fastpipe.planner.starts import joined, split
+from fastpipe.planner import engine
+from fastpipe.planner.candidates import join_backwards, split_backwards
+from fastpipe.planner.search import Keys, unordered
 from fastpipe.planner.tasks import Tasks, fits, held_peaks, tasks_of
 from tests.unit.planning import improved, random_schedules
 
@@ -55,7 +55,7 @@ def test_an_orders_times_are_the_simulators(case: tuple[str, int, int, dict[str,
     timeline = fastpipe.simulate(schedule, cost)
     assert engine.measure(tasks, tasks.start, span=False) == timeline.makespan
     assert engine.measure(tasks, tasks.start, span=True) == timeline.span
-    times, python = engine.retime(tasks, tasks.start), listing.retime(tasks, tasks.start)
+    times, python = engine.retime(tasks, tasks.start), engine.retime_in_python(tasks, tasks.start)
     assert times is not None and python is not None
     assert [column.tolist() for column in python] == [column.tolist() for column in times]
     for rank in range(schedule.num_ranks):
@@ -80,7 +80,7 @@ def test_an_order_that_cannot_run_has_no_times() -> None:
     order[: tasks.first[1]] = order[: tasks.first[1]][::-1]  # the first rank begins with a backward
     assert engine.retime(tasks, order) is None
     assert engine.measure(tasks, order, span=False) == float("inf")
-    assert listing.retime(tasks, order) is None
+    assert engine.retime_in_python(tasks, order) is None
     arguments = {"span": False, "seed": 0, "attempts": 10, "hot": 1.0, "cold": 0.0}
     assert improved(tasks, order, **arguments) is None  # type: ignore[arg-type]
 
@@ -96,7 +96,7 @@ def test_peaks_are_counted_by_stage_and_released_at_the_end_of_w() -> None:
 @pytest.mark.parametrize("case", NAMED, ids=str)
 @pytest.mark.parametrize("span", [False, True])
 def test_the_search_keeps_what_must_be_kept(case: tuple[str, int, int, dict[str, int]], span: bool) -> None:
-    schedule = split(made(*case))
+    schedule = split_backwards(made(*case))
     cost = uneven(schedule.num_stages)
     tasks = tight(schedule, cost)
     before = engine.measure(tasks, tasks.start, span)
@@ -131,7 +131,7 @@ def test_what_adds_to_weights_keeps_its_order(seed: int) -> None:
 
 def test_the_search_finds_what_a_bad_order_wastes() -> None:
     """GPipe's backwards wait for all forwards; 1F1B's memory allows better, and the search gets nearly there."""
-    tasks = tight(split(made("gpipe", 3, 6, {})), CostModel())
+    tasks = tight(split_backwards(made("gpipe", 3, 6, {})), CostModel())
     found = improved(tasks, tasks.start, span=False, seed=0, attempts=20000, hot=0.5, cold=0.01)
     assert found is not None and found[1] < engine.measure(tasks, tasks.start, span=False)
     assert found[1] <= 3 * 6 + 2  # the optimum: work and the way to the last rank
@@ -173,10 +173,9 @@ def test_both_languages_construct_the_same(limit: float) -> None:
     rng = np.random.default_rng(1)
     keys, reserves = rng.random((20, len(tasks))), 0.5 * rng.integers(0, 2, (20, len(tasks)))
     patience = rng.random(20)
-    found = native.construct(tasks, keys, reserves, patience, span=True)
-    assert found is not None
+    found = engine.construct(tasks, list(keys), list(reserves), patience.tolist(), span=True)
     for key, reserve, wait, (order, objective) in zip(keys, reserves, patience, found, strict=True):
-        python = listing.Listing(tasks, key, reserve, wait).run()
+        python = engine.ListScheduling(tasks, key, reserve, wait).run()
         if python is None:
             assert objective == math.inf
         else:
@@ -201,6 +200,6 @@ def test_list_scheduling_never_stops_with_its_ladder(placement: fastpipe.Placeme
 
 def test_backwards_are_split_and_joined() -> None:
     schedule = made("1f1b", 3, 5, {})
-    apart = split(schedule).validate()
-    assert apart.splits_backward and joined(apart) == schedule
-    assert joined(made("zbv", 3, 5, {})).num_actions < made("zbv", 3, 5, {}).num_actions
+    apart = split_backwards(schedule).validate()
+    assert apart.splits_backward and join_backwards(apart) == schedule
+    assert join_backwards(made("zbv", 3, 5, {})).num_actions < made("zbv", 3, 5, {}).num_actions

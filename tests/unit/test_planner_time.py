@@ -9,11 +9,11 @@ import pytest
 
 import fastpipe
 from fastpipe import CostModel, Placement, native_plan
-from fastpipe.planner import engine, entry, exact, pool
-from fastpipe.planner.clock import Clock
-from fastpipe.planner.entry import plan
-from fastpipe.planner.model import Problem
-from fastpipe.planner.pool import Member
+from fastpipe.planner import engine, exact, planner, search
+from fastpipe.planner.engine import Clock
+from fastpipe.planner.planner import plan
+from fastpipe.planner.problem import Problem, memory_of
+from fastpipe.planner.search import Member
 
 COSTS = CostModel(1.0, 1.5, 0.5, comm=0.1)
 
@@ -33,7 +33,7 @@ class SetClock(Clock):
 def start() -> tuple[Problem, Member]:
     problem = Problem(COSTS, 3, None, "makespan", 2)
     schedule = fastpipe.make_schedule("zb_h1", num_ranks=3, num_microbatches=9)
-    found = pool.member(problem, "zb_h1", problem.setting(schedule.placement, 9), schedule)
+    found = search.member(problem, "zb_h1", problem.setting(schedule.placement, 9), schedule)
     assert found is not None
     return problem, found
 
@@ -44,21 +44,21 @@ def heats(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[float, fl
     real = engine.search
 
     def spied(*args: Any, **options: Any) -> Any:
-        search = real(*args, **options)
-        assert search is not None
-        improve = search.improve
+        begun = real(*args, **options)
+        assert begun is not None
+        improve = begun.improve
 
         def noted(attempts: int, hot: float, cold: float) -> None:
             seen.append((hot, cold))
             improve(attempts, hot, cold)
 
-        monkeypatch.setattr(search, "improve", noted)
-        return search
+        monkeypatch.setattr(begun, "improve", noted)
+        return begun
 
     monkeypatch.setattr(engine, "search", spied)
-    monkeypatch.setattr(pool, "_ROUNDS_OF_FEW", ((1, 1.0, 1.0),))
+    monkeypatch.setattr(search, "_ROUNDS_OF_FEW", ((1, 1.0, 1.0),))
     problem, one = start()
-    list(pool.anneal(problem, [one], 2e5, 0, clock, lambda setting: 0.0))
+    list(search.anneal(problem, [one], 2e5, 0, clock, lambda setting: 0.0))
     return list(seen)
 
 
@@ -67,19 +67,19 @@ def heats(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[float, fl
 def test_with_time_enough_it_cools_down_step_by_step(monkeypatch: pytest.MonkeyPatch, limit: float | None) -> None:
     clock = SetClock(limit, 1.0)
     seen = heats(monkeypatch, clock)
-    assert len(seen) == pool._SLICES and not clock.cut
+    assert len(seen) == search._SLICES and not clock.cut
     assert all(before[1] == pytest.approx(after[0]) for before, after in zip(seen, seen[1:], strict=False))
-    assert seen[0][0] == pytest.approx(seen[-1][1] / pool._COLD)
+    assert seen[0][0] == pytest.approx(seen[-1][1] / search._COLD)
 
 
 @pytest.mark.skipif(native_plan.library() is None, reason="the planning library is not built")
 def test_what_is_late_cools_down_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the time that all slices would take: about half of them, from the same heat to nearly the same cold."""
     whole = heats(monkeypatch, SetClock(None, 1.0))
-    clock = SetClock(2.0 * pool._SLICES, 2.0)  # a slice looks twice
+    clock = SetClock(2.0 * search._SLICES, 2.0)  # a slice looks twice
     seen = heats(monkeypatch, clock)
     assert clock.cut
-    assert pool._SLICES / 5 < len(seen) < pool._SLICES * 2 / 3
+    assert search._SLICES / 5 < len(seen) < search._SLICES * 2 / 3
     assert seen[0] == whole[0] and seen[-1][1] < whole[len(whole) * 2 // 3][1]
 
 
@@ -96,7 +96,7 @@ def test_the_placements_share_what_the_exact_solver_may_take(monkeypatch: pytest
         given.append(seconds)
         return exact.Outcome(None, 0.0)
 
-    monkeypatch.setattr(entry, "solve", solve)
+    monkeypatch.setattr(planner, "solve", solve)
     options: dict[str, Any] = {
         "num_ranks": 2,
         "num_microbatches": 2,
@@ -114,9 +114,9 @@ def test_the_placements_share_what_the_exact_solver_may_take(monkeypatch: pytest
 
 def test_a_schedule_that_recomputes_is_a_start_where_it_would_not_fit_otherwise() -> None:
     """What its stages keep counts, not what they would hold without recomputing."""
-    problem = Problem(COSTS, 4, entry.memory_of(0.5), "makespan", 1, recompute="full")
+    problem = Problem(COSTS, 4, memory_of(0.5), "makespan", 1, recompute="full")
     schedule = fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     setting = problem.setting(Placement.loop(4), 8)
-    assert pool.member(problem, "1f1b", setting, schedule) is not None
-    plain = Problem(COSTS, 4, entry.memory_of(0.5), "makespan", 1)
-    assert pool.member(plain, "1f1b", plain.setting(Placement.loop(4), 8), schedule) is None
+    assert search.member(problem, "1f1b", setting, schedule) is not None
+    plain = Problem(COSTS, 4, memory_of(0.5), "makespan", 1)
+    assert search.member(plain, "1f1b", plain.setting(Placement.loop(4), 8), schedule) is None

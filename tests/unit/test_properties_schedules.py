@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastpipe import CostModel, Placement, formulas, list_schedules, lower, make_schedule, simulate, validate_program
-from fastpipe.closed_forms import PEAKS
+from fastpipe.theory.closed_forms import PEAKS
 
 FAMILIES = {family.name: family for family in list_schedules()}
 SECONDS = st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0])

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from fastpipe import make_schedule, native_plan
 from fastpipe.schedules.loop_zb import _played
 from fastpipe.schedules.rounds import NEVER, groupings
-from fastpipe.schedules.wave_beam import Beam
-from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, compact, slack
+from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Beam, Job, compact, slack
 
 pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
 

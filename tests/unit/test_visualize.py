@@ -18,13 +18,11 @@ from hypothesis import strategies as st
 
 import fastpipe
 from fastpipe.visualize import grid, pareto, plot, to_chrome_trace, to_html
-from fastpipe.visualize.bars import bars, live_activations, transfers
+from fastpipe.visualize.bars import bars, critical_bars, limited_by, live_activations, runs, transfers, waited_for
 from fastpipe.visualize.colours import COLOURS
-from fastpipe.visualize.dense import pixels
-from fastpipe.visualize.labels import font_size
 from fastpipe.visualize.page import page_data
-from fastpipe.visualize.places import Box, place_labels
-from fastpipe.visualize.waits import critical_bars, limited_by, runs, waited_for
+from fastpipe.visualize.pareto import Box, place_labels
+from fastpipe.visualize.rows import font_size, pixels
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipe", "dualpipev")
 

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastpipe import ActionKind, CostModel, bounds, formulas, make_schedule, simulate
-from fastpipe.chains import peak
+from fastpipe import ActionKind, CostModel, Placement, Schedule, bounds, formulas, make_schedule, simulate
 from fastpipe.schedules import wave as wave_module
-from fastpipe.schedules.filling import fill_weights
-from fastpipe.schedules.rounds import NEVER, groupings
+from fastpipe.schedules.rounds import NEVER, Seconds, even, fill_weights, groupings
 from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, compact, slack
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
@@ -25,7 +23,7 @@ def wave(p, m, v, memory, form="auto", name="wave_zb"):
 
 
 def live(schedule):
-    return max(peak(columns) for columns in schedule.columns)
+    return max(rank.peak_activations for rank in schedule)
 
 
 def is_first_in_first_out(schedule):
@@ -165,6 +163,30 @@ def test_even_waves_bear_hops_in_half_of_the_memory():
     stage = {name: seconds / 4 for name, seconds in costs.items()}
     assert simulate(schedule, CostModel(**stage, comm=0.05)).makespan <= 121.1
     assert live(schedule) <= 16
+
+
+@pytest.mark.parametrize(("stages", "memory", "longest"), [(2, 0.75, 111.2), (3, 0.625, 114.7), (4, 0.625, 112.7)])
+def test_even_loops_bear_hops_from_five_eighths_of_the_memory_on(stages, memory, longest):
+    """Loops without slack take 128.4, 139.4 and 140.5; no order less than 107.0, 108.0 and 107.4."""
+    costs = dict(forward=1.0, backward_input=1.3, backward_weight=0.7)
+    stage = {name: seconds / stages for name, seconds in costs.items()}
+    options = dict(num_ranks=8, num_microbatches=32, stages_per_rank=stages, memory=memory, comm=0.05, **stage)
+    schedule = make_schedule("loop_zb", **options).validate()
+    assert simulate(schedule, CostModel(**stage, comm=0.05)).makespan <= longest
+    assert live(schedule) <= memory * 8 * stages
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_even_loops_take_as_long_as_they_are_said_to(num_ranks, stages):
+    """Every stage of a round is in a later slot than the one before it; else orders are compared by wrong times."""
+    placement, seconds = Placement.loop(num_ranks, stages), Seconds(1.0, 1.3, 0.7, 0.1)
+    found = list(even(placement, 7, num_ranks, num_ranks * stages, seconds))
+    assert found
+    for order in found:
+        schedule = Schedule("even", placement, 7, order.columns).validate()
+        assert simulate(schedule, CostModel(1.0, 1.3, 0.7, comm=0.1)).makespan == pytest.approx(order.makespan)
+        assert live(schedule) <= num_ranks * stages
 
 
 def test_a_form_that_does_not_fit_is_refused():

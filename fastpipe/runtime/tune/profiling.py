@@ -21,7 +21,7 @@ from torch import nn
 
 from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
-from fastpipe.planner.layer_costs import LayerCosts
+from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, children_of, cuda_devices, keep_buffers, pytree, time_when_idle
 from fastpipe.runtime.coordination import Reply

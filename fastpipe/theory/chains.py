@@ -75,7 +75,7 @@ class Actions:
             np.ones(schedule.num_stages),
             totals[:, 0],
             totals[:, 1],
-            np.array([peak(columns) for columns in schedule.columns], dtype=np.float64),
+            np.array([rank.peak_activations for rank in schedule], dtype=np.float64),
             split or whole or pairs,
             pairs,
         )
@@ -150,15 +150,6 @@ def _has_whole(schedule: Schedule) -> npt.NDArray[np.bool_]:
 
 def _per_route(placement: Placement, m: int) -> tuple[int, ...]:
     return (m,) if placement.num_routes == 1 else (m // 2, m - m // 2)
-
-
-def peak(columns: Columns) -> int:
-    """The most stage activations that a rank holds, from the start of F to the end of W or B."""
-    kinds = columns[0]
-    pair = kinds == ActionKind.OVERLAP_F_B
-    takes = np.cumsum((kinds == ActionKind.F) | pair)
-    gives = np.cumsum((kinds == ActionKind.B) | (kinds == ActionKind.W) | pair)
-    return int((takes - np.concatenate([[0], gives[:-1]])).max(initial=0)) if len(kinds) else 0
 
 
 class _Seconds:

@@ -1,4 +1,7 @@
-"""Where the search starts: every schedule of the registry, with every option that matters, generated for the costs."""
+"""Candidates: every schedule of the registry, with every option that matters, generated for the costs, and judged.
+
+`evaluate` lowers and simulates a schedule as a user would, and compares what it holds with the memory limit.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ from typing import Any
 import numpy as np
 
 from fastpipe.action import COMPUTE_KINDS, ActionKind
-from fastpipe.chains import peak
 from fastpipe.cost import CostModel
+from fastpipe.lower import lower
 from fastpipe.placement import Placement
-from fastpipe.planner.model import Problem, Setting
+from fastpipe.planner.problem import Problem, Setting
+from fastpipe.planner.result import Candidate
+from fastpipe.planner.tasks import fits, held_peaks
+from fastpipe.program import Op, Program
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import list_schedules
-from fastpipe.schedules.costs import IGNORED_COSTS
-from fastpipe.schedules.family import Family
+from fastpipe.schedules import IGNORED_COSTS, Family, list_schedules
+from fastpipe.simulate import simulate_program
+from fastpipe.timeline import Timeline
 
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
 _LIMITS = ("memory_limit", "memory")
@@ -27,7 +33,7 @@ _LAST_COMPUTE = int(max(COMPUTE_KINDS))
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
-def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
+def from_registry(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
     """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible.
 
     Args:
@@ -53,7 +59,7 @@ def named(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterat
                     yield label, schedule
 
 
-def smallest(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule]]:
+def least_memory(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule]]:
     """One microbatch after the other, nearly: what a rank holds at once of one is the least that any schedule needs."""
     families = {family.name: family for family in list_schedules()}
     for name in _SMALLEST:
@@ -73,8 +79,7 @@ def _may_fit(problem: Problem, schedule: Schedule) -> bool:
     setting = problem.setting(schedule.placement, schedule.num_microbatches)
     size = math.fsum(setting.held) / len(setting.held)
     return all(
-        peak(columns) * size <= limit * (1 + 1e-9)
-        for columns, limit in zip(schedule.columns, setting.limit, strict=True)
+        rank.peak_activations * size <= limit * (1 + 1e-9) for rank, limit in zip(schedule, setting.limit, strict=True)
     )
 
 
@@ -185,7 +190,7 @@ def _made(
         return label, str(error)
 
 
-def computing(schedule: Schedule) -> Schedule:
+def compute_only(schedule: Schedule) -> Schedule:
     """The same without what names a stage alone, which a loaded schedule may have: a program adds what it lacks."""
     if all((rows[0] <= _LAST_COMPUTE).all() for rows in schedule.columns):
         return schedule
@@ -193,7 +198,7 @@ def computing(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)
 
 
-def split(schedule: Schedule) -> Schedule:
+def split_backwards(schedule: Schedule) -> Schedule:
     """The same with every B as I and W, one after the other: what a search can take apart."""
     columns = []
     for rows in schedule.columns:
@@ -204,7 +209,7 @@ def split(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)
 
 
-def joined(schedule: Schedule) -> Schedule:
+def join_backwards(schedule: Schedule) -> Schedule:
     """The same with every I that its W follows at once as one B."""
     columns = []
     for rows in schedule.columns:
@@ -213,3 +218,39 @@ def joined(schedule: Schedule) -> Schedule:
         array[0, :-1][pair] = _B
         columns.append(array[:, ~np.concatenate([[False], pair])])
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, columns, schedule.options)
+
+
+def evaluate(problem: Problem, name: str, setting: Setting, schedule: Schedule) -> tuple[Candidate, Timeline]:
+    """The numbers of a schedule, and whether it fits."""
+    program = lower(schedule)
+    timeline = simulate_program(program, setting.cost)
+    stages = setting.placement
+    held = held_peaks(schedule, setting.held, setting.kept)
+    by_bytes = problem.memory is not None and problem.memory.unit == "bytes"
+    row = Candidate(
+        name,
+        setting.num_microbatches,
+        max(map(len, stages.stages_by_rank())),
+        timeline.makespan,
+        timeline.span,
+        timeline.span_bubble_fraction if problem.span else timeline.bubble_fraction,
+        max(held) / setting.share,
+        max(_bytes(setting, timeline)) if problem.knows_bytes else 0.0,
+        _messages(program),
+        fits(timeline.peak_bytes if by_bytes else held, setting.limit),
+        copies=stages.num_routes,
+    )
+    return row, timeline
+
+
+def _bytes(setting: Setting, timeline: Timeline) -> list[float]:
+    """Bytes of every rank at most, with what stays."""
+    stages = setting.placement.stages_by_rank()
+    return [
+        most + sum(setting.parameters[stage] for stage in mine)
+        for most, mine in zip(timeline.peak_bytes, stages, strict=True)
+    ]
+
+
+def _messages(program: Program) -> int:
+    return sum(int(np.count_nonzero(columns[0] == Op.SEND)) for columns in program.columns)

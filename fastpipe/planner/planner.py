@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,17 +15,26 @@ from typing import Any
 from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ScheduleError
 from fastpipe.placement import Placement, is_whole
-from fastpipe.planner import bound, engine, partitions, pool, starts, windows
-from fastpipe.planner.arguments import check_search, microbatch_counts
-from fastpipe.planner.budget import Memory, memory_of
-from fastpipe.planner.clock import Clock
-from fastpipe.planner.exact import SECONDS, is_small, solve
-from fastpipe.planner.judge import judge
+from fastpipe.planner import candidates, engine, search
+from fastpipe.planner.candidates import evaluate
+from fastpipe.planner.engine import Clock
+from fastpipe.planner.exact import SECONDS, WINDOW_SECONDS, improve_by_windows, is_small, refuse_recompute, solve
 from fastpipe.planner.layer_costs import LayerCosts
-from fastpipe.planner.model import OBJECTIVES, RECOMPUTE, SHARES, Problem, Setting, read_costs
-from fastpipe.planner.pool import Listing, Member
+from fastpipe.planner.problem import (
+    OBJECTIVES,
+    RECOMPUTE,
+    SHARES,
+    Memory,
+    Problem,
+    Setting,
+    bound_anywhere,
+    bound_of,
+    is_number,
+    memory_of,
+    read_costs,
+)
 from fastpipe.planner.result import Candidate, Plan
-from fastpipe.planner.solver import refuse_recompute
+from fastpipe.planner.search import Construction, Member
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
 from fastpipe.validate import validate_schedule
@@ -43,6 +53,8 @@ _NAMED = 0.7
 _FINALISTS = 4
 _SEARCHED_COUNTS = 2
 """Numbers of microbatches that are searched in depth, where the planner may choose."""
+_MOST_EFFORT = 1e6
+"""Already days for a small case."""
 
 
 def plan(
@@ -108,10 +120,39 @@ def plan(
     first = _proved(placement) if isinstance(placement, Schedule) else None
     places = placement.placement if isinstance(placement, Schedule) else placement
     problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank, places, recompute)
-    check_search(effort, time_limit, seed)
+    _check_search(effort, time_limit, seed)
     planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress, first)
     with _no_collections():
-        return planner.run(microbatch_counts(problem, num_microbatches), exact)
+        return planner.run(_microbatch_counts(problem, num_microbatches), exact)
+
+
+def _check_search(effort: Any, time_limit: Any, seed: Any) -> None:
+    """How far the search goes."""
+    if not is_number(effort) or not 0 <= effort <= _MOST_EFFORT:
+        raise ValueError(f"effort = {effort!r}: give a number from 0 to {_MOST_EFFORT:g}")
+    if time_limit is not None and (not is_number(time_limit) or not 0 < time_limit <= threading.TIMEOUT_MAX):
+        raise ValueError(f"time_limit = {time_limit!r}: give seconds (at most {threading.TIMEOUT_MAX:.0f}), or None")
+    if not is_whole(seed):
+        raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
+
+
+def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
+    """What was given, or every number that divides the batch."""
+    costs = problem.costs
+    batch = costs.batch_size if isinstance(costs, LayerCosts) else None
+    if num_microbatches is not None:
+        if not is_whole(num_microbatches, least=1):
+            raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number of at least 1")
+        if batch is not None and num_microbatches > batch:
+            raise ValueError(
+                f"num_microbatches = {num_microbatches}: a batch_size of {batch} has too few rows; give at most "
+                f"{batch}, or the batch_size of a step"
+            )
+        return [int(num_microbatches)]
+    if batch is None:
+        raise ValueError("num_microbatches: give it, or costs of layers with batch_size, from which it can be chosen")
+    most = max(16 * problem.num_ranks, 1)
+    return [count for count in range(1, min(batch, most) + 1) if batch % count == 0]
 
 
 def _proved(given: Schedule) -> Schedule:
@@ -219,7 +260,7 @@ class _Planner:
             setting = self.problem.setting(schedule.placement, num_microbatches)
             name += {"none": "", "half": ", half recomputing", "full": ", recomputing"}[self.problem.recompute]
             self._consider(name, setting, schedule)
-            found = pool.member(self.problem, name, setting, schedule)
+            found = search.member(self.problem, name, setting, schedule)
             if found is not None:
                 self.members.append(found)
             if self.best is not None and self.clock.is_past(_NAMED):
@@ -228,18 +269,18 @@ class _Planner:
     def _smallest(self, counts: list[int], depths: list[int]) -> None:
         """Simulate what needs the least memory: it may fit, and if it does not, it says how much would do."""
         for count in counts:
-            for name, schedule in starts.smallest(self.problem, count, depths):
+            for name, schedule in candidates.least_memory(self.problem, count, depths):
                 self._consider(name, self.problem.setting(schedule.placement, count), schedule)
 
     def _starts(self, num_microbatches: int, depths: list[int]) -> Iterator[tuple[str, Schedule | str]]:
         """What the user gave, and the registry."""
         if self.first is not None and self.first.num_microbatches == num_microbatches:
             yield f"{self.first.name}, as given", self.first
-        yield from starts.named(self.problem, num_microbatches, depths)
+        yield from candidates.from_registry(self.problem, num_microbatches, depths)
 
     def _consider(self, name: str, setting: Setting, schedule: Schedule) -> Candidate:
         """Lower and simulate; prove and keep it if it is the best that fits."""
-        row, timeline = judge(self.problem, name, setting, schedule)
+        row, timeline = evaluate(self.problem, name, setting, schedule)
         self.rows.append(row)
         value = self._value(row)
         if row.fits and (self.best is None or value < self.best[0]):
@@ -261,47 +302,48 @@ class _Planner:
             one for one in self.members if one.setting.num_microbatches in counts and self._may_gain(one.setting)
         ]
         listed: list[Member] = []
-        listings = self._listings(counts, depths, least=0 if members else 2)
-        construct = partial(pool.constructed, self.problem, keep=_KEPT, clock=self.clock)
-        with engine.at_once(construct, listings, self.clock) as answers:
-            for one, made in zip(listings, answers, strict=True):
-                self._say(f"list scheduling on {pool.describe(one.setting.placement)}")
+        constructions = self._constructions(counts, depths, least=0 if members else 2)
+        construct = partial(search.constructed, self.problem, keep=_KEPT, clock=self.clock)
+        with engine.parallel_map(construct, constructions, self.clock) as answers:
+            for one, made in zip(constructions, answers, strict=True):
+                self._say(f"list scheduling on {search.describe(one.setting.placement)}")
                 listed += made
         members += listed
         improved = [] if engine.is_native() else listed
-        work = pool.WORK * self.effort
-        for better in pool.anneal(self.problem, members, work, self.seed, self.clock, self._bound_of):
+        work = search.WORK * self.effort
+        for better in search.anneal(self.problem, members, work, self.seed, self.clock, self._bound_of):
             improved.append(better)
             self._say(f"annealing what began as {better.name}")
         for better in sorted(improved, key=lambda one: one.value)[:_FINALISTS]:
-            less = partitions.recompute_less(self.problem, better, self.clock)
-            moved = partitions.improve(self.problem, less, self.clock)
+            less = search.recompute_less(self.problem, better, self.clock)
+            moved = search.move_layers(self.problem, less, self.clock)
             row = self._consider(f"plan from {better.name}", moved.setting, moved.schedule())
             if moved is not better and not row.fits:
                 self._consider(f"plan from {better.name}, not moved", better.setting, better.schedule())
             if moved.setting.cost.backward is not None:
-                self._consider(f"plan from {better.name}, joined", moved.setting, starts.joined(moved.schedule()))
+                whole = candidates.join_backwards(moved.schedule())
+                self._consider(f"plan from {better.name}, joined", moved.setting, whole)
 
-    def _listings(self, counts: list[int], depths: list[int], least: int) -> list[Listing]:
+    def _constructions(self, counts: list[int], depths: list[int], least: int) -> list[Construction]:
         """What list scheduling is asked for: orders on every placement that may gain, at least so many."""
         found, work = [], _TRIES_WORK if engine.is_native() else _TRIES_WORK_PYTHON
         for number, (count, placement) in enumerate(_placements(self.problem, counts, depths)):
             tries = int(min(_TRIES * min(1.0, self.effort), work / (3 * placement.num_stages * count)))
             setting = self.problem.setting(placement, count)
             if self._may_gain(setting):
-                found.append(Listing(setting, self.seed * 31 + number, max(least, tries)))
+                found.append(Construction(setting, self.seed * 31 + number, max(least, tries)))
         return found
 
     def _may_gain(self, setting: Setting) -> bool:
         """Whether the placement's bound lets an order of it be shorter than the best so far."""
-        return self.best is None or not pool.reached(self.best[0], self._bound_of(setting))
+        return self.best is None or not search.reaches_bound(self.best[0], self._bound_of(setting))
 
     def _bound_of(self, setting: Setting) -> float:
         """What no order of a setting is shorter than; 0 where layers may be cut otherwise, which has another bound."""
         if setting.parts is not None:
             return 0.0
         if setting not in self.bounds:
-            self.bounds[setting] = bound.of_placement(self.problem, setting)
+            self.bounds[setting] = bound_of(self.problem, setting)
         return self.bounds[setting]
 
     def _exact(self, depths: list[int]) -> bool:
@@ -319,12 +361,12 @@ class _Planner:
         least = math.inf
         placements = list(_placements(self.problem, [count], depths))
         for number, (_, placement) in enumerate(placements):
-            self._say(f"solving {pool.describe(placement)} exactly")
+            self._say(f"solving {search.describe(placement)} exactly")
             setting = self.problem.setting(placement, count)
             share = max(0.1, self.clock.left() / (len(placements) - number))
             outcome = solve(self.problem, setting, self.best[0], SECONDS if self.clock.limit is None else share)
             if outcome.schedule is not None:
-                self._consider(f"exact on {pool.describe(placement)}", setting, outcome.schedule)
+                self._consider(f"exact on {search.describe(placement)}", setting, outcome.schedule)
             whole = setting.cost.backward is None and setting.cost.overlapped is None
             settled = settled and whole
             least = min(least, outcome.least)
@@ -336,10 +378,10 @@ class _Planner:
         assert self.best is not None
         _, row, setting, _, schedule = self.best
         refuse_recompute(setting)
-        found = pool.member(self.problem, row.name, setting, schedule)
+        found = search.member(self.problem, row.name, setting, schedule)
         if found is not None:
-            clock = Clock(windows.SECONDS) if self.clock.limit is None else self.clock
-            better = windows.improve(self.problem, found, clock, self._say)
+            clock = Clock(WINDOW_SECONDS) if self.clock.limit is None else self.clock
+            better = improve_by_windows(self.problem, found, clock, self._say)
             if better is not found:
                 name = f"plan by windows from {row.name.removeprefix('plan from ')}"
                 self._consider(name, better.setting, better.schedule())
@@ -351,7 +393,7 @@ class _Planner:
         rows = [row._replace(chosen=row == chosen) for row in dict.fromkeys(self.rows)]
         rows.sort(key=lambda row: (row.refused is not None, not row.fits, not row.chosen, self._value(row)))
         parts = None if setting.parts is None else list(setting.parts)
-        least = bound.of_placement(self.problem, setting), bound.of_any_placement(self.problem, setting)
+        least = bound_of(self.problem, setting), bound_anywhere(self.problem, setting)
         objective, memory = self.problem.objective, self.problem.memory
         limits = objective, memory, *least
         counted = self.problem.knows_bytes, any(setting.parameters)

@@ -1,19 +1,22 @@
-"""Problem: what is planned for, and what its stages cost when a placement and a partition are chosen."""
+"""Problem: what is planned for, what its stages cost on a placement, what memory allows, and what no order beats."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import isinf
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fastpipe.cost import CostModel, found_in, parsed, shared_out
+from fastpipe.cost import LARGEST, CostModel, found_in, parsed, shared_out
 from fastpipe.placement import Placement
-from fastpipe.planner.budget import Memory
 from fastpipe.planner.layer_costs import LayerCosts
+from fastpipe.theory import bounds
 
 Costs = CostModel | LayerCosts
 Floats = tuple[float, ...]
@@ -23,6 +26,88 @@ RECOMPUTE = ("none", "full", "auto")
 SHARES = {"none": 0.0, "half": 0.5, "full": 1.0}
 """The part of the stages, from the first on, that recompute to begin with: the first hold longest what they keep."""
 OBJECTIVES = ("makespan", "span")
+UNITS = {
+    **{unit + "B": 1000.0**power for power, unit in enumerate(("", "K", "M", "G", "T"))},
+    **{unit + "iB": 1024.0**power for power, unit in enumerate(("K", "M", "G", "T"), 1)},
+}
+_MOST_FRACTION, _LEAST_BYTES = 1000.0, 1e6
+_TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_HELP = "give a fraction of 1F1B's (0.625), activations ('5 activations'), or bytes of a rank ('40GiB')"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank may hold.
+
+    Attributes:
+        unit: ``"fraction"`` of 1F1B's memory, ``"activations"`` of a rank's share of the model and one microbatch (1F1B
+            holds as many as there are ranks), or ``"bytes"``, parameters and receive buffers included.
+        amount: how much.
+    """
+
+    unit: str
+    amount: float
+
+    def of_activations(self, held_by_model: float, num_ranks: int) -> float:
+        """The limit in the unit of what stages hold, given what the whole model holds of one microbatch."""
+        if self.unit == "bytes":
+            return self.amount
+        share = self.amount if self.unit == "fraction" else self.amount / num_ranks
+        return share * held_by_model
+
+    def __str__(self) -> str:
+        if self.unit == "fraction":
+            return f"{self.amount:.4g} of 1F1B's"
+        return f"{self.amount:.4g} activations a rank" if self.unit == "activations" else f"{human(self.amount)} a rank"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one, of Python or numpy; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def memory_of(value: Any) -> Memory | None:
+    """What `fastpipe.plan` takes for memory.
+
+    Raises:
+        ValueError: for what is none of the three.
+    """
+    if value is None or isinstance(value, Memory):
+        return value
+    if isinstance(value, str):
+        return _read(value)
+    amount = value if isinstance(value, int) else float(value) if is_number(value) else 0.0  # an int may be too large
+    if isinstance(value, bool) or not 0 < amount <= LARGEST:
+        raise ValueError(f"memory = {value!r}: {_HELP}")
+    amount = float(amount)
+    if amount <= _MOST_FRACTION:
+        return Memory("fraction", amount)
+    if amount >= _LEAST_BYTES:
+        return Memory("bytes", amount)
+    raise ValueError(f"memory = {value!r} is too much for a fraction and too little for bytes: {_HELP}")
+
+
+def _read(text: str) -> Memory:
+    match = _TEXT.fullmatch(text)
+    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+    if not 0 < number <= LARGEST:
+        raise ValueError(f"memory = {text!r}: {_HELP}")
+    if not unit:
+        return memory_of(number) or Memory("fraction", number)
+    if unit in ("activation", "activations"):
+        return Memory("activations", number)
+    factors = {name.lower(): factor for name, factor in UNITS.items()}
+    if unit.lower() not in factors:
+        raise ValueError(f"memory = {text!r}: there is no unit {unit!r}; use one of {', '.join(UNITS)} or activations")
+    return Memory("bytes", number * factors[unit.lower()])
+
+
+def human(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count >= UNITS[unit]:
+            return f"{count / UNITS[unit]:.4g} {unit}"
+    return f"{count:.4g} B"
 
 
 @dataclass(frozen=True)
@@ -212,7 +297,7 @@ class Problem:
 
 
 def _with_messages(placement: Placement, cost: CostModel, limit: Floats) -> tuple[Floats, Floats, Floats]:
-    """`Setting.counted`, `begun` and `room`: what `fastpipe.memory` counts of a program, as far as no order says it."""
+    """`Setting.counted`, `begun` and `room`: what `peak_bytes` counts of a program, where no order says it."""
     num_stages = placement.num_stages
     whole, kept, boundary = (
         cost.per_stage(name, num_stages) for name in ("stage_bytes", "kept_bytes", "activation_bytes")
@@ -261,3 +346,40 @@ def _from_dict(costs: Mapping[str, Any]) -> Costs:
     if named:
         raise ValueError(f"costs: {named[0]} is of layers; say num_layers too")
     return CostModel.from_json(json.dumps(dict(costs)) + "\n")
+
+
+def bound_of(problem: Problem, setting: Setting) -> float:
+    """Seconds of the objective, for every order of these stages where they are."""
+    return max(_bound_where_they_are(problem, setting), bound_anywhere(problem, setting))
+
+
+def _bound_where_they_are(problem: Problem, setting: Setting) -> float:
+    cost = replace(setting.cost, stage_bytes=setting.held)
+    limited = not isinf(min(setting.limit))
+    found = bounds.bounds(
+        setting.placement,
+        cost,
+        num_microbatches=setting.num_microbatches,
+        memory=setting.limit if limited else None,
+        in_bytes=limited,
+        measure=problem.objective,
+    )
+    return bounds.best(found).seconds
+
+
+def bound_anywhere(problem: Problem, setting: Setting) -> float:
+    """The same wherever the stages are; over one route, since with two every rank has a first stage."""
+    cost = replace(setting.cost, stage_bytes=setting.held)
+    limit = max(setting.limit)
+    if setting.placement.num_routes > 1:
+        return _bound_where_they_are(problem, setting)
+    found = bounds.any_placement_bounds(
+        cost,
+        num_ranks=problem.num_ranks,
+        num_stages=setting.placement.num_stages,
+        num_microbatches=setting.num_microbatches,
+        memory=None if isinf(limit) else limit,
+        in_bytes=not isinf(limit),
+        measure=problem.objective,
+    )
+    return bounds.best(found).seconds
