@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from contenders import TORCH_NAMES, Work, fastpipe_step, torch_step
 from profiles import AUTOGRAD, LOOP, MESSAGES, MODULE, SLEEP, WAKE_UP, Aim, Parts, explained, medians, more, of_path
-from ranks import Ranks, progress, ranks
+from ranks import Ranks, placing, progress, ranks
 from sleeping import KINDS, WIDTH, SleepingStage
 from tables import machine, parser, ratio, spread, table
 from torch import nn
@@ -195,7 +195,8 @@ def main() -> None:
     chosen = parse()
     durations = [number / 1e3 for number in chosen.milliseconds]
     print(machine(), file=sys.stdout)
-    print(f"{chosen.ranks} ranks, {chosen.microbatches} microbatches, {chosen.rounds} rounds\n")
+    print(f"{chosen.ranks} ranks, {chosen.microbatches} microbatches, {chosen.rounds} rounds;")
+    print(f"{placing(chosen.ranks, chosen.pin)}\n")
     rows, longest = [], []
     for name in chosen.schedules:
         schedule = make_schedule(name, num_ranks=chosen.ranks, num_microbatches=chosen.microbatches)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from contenders import TORCH_NAMES, Work, fastpipe_step, torch_step
-from ranks import Ranks, interleaved, ranks
+from ranks import Ranks, interleaved, placing, ranks
 from tables import machine, parser, ratio, spread, table
 from torch import Tensor, nn
 
@@ -147,7 +147,8 @@ def main() -> None:
             rows.append(row(schedule, *measure(schedule, model, chosen.rounds, chosen.pin)))
         print(
             f"\n{num_ranks} ranks, {chosen.microbatches} microbatches of {chosen.rows} x {chosen.context} bytes, "
-            f"{chosen.layers} layers of width {chosen.width}; {chosen.rounds} rounds\n"
+            f"{chosen.layers} layers of width {chosen.width}; {chosen.rounds} rounds;\n"
+            f"{placing(num_ranks, chosen.pin)}\n"
         )
         print(table(HEADS, rows, markdown=chosen.markdown), flush=True)
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from contenders import TORCH_NAMES, Alone, Work, fastpipe_step, torch_step
 from profiles import AROUND, AUTOGRAD, MESSAGES, MODULE, WAITING, Aim, Parts, explained, medians, more, of_rank
-from ranks import Ranks, interleaved, ranks
+from ranks import Ranks, interleaved, placing, ranks
 from tables import machine, parser, ratio, spread, table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -268,7 +268,8 @@ def main() -> None:
     print(machine())
     for num_ranks in options.ranks:
         for count in options.microbatches:
-            print(f"\n{num_ranks} ranks, {count} microbatches, {options.rounds} rounds; us a (stage, microbatch)\n")
+            print(f"\n{num_ranks} ranks, {count} microbatches, {options.rounds} rounds; us a (stage, microbatch);")
+            print(f"{placing(num_ranks, options.pin)}\n")
             made = [make_schedule(name, num_ranks=num_ranks, num_microbatches=count) for name in options.schedules]
             report([measure(schedule, options) for schedule in made], contenders, options)
 

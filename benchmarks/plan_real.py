@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from ranks import progress, ranks
+from ranks import placing, progress, ranks
 from sleeping import KINDS, WIDTH, SleepingStage
 from tables import machine, parser, ratio, spread, table
 from torch import Tensor, nn
@@ -181,7 +181,8 @@ def main() -> None:
     found = contenders(costs, chosen.ranks, chosen.microbatches, chosen.memory, chosen.effort)[: chosen.rows + 1]
     print(machine())
     print(
-        f"{chosen.ranks} ranks, {chosen.microbatches} microbatches, memory {chosen.memory:g}, {chosen.rounds} rounds\n"
+        f"{chosen.ranks} ranks, {chosen.microbatches} microbatches, memory {chosen.memory:g}, {chosen.rounds} rounds;\n"
+        f"{placing(chosen.ranks, chosen.pin)}\n"
     )
     measured = measure(found, chosen.rounds, chosen.pin)
     rows = []

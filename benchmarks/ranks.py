@@ -41,7 +41,7 @@ class Ranks:
         context = multiprocessing.get_context("fork")
         barrier = context.Barrier(num_ranks, timeout=START_TIMEOUT)
         cores = sorted(os.sched_getaffinity(0))
-        pinned = pin == "always" or (pin == "auto" and num_ranks <= len(cores))
+        pinned = is_pinned(num_ranks, pin)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
@@ -93,6 +93,18 @@ class Ranks:
             except EOFError:
                 raise RuntimeError(f"the process of rank {rank} ended; what it wrote stands above") from None
         return answers
+
+
+def is_pinned(num_ranks: int, pin: str) -> bool:
+    """Whether each rank is kept on one core."""
+    return pin == "always" or (pin == "auto" and num_ranks <= len(os.sched_getaffinity(0)))
+
+
+def placing(num_ranks: int, pin: str) -> str:
+    """Which ranks are measured, in words: a pipeline's are placed by the kernel unless FASTPIPE_PIN is set."""
+    if is_pinned(num_ranks, pin):
+        return "each rank is kept on one core, as FASTPIPE_PIN=1 does it (--pin never measures without)"
+    return "the kernel places the ranks, as it does without FASTPIPE_PIN"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ Every third step it saves in the background, into a folder of its own.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,21 +37,13 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.roll(1, dims=1).tanh()
 
 
-def latest(folder: Path) -> Path | None:
-    """The last complete checkpoint: what is in ``.metadata`` was written last."""
-    steps = [
-        int(found[1]) for path in folder.glob("*/.metadata") if (found := re.fullmatch(r"step(\d+)", path.parent.name))
-    ]
-    return folder / f"step{max(steps)}" if steps else None
-
-
 def train(folder: Path, schedule: str, num_ranks: int | None, until: int) -> list[float]:
     """Go on from the latest checkpoint, up to a step; the losses of the steps that were done."""
     pipe = fastpipe.Pipeline(make_layers(), schedule, MICROBATCHES, nn.functional.mse_loss, num_ranks=num_ranks)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     start = 0
-    found = latest(folder)
+    found = fastpipe.latest_checkpoint(folder)
     if found is not None:
         extra = fastpipe.load_checkpoint(found, pipe, optimizer)
         start = extra["step"]

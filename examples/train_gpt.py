@@ -10,6 +10,7 @@ needs, and the console prints on one of them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
@@ -74,6 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--clip", type=positive(float), default=1.0, help="the largest norm of all gradients")
     training.add_argument("--seed", type=int, default=0, help="of weights, batches and sample")
     training.add_argument("--sample", type=positive(int), default=320, help="how many bytes to write at the end")
+    training.add_argument("--checkpoints", type=Path, help="folder to save into, and to go on from if it has some")
+    training.add_argument("--save-every", type=positive(int), default=50, help="how many steps, and at the end")
     training.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="folder for the picture")
     return parser.parse_args()
 
@@ -149,7 +152,10 @@ def train(session: Session, args: argparse.Namespace, console: Console) -> None:
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = random_batches(session.corpus.training, args.rows * args.microbatches, args.context, args.seed)
     meter, budget = Meter(), Budget(args.steps, args.seconds)
-    step, spent = 0, 0.0
+    step = resume(session, optimizer, args, budget, console)
+    batches = itertools.islice(batches, step, None)
+    spent = budget.spent(step)
+    writing = None
     while spent < 1:
         optimizer.param_groups[0]["lr"] = learning_rate(args.rate, spent)
         inputs, targets = next(batches)
@@ -162,7 +168,26 @@ def train(session: Session, args: argparse.Namespace, console: Console) -> None:
         spent = budget.spent(step)
         meter.update(result, inputs.numel(), traced)
         console.progress(meter.line(step, spent))
+        if args.checkpoints and (step % args.save_every == 0 or spent == 1):
+            extra = {"step": step, "seconds": budget.elapsed()}
+            path = args.checkpoints / f"step{step}"
+            writing = fastpipe.save_checkpoint(path, pipe, optimizer, extra=extra, asynchronous=True, keep=2)
     console.end_progress(meter.line(step, spent))
+    if writing is not None:
+        writing.result()  # raises if it could not be written
+
+
+def resume(
+    session: Session, optimizer: torch.optim.Optimizer, args: argparse.Namespace, budget: Budget, console: Console
+) -> int:
+    """Load the newest checkpoint, if there is one; the step to go on with."""
+    found = fastpipe.latest_checkpoint(args.checkpoints) if args.checkpoints else None
+    if found is None:
+        return 0
+    extra = fastpipe.load_checkpoint(found, session.pipe, optimizer)
+    budget.start -= extra["seconds"]
+    console.fact("resumed", f"from {found}")
+    return int(extra["step"])
 
 
 def gather(session: Session) -> nn.Module:

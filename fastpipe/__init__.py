@@ -23,6 +23,7 @@ from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
 
 if TYPE_CHECKING:
+    from fastpipe.checkpoint_folder import latest_checkpoint
     from fastpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
     from fastpipe.runtime.grad_scaler import GradScaler
     from fastpipe.runtime.model import carry, layer_costs
@@ -42,12 +43,13 @@ _LAZY = {
     "carry": "fastpipe.runtime.model",
     "check_parity": "fastpipe.testing",
     "save_checkpoint": "fastpipe.runtime.checkpoint",
+    "latest_checkpoint": "fastpipe.checkpoint_folder",
     "layer_costs": "fastpipe.runtime.model",
     "load_checkpoint": "fastpipe.runtime.checkpoint",
     "split": "fastpipe.runtime.split",
     "native_status": "fastpipe.runtime.native",
 }
-"""Names that need torch, or look for it: imported when they are first asked for."""
+"""Names that need torch, or look for it, or locks of files: imported when they are first asked for."""
 
 __all__ = [
     "Action",
@@ -79,6 +81,7 @@ __all__ = [
     "check_parity",
     "compare",
     "current",
+    "latest_checkpoint",
     "layer_costs",
     "list_schedules",
     "load_checkpoint",
@@ -106,7 +109,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
     from importlib.util import find_spec
 
-    if name != "native_status" and find_spec("torch") is None:
+    if name not in ("latest_checkpoint", "native_status") and find_spec("torch") is None:
         raise ImportError(f"fastpipe.{name} needs torch, which is not installed; planning works without it")
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value

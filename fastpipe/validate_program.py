@@ -17,6 +17,7 @@ from fastpipe.dependencies import Event, feeds, needs, produces
 from fastpipe.errors import ProgramError
 from fastpipe.machine import COALESCED, Lanes, Machine, Outcome, Transfer, lane_numbers
 from fastpipe.program import COMPUTE_OPS, Channel, ChannelKind, Instruction, Op, Program
+from fastpipe.shared_queue import check_one_queue, streams_share
 
 _STAGE_OPS = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
@@ -24,7 +25,7 @@ Key = tuple[ChannelKind, int, int]
 """(kind, consumer stage, microbatch): which message."""
 
 
-def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
+def validate_program(program: Program, *, lanes: Lanes = "directed", queues: int | None = None) -> Program:
     """Prove that every rank comes to its end, whatever the timing.
 
     On every channel the order of sends is the order of receives, every slot and send is used rightly, and the whole
@@ -35,6 +36,10 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
     Args:
         program: lowered, or loaded from elsewhere.
         lanes: which channels a transport executes in one order; see `fastpipe.machine.lane_numbers`.
+        queues: how many hardware queues the streams of a rank are dealt over (``CUDA_DEVICE_MAX_CONNECTIONS``), where
+            lanes are such streams, as NCCL's are; None where each has its own. With fewer than 32 any streams may
+            share one, and the proof is for the worst, that all do; see `fastpipe.shared_queue`. It takes a message to
+            be one tensor.
 
     Returns:
         The program.
@@ -52,7 +57,19 @@ def validate_program(program: Program, *, lanes: Lanes = "directed") -> Program:
         _check_end(program, lanes, numbers)
     elif not native_plan.is_valid_program(program, program.channels, numbers):
         _validate(program, lanes, numbers)
+    if streams_share(program, queues):
+        if lanes != COALESCED and not _are_apart(numbers):
+            raise ValueError(
+                f"queues = {queues}: lanes must be 'directed' or 'coalesced' with it, as NCCL's streams are"
+            )
+        check_one_queue(program, coalesced=lanes == COALESCED)
+        check_one_queue(program, late=True)
     return program
+
+
+def _are_apart(lanes: Sequence[int]) -> bool:
+    """Whether every channel has a lane of its own."""
+    return len(set(lanes)) == len(lanes)
 
 
 def _validate(program: Program, lanes: Lanes, numbers: list[int]) -> None:
@@ -62,11 +79,11 @@ def _validate(program: Program, lanes: Lanes, numbers: list[int]) -> None:
     for check in checks:
         check.run()
     _check_channels(program, checks)
-    for late in (False, True) if len(set(numbers)) == len(numbers) else (False,):
+    for late in (False, True) if _are_apart(numbers) else (False,):
         _check_end(program, lanes, numbers, late)
 
 
-def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False) -> None:
+def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False, one_queue: bool = False) -> None:
     """Run it to its end."""
     outcome = Machine(program, lanes, late=late).run()
     if outcome.blocked:

@@ -3,12 +3,17 @@
 import contextlib
 import gc
 import importlib.util
+import itertools
 import os
 import random
 import signal
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 import pytest
+
+from tests.process_state import State
 
 # Before torch is imported: two workers and the processes that they start share the cores already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -101,6 +106,31 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def the_process_is_left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test fails that leaves the process otherwise than it found it; tests/process_state.py says in what.
+
+    The default generator is put back, as tests seed it. What a failed test leaves is held by its traceback.
+    """
+    torch = sys.modules.get("torch")
+    generator = torch.get_rng_state() if torch else None
+    before = State.now()
+    yield
+    request.node.funcargs.clear()  # what fixtures gave, pipelines say, is let go
+    if torch:
+        torch.set_rng_state(generator)
+    if not hasattr(sys, "last_value") and (left := before.left_behind()):
+        pytest.fail("the test left behind:\n" + "\n".join(left), pytrace=False)
+
+
+def paired(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Each case with one of the executors in turn, as its last value, for parameters with ``indirect=["executor"]``.
+
+    Every schedule meets every executor in test_bits.py; a feature needs not have that again.
+    """
+    return [(*case, executor) for case, executor in zip(cases, itertools.cycle(["native", "python"]), strict=False)]
 
 
 @pytest.fixture(params=["python", "native"])

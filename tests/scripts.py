@@ -7,6 +7,7 @@ torchrun itself.
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import runpy
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,20 @@ import torch
 import torch.distributed as dist
 
 from tests.patience import PATIENCE
+from tests.process_state import shared
+
+# With its first store a process opens a pipe for signals, which it keeps: no test is to be the first.
+dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
+
+
+@functools.cache
+def start_server() -> None:
+    """Have the server run, once; it stays."""
+    with shared():
+        forkserver.ensure_running()
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,7 @@ def run(script: Path, *arguments: str, processes: int = 0, folder: Path | None =
 
 def attempt(script: Path, *arguments: str, processes: int = 0, folder: Path | None = None) -> Ran:
     """The same for one that may fail. When a process has, the others are ended, as by torchrun."""
+    start_server()
     with tempfile.TemporaryDirectory(prefix="fastpipe-script-") as logs:
         # those of torchrun, too, keep the store outside
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if processes else None

@@ -237,9 +237,16 @@ def _validate(adder: Any) -> None:
         """
         fastpipe validate mine.csv
         fastpipe validate mine.csv --json
+        fastpipe validate mine.csv --queues 1
         """,
     )
     command.add_argument("file", metavar="FILE", help="one row a rank, in the format of torch.distributed.pipelining")
+    command.add_argument(
+        "--queues",
+        type=int,
+        metavar="N",
+        help="prove it also for GPUs that have so many hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)",
+    )
 
 
 def _convert(adder: Any) -> None:

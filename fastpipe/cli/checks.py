@@ -18,6 +18,7 @@ from fastpipe._version import __version__
 from fastpipe.cli import output, work
 from fastpipe.runtime.native import native_status
 from fastpipe.schedule import Schedule
+from fastpipe.validate_program import validate_program
 
 FORMATS = ("csv", "aligned", "comms", "json", "program")
 """Compute only; with an empty cell where a rank idles; compute with transfers, as torch can run it; a schedule, and its
@@ -28,7 +29,7 @@ def validate(arguments: argparse.Namespace) -> None:
     """Prove a schedule in a file."""
     schedule = work.read_schedule(arguments.file)
     with output.progress(f"validating {arguments.file}"):
-        program = api.lower(schedule)
+        program = validate_program(api.lower(schedule), queues=arguments.queues)
     if arguments.json:
         output.document(
             {
@@ -38,6 +39,7 @@ def validate(arguments: argparse.Namespace) -> None:
                 "num_microbatches": schedule.num_microbatches,
                 "num_actions": schedule.num_actions,
                 "num_instructions": program.num_instructions,
+                "queues": arguments.queues,
             }
         )
         return
@@ -46,6 +48,7 @@ def validate(arguments: argparse.Namespace) -> None:
         f"{schedule.num_microbatches} microbatches, {schedule.num_actions} actions; its program of "
         f"{program.num_instructions} instructions cannot hang where activations and gradients between two ranks have "
         "lanes of their own, as over every transport of fastpipe but process_group_coalesced"
+        + ("" if arguments.queues is None else f", with {arguments.queues} hardware queues for the streams of a rank")
     )
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
 from fastpipe.runtime.common import check_grad_dtype
+from fastpipe.runtime.coordination import Cores
 from fastpipe.runtime.model import Policy, Stages, check_policy
 from fastpipe.runtime.stage import PER_MICROBATCH, ContextFactory, Stage, check_overlap
 from fastpipe.runtime.step import MetricRules, Rules, Settings, check_reduction, check_rules, check_split_and_merge
@@ -118,11 +120,11 @@ class BatchArguments:
         """How outputs are joined."""
         return None if isinstance(self.merge, bool) else self.merge
 
-    def settings(self, device: torch.device) -> Settings:
-        """The same for steps on a device."""
+    def settings(self, device: torch.device, cores: Cores) -> Settings:
+        """The same for steps on a device, and on such cores."""
         keeps_outputs = self.merge is not False
         return Settings(
-            self.loss_fn, self.loss_reduction, self.split, self.merge_rules, keeps_outputs, self.metrics, device
+            self.loss_fn, self.loss_reduction, self.split, self.merge_rules, keeps_outputs, self.metrics, device, cores
         )
 
     def check(self) -> None:
@@ -263,6 +265,17 @@ class ExecutionArguments:
         if self.executor == "python" and self.chosen_transport in NATIVE_ALONE:
             raise ValueError(why_not_python(self.chosen_transport))
         return (CoalescedGroups if self.chosen_transport == CoalescedGroups.kind else ProcessGroups).lanes
+
+    def queues(self, device: torch.device, num_processes: int) -> int | None:
+        """How many hardware queues the transport's streams are dealt over; None where it has none on CUDA.
+
+        Ranks that are threads wait for nothing but what was queued before, and copy engines take all queues or nothing.
+        """
+        if isinstance(self.transport, Transport):
+            has_groups = isinstance(self.transport, ProcessGroups)
+        else:
+            has_groups = num_processes > 1 and self.chosen_transport not in NATIVE_ALONE
+        return queues_in_force() if has_groups and device.type == "cuda" else None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ ranks and the plain model can load it. DCP does the rest: every rank writes what
 written once, and each reads what it needs. What is checked here first is agreed on by all ranks, as DCP's own
 exchange would wait for a rank that raised.
 
+How a folder becomes complete, and what is checked of its files, is `fastpipe.checkpoint_folder`; `_Writer` and
+`_Reader` have DCP do it. DCP's first rank completes a save, when it has got from all others what they have written.
+
 The state of an optimizer goes by the names of its parameters, so that it survives another cut. The form is the
 flattened one of `torch.distributed.checkpoint.state_dict`: ``"state.<name>.<key>"`` and
 ``"param_groups.<name>.<key>"``, hyperparameters once a parameter. How parameters are grouped may differ between
@@ -13,23 +16,44 @@ ranks.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from fastpipe.checkpoint_folder import (
+    FILE_PREFIX,
+    METADATA,
+    Save,
+    check_contents,
+    check_files,
+    check_size,
+    check_target,
+    locate,
+    sync_folder,
+)
+from fastpipe.errors import StepError
 from fastpipe.runtime.common import cause_text
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.pipeline import Pipeline
@@ -186,6 +210,138 @@ class _Writing(Future[Any]):
         self.set_exception(error)
 
 
+class _SyncedFile(io.FileIO):
+    """A file that is on disk when it is closed, with the size and the checksum of all that went in."""
+
+    size = crc32 = 0
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.size, self.crc32 = self.size + count, zlib.crc32(memoryview(data)[:count], self.crc32)
+        return count
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+class _Files(FileSystem):
+    """DCP's file system, which notes what is written.
+
+    Attributes:
+        written: the name of each file to its size and its CRC-32.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[int, int]] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        file = _SyncedFile(path, mode)
+        with io.BufferedWriter(file) as stream:
+            yield stream
+        self.written[Path(path).name] = (file.size, file.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+@dataclass
+class _Place:
+    """Where a rank writes: what DCP's first rank tells the others with their plans."""
+
+    prefix: str
+    folder: Path
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer into the folder of a `Save`, which its first rank begins and completes.
+
+    Args:
+        path: of the checkpoint.
+        step: the pipeline's count of steps.
+        keep: how many checkpoints remain; None for all.
+    """
+
+    def __init__(self, path: Path, step: int, keep: int | None) -> None:
+        super().__init__(path, sync_files=False)  # _SyncedFile does it, and flushes before
+        self.fs = self._files = _Files()
+        self._target, self._step, self._keep = path, step, keep
+        self._save: Save | None = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._save = Save(self._target)
+        folder = self._save.folder
+        return [replace(plan, storage_data=_Place(FILE_PREFIX.format(i), folder)) for i, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        self.path = plan.storage_data.folder
+        results = super().write_data(plan, planner).value()
+        sync_folder(plan.storage_data.folder)
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([*results, WriteResult(MetadataIndex("files"), 0, dict(self._files.written))])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files: dict[str, tuple[int, int]] = {}
+        for written in results:
+            files |= written.pop().storage_data
+        super().finish(metadata, results)
+        assert self._save is not None
+        files[METADATA] = self._files.written[METADATA]
+        self._save.complete(self._step, len(results), files, self._keep)
+
+    def discard(self) -> None:
+        """The save has failed."""
+        if self._save is not None:
+            self._save.discard()
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader of a folder whose files are proved before anything is read from them: by each rank a part.
+
+    Args:
+        folder: it.
+        files: the name of each file to its size and its CRC-32; none for a checkpoint that was saved without.
+        group: the processes that load together.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, tuple[int, int]], group: Any) -> None:
+        super().__init__(folder)
+        self._folder, self._files, self._group = folder, files, group
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        check_contents(self._folder, self._files, *_place_in(self._group))
+        return plan
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """This process's rank in a group, and how many there are."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+@contextlib.contextmanager
+def _errors_of_dcp(call: str, group: Any) -> Iterator[None]:
+    """What went wrong on a rank within DCP is raised there as it is, and as a StepError on the others."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, _ = _place_in(group)
+        first = rank if rank in error.failures else min(error.failures)
+        raised, _ = error.failures[first]
+        if first == rank:
+            raise raised from None
+        cause = cause_text(raised)
+        raise StepError(f"rank {first} failed in {call}: {cause}", rank=first, cause=cause) from error
+
+
 def save_checkpoint(
     path: str | os.PathLike[str],
     pipe: Pipeline,
@@ -193,21 +349,29 @@ def save_checkpoint(
     *,
     extra: Any = None,
     asynchronous: bool = False,
+    keep: int | None = None,
     group: Any = None,
 ) -> Future[Any] | None:
     """Write the model, and the optimizer, into a folder that all ranks see. Called on every rank alike.
 
+    The folder is complete or absent at every instant: the ranks write into another one beside it, and rank 0 renames
+    that when all files are on disk. A checkpoint that is there already is replaced only then, as a whole.
+
     In the folder are ``model.<key of the unsplit model>``, ``optimizer.<...>`` in the flattened form of
     `torch.distributed.checkpoint.state_dict`, ``extra``, and the state of each process's random generator. A stage
-    that two ranks hold is written once; of its buffers those of one holder.
+    that two ranks hold is written once; of its buffers those of one holder. The size and the checksum of each file are
+    in ``manifest.json``.
 
     Args:
-        path: a folder; a new one for every checkpoint, as one that is overwritten is no checkpoint while it is.
+        path: a folder: a new one, an empty one, or that of a checkpoint, which is replaced. The folder that it is in
+            must be writable.
         pipe: whose model.
         optimizer: one or several, of `pipe.parameters()`.
         extra: what else the script needs to go on, the same on every rank: the number of the step, the state of a
             learning-rate scheduler. Anything that can be pickled.
         asynchronous: return when all is copied, and write in the background.
+        keep: how many checkpoints remain in the folder that `path` is in, with this one: those that were saved before
+            the last ones are removed when this one is complete. All of them unless given.
         group: the processes that save together; all of them unless given. Replicas of a pipeline save together.
 
     Returns:
@@ -215,34 +379,49 @@ def save_checkpoint(
 
     Raises:
         ValueError: for an optimizer of other parameters, or whose state cannot be saved, and on every rank when some
-            give one and others none.
+            give one and others none; for a path that has something else than a checkpoint; for a `keep` below 1.
+        OSError: when the files cannot be written here.
         StepError: when another rank cannot save, or dies meanwhile.
         RuntimeError: when the last one in the background failed, and nobody has asked its future.
     """
     optimizers = _listed(optimizer)
     state: dict[str, Any] = {}
-    folder, alone = os.fspath(path), not dist.is_initialized()
+    call, alone = f"save_checkpoint of {os.fspath(path)}", not dist.is_initialized()
+    writer = _Writer(Path(os.path.realpath(path)), pipe.step_count, keep)
 
     def gather() -> Reply:
         _await_pending()
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep = {keep}: at least the checkpoint that is saved remains; give 1 or more")
+        check_target(path)
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         # a tuple is one value to DCP, whatever is in it
         state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe), steps=(pipe.step_count,))
         state.update(optimizer=flat_state(optimizers, names))
         return {"optimizes": _optimizes(pipe, optimizers)}
 
-    def write(replies: Sequence[Reply]) -> None:
+    def write(saved: dict[str, Any], members: Any) -> Any:
+        try:
+            with _errors_of_dcp(call, members):
+                return save(saved, storage_writer=writer, process_group=members, no_dist=alone)
+        except BaseException:  # raised again, when what was written is removed
+            writer.discard()
+            raise
+
+    def attend(replies: Sequence[Reply]) -> None:
         _check_all_optimize(replies)
         if not asynchronous:
-            pipe._steps.attend(lambda: save(state, checkpoint_id=folder, process_group=group, no_dist=alone))
+            pipe._steps.attend(lambda: write(state, group))
 
-    pipe._steps.all_gather(f"save_checkpoint of {folder}", gather, write)
+    pipe._steps.all_gather(call, gather, attend)
     if not asynchronous:
         return None
-    writing = async_save(state, checkpoint_id=folder, process_group=_side_group(group), no_dist=alone)
-    assert isinstance(writing, Future)
-    _pending.append(_Writing(folder))
-    writing.add_done_callback(_pending[-1].settle)
+    copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+    assert isinstance(copy, dict)
+    thread = ThreadPoolExecutor(1, "fastpipe-save")  # which an interpreter that exits waits for
+    _pending.append(_Writing(os.fspath(path)))
+    thread.submit(write, copy, _side_group(group)).add_done_callback(_pending[-1].settle)
+    thread.shutdown(wait=False)
     return _pending[-1]
 
 
@@ -259,6 +438,9 @@ def load_checkpoint(
     set where as many processes load as had saved; otherwise they stay as they are. With ``rng="per_microbatch"`` random
     numbers go on in any case, if `torch.manual_seed` was called as when it was saved.
 
+    Before anything is changed every file is compared with the size and the checksum that it was saved with, by each
+    rank a part. For a checkpoint without a manifest (of DCP alone, or an earlier fastpipe) a warning is logged.
+
     A checkpoint is trusted like code: `torch.distributed.checkpoint` reads its metadata with pickle. Load only what you
     or somebody you trust has written.
 
@@ -274,18 +456,24 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: when there is no complete checkpoint.
         KeyError: when it lacks something that is needed here.
-        ValueError: when it has something of the model that no rank takes, another shape, or other groups of
-            parameters, and when some ranks give an optimizer and others none.
+        ValueError: when a file is missing or not as it was saved, or files of two saves are mixed; when the checkpoint
+            has something of the model that no rank takes, another shape, or other groups of parameters; and when some
+            ranks give an optimizer and others none.
         StepError: when another rank cannot load.
     """
     optimizers = _listed(optimizer)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
+    readers: list[_Reader] = []
+    call = f"load_checkpoint of {os.fspath(path)}"
 
     def prepare() -> Reply:
         _await_pending()
-        saved.update(_metadata(path))
+        folder = locate(path)
+        files, metadata = _checked(folder, warns=pipe.rank == 0)
+        readers.append(_Reader(folder, files, group))
+        saved.update(metadata.state_dict_metadata)
         state.update(model=pipe.state_dict())
         state.update({name: None for name in ("extra", "steps") if name in saved})  # not where the plain model saved
         _check_model(state["model"], saved, path)
@@ -298,9 +486,10 @@ def load_checkpoint(
         _check_all_optimize(replies)
         _check_all_taken(_section(saved, "model"), replies, path)
         alone = not dist.is_initialized()
-        pipe._steps.attend(lambda: load(state, checkpoint_id=os.fspath(path), process_group=group, no_dist=alone))
+        with _errors_of_dcp(call, group):
+            pipe._steps.attend(lambda: load(state, storage_reader=readers[0], process_group=group, no_dist=alone))
 
-    pipe._steps.all_gather(f"load_checkpoint of {os.fspath(path)}", prepare, read)
+    pipe._steps.all_gather(call, prepare, read)
     pipe.load_state_dict(state["model"])
     put_back(optimizers, names, state["optimizer"])
     _set_generators(pipe, state["random"])
@@ -334,17 +523,21 @@ def _check_all_optimize(replies: Sequence[Reply]) -> None:
         )
 
 
-def _metadata(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """What is in a checkpoint, by key."""
-    folder = os.fspath(path)
-    try:
-        found = FileSystemReader(path).read_metadata()
-    except FileNotFoundError as error:
-        there = os.path.isdir(folder)
-        what = "this folder has no complete checkpoint" if there else "there is no such folder"
-        raise FileNotFoundError(f"path = {folder!r}: {what}; give one that save_checkpoint has filled") from error
-    entries: Mapping[str, Any] = found.state_dict_metadata
-    return entries
+def _checked(folder: Path, *, warns: bool) -> tuple[Mapping[str, tuple[int, int]], Metadata]:
+    """The files of a checkpoint, which are there, and what is in them; no files for one without a manifest."""
+    manifest = check_files(folder)
+    if manifest is not None:
+        check_contents(folder, {METADATA: manifest.files[METADATA]})
+        return manifest.files, FileSystemReader(folder).read_metadata()
+    if warns:
+        logger.warning("the checkpoint %s has no manifest: that its files are as they were saved is not known", folder)
+    metadata = FileSystemReader(folder).read_metadata()
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))
+    for name, end in ends.items():
+        check_size(folder, name, end)
+    return {}, metadata
 
 
 def _section(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -374,7 +567,7 @@ def _check_all_taken(saved: Mapping[str, Any], replies: Sequence[Reply], path: s
 
 def _generators(pipe: Pipeline) -> dict[str, torch.Tensor]:
     """The states of this process's random generators."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, size = _place_in(None)
     states = {f"{rank}_of_{size}": torch.get_rng_state()}
     if pipe.device.type == "cuda":
         states[f"{rank}_of_{size}_cuda"] = torch.cuda.get_rng_state(pipe.device)

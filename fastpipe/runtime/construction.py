@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from fastpipe._version import __version__
+from fastpipe.hardware_queues import why_too_few
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
 from fastpipe.runtime.common import set_grad_dtype, wants_streams
-from fastpipe.runtime.coordination import Alone, Control, Processes, RanksPerHost, Reply, agree
+from fastpipe.runtime.coordination import Alone, Control, Cores, Processes, RanksPerHost, Reply, agree, find_cores
 from fastpipe.runtime.data_parallel import check_not_sharded, check_parallel, find_data_parallel, replicate
 from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
@@ -93,6 +94,7 @@ class World:
         member: this process's place among the processes.
         ranks_per_host: how many ranks compute on this host.
         control: the way to the other processes.
+        cores: where steps run.
         error: what was wrong with arguments that were needed to get here; raised once the others can be told.
     """
 
@@ -101,6 +103,7 @@ class World:
     member: Membership
     ranks_per_host: RanksPerHost
     control: Control
+    cores: Cores
     error: Exception | None
 
     @property
@@ -130,7 +133,8 @@ def find_world(arguments: Arguments) -> World:
     control: Control = Alone()
     if store is not None:
         control = Processes(store, member.rank, member.size, timeout, here, member.identity)
-    return World(device, timeout, member, here, control, next(iter(errors), None))
+    cores = valid(lambda: find_cores(member.size, device), Cores())
+    return World(device, timeout, member, here, control, cores, next(iter(errors), None))
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,7 @@ class BuildPlan:
             program = self.programs.program(self.num_microbatches, forward_only=False)
             text += f", recv_lookahead {self.programs.recv_lookahead}, stages on ranks {program.placement.routes}"
             text += f", program {program.digest()}, fastpipe {__version__}"
+            text += f", {self.programs.queues} hardware queues" if self.programs.queues is not None else ""
         return text
 
 
@@ -185,7 +190,9 @@ def plan_build(arguments: Arguments, world: World) -> BuildPlan:
         world.ranks_per_host.join(num_ranks if world.is_alone else 1)
         lanes = arguments.execution.lanes(num_ranks, size)
         options = options_with_stages(wanted.schedule, wanted.schedule_options, wanted.stages_per_rank)
-        programs = Programs(wanted.schedule, num_ranks, options, wanted.stage_to_rank, lanes, wanted.recv_lookahead)
+        queues = arguments.execution.queues(world.device, size)
+        order = (wanted.schedule, num_ranks, options, wanted.stage_to_rank)
+        programs = Programs(*order, lanes, wanted.recv_lookahead, queues)
         num_microbatches = wanted.find_num_microbatches()
         schedule = programs.schedule(num_microbatches)
         programs.program(num_microbatches, forward_only=False)
@@ -267,6 +274,8 @@ def build_stages(
         for index, module in held.items():
             recompute = way_of(model.recompute, index, module)
             stage = Stage(index, module, placement.num_stages, loss_fn, recompute, plan.contexts)
+            if plan.programs.queues is not None and any(len(set(r[index : index + 2])) > 1 for r in placement.routes):
+                stage.why_one_tensor = why_too_few() or ""
             stages[rank][index] = _equipped(stage, model, world.device)
     movable = layers if world.is_alone and counts is not None else None
     made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied)
@@ -387,7 +396,7 @@ def make_engine(
         local.by_rank, executor, transport, world.timeout, world.control.publish, policy.way, device, streams
     )
     forward_only = not programs.has_backward(num_microbatches)
-    settings = arguments.batch.settings(device)
+    settings = arguments.batch.settings(device, world.cores)
     steps = Steps(settings, programs, ranks, world.control, replicas, random, forward_only=forward_only)
     # until here not all ranks need all others, and no rank is to wait in a step for one that has no pipeline
     world.control.exchange("joining", {})

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
+from fastpipe.hardware_queues import VARIABLE
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime.arguments import (
@@ -563,6 +564,10 @@ class Pipeline:
         name, seed, cut = self._executor.__name__, self._build.seed, self._local.cut
         with steps.replicas.in_place():
             text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
+        if self._programs.queues is not None:
+            text += f"\nqueues      proved for {self._programs.queues} of the hardware's ({VARIABLE})"
+        if where := str(self._world.cores):
+            text += f"\ncores       {where}"
         if self._world.control.remark:
             text += f"\ncontrol     {self._world.control.remark}"
         if self._arguments.execution.cuda_graph:

@@ -418,7 +418,7 @@ class Fault(nn.Module):
         super().__init__()
         self.module = module
         self.at_call = at_call
-        self.error = error
+        self.error: BaseException | None = error
         self.backward = backward
         self.calls = 0
 
@@ -439,4 +439,7 @@ class Fault(nn.Module):
     def _count(self) -> None:
         self.calls += 1
         if self.calls - 1 == self.at_call:
-            raise self.error
+            # not kept: its traceback holds the frames of the step, and they the pipeline, whose layer this is
+            error, self.error = self.error, None
+            assert error is not None
+            raise error

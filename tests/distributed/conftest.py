@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.distributed.ranks import Ranks
+from tests.process_state import shared
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +17,8 @@ def group_of() -> Iterator[Callable[[int], Ranks]]:
         if size in started and not started[size].usable:
             started.pop(size).kill()
         if size not in started:
-            started[size] = Ranks(size)
+            with shared():
+                started[size] = Ranks(size)
         return started[size]
 
     yield group

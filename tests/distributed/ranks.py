@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from tests.patience import PATIENCE
-from tests.scripts import SERVER, print_into
+from tests.process_state import State
+from tests.scripts import SERVER, print_into, start_server
 
 # A pipeline over Gloo has twelve, a mesh of replicas x pipeline six.
 _MANY_THREADS = 60
@@ -51,6 +52,7 @@ class Ranks:
         environment: dict[str, str] | None = None,
         backend: str | None = "gloo",
     ) -> None:
+        start_server()
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="fastpipe-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -198,10 +200,15 @@ def _serve(
     # what is there now stays, so that to collect what a test leaves in cycles takes no time
     gc.freeze()
     while not left and (job := pipe.recv()) is not None:
+        before = State.now()
         good, answer, left = _call(*job)
+        if good and (changed := before.changed(State.now())):
+            good, answer = False, "what ran here left behind:\n" + "\n".join(changed)
         pipe.send((good, answer))
-        # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever
-        gc.collect()
+        # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever;
+        # what it closes when it is collected is in cycles of its own, and a thread may hold some for a while
+        while not pipe.poll(0.0 if gc.collect() else 1.0):
+            pass
     dist.destroy_process_group()
 
 

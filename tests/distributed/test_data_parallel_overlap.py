@@ -1,6 +1,7 @@
 """Buckets of DistributedDataParallel start while the stage's last backward runs; two replicas of one process each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ from tests.distributed.test_data_parallel_wrappers import SPLIT, WHOLE, by_hand
 from tests.runtime.checks import same_bits
 
 GroupOf = Callable[[int], Ranks]
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Leaves `Replicated.reduce_grad`, which `Events` replaces, as it was."""
+    kept = Replicated.reduce_grad
+    try:
+        yield
+    finally:
+        Replicated.reduce_grad = kept  # type: ignore[method-assign]
 
 
 class Events(list[str]):
@@ -65,6 +76,7 @@ def step(pipe: Pipeline, number: int, replica: int) -> None:
     pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
 
 
+@restored()
 def overlap(executor: str, order: str) -> list[str]:
     over = mesh()
     replica = over.get_local_rank("dp")
@@ -122,6 +134,7 @@ def meddling_layers() -> list[nn.Module]:
     return [Meddling() for _ in range(4)]
 
 
+@restored()
 def meddle(executor: str) -> list[str]:
     over = mesh()
     replica = over.get_local_rank("dp")
@@ -156,6 +169,7 @@ def test_what_changes_after_its_bucket_has_started_is_averaged_again(executor: s
         assert second == LATE
 
 
+@restored()
 def fails_early(executor: str) -> str:
     """One replica fails in the last backward, with buckets under way."""
     over = mesh()

@@ -20,6 +20,7 @@ from fastpipe import Pipeline
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks
+from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
 from tests.runtime.test_leaks import Raising
@@ -93,10 +94,10 @@ def held() -> tuple[list[int], int]:
     return [len(os.listdir("/proc/self/fd")), threading.active_count(), maps], resident
 
 
-def fewest_threads(expected: int) -> int:
-    """Of this process, the system's own among them, in the next second: one that has ended is seen a little longer."""
+def fewest_threads(expected: int, seconds: float) -> int:
+    """Of this process, the system's own among them, in some time: one that has ended is seen a little longer."""
     fewest = len(os.listdir("/proc/self/task"))
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + seconds
     while fewest > expected and time.monotonic() < deadline:
         time.sleep(0.01)
         fewest = min(fewest, len(os.listdir("/proc/self/task")))
@@ -117,7 +118,7 @@ def dropped(executor: str, transport: str) -> list[int]:
         with contextlib.suppress(RuntimeError):
             pipe.step(*batch.args, target=batch.target)
         del pipe, layers
-        found.append(fewest_threads(found[0] if found else 0))
+        found.append(fewest_threads(found[0], PATIENCE) if found else fewest_threads(0, 1.0))
     gc.enable()
     return found
 

@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_prepare_a_program_leaves_nobody_waiting(
     for answers in group_of(2).run(lack_memory, transport, executor):
         for kind, text, rank in answers:
             assert (kind, rank) == ("StepError", 1)
-            assert "rank 1: MemoryError: there is no more; the pipeline cannot go on: build it again" in text
+            assert "rank 1: MemoryError: there is no more; " in text
 
 
 def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 
 from fastpipe.runtime import native
 from fastpipe.runtime.stage import weight_grad
+from tests import scripts  # noqa: F401 - has had a store of torch's before any test
 from tests.conftest import skip_without_native
 
 

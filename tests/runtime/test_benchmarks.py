@@ -32,11 +32,6 @@ def profiles() -> Iterator[ModuleType]:
     yield from imported("profiles")
 
 
-@pytest.fixture
-def tables() -> Iterator[ModuleType]:
-    yield from imported("tables")
-
-
 def imported(name: str) -> Iterator[ModuleType]:
     """A script of that folder, which is no package; its neighbours' names are short and are forgotten again."""
     before = set(sys.modules)
@@ -110,36 +105,8 @@ def test_a_sleeping_stage_sleeps_once_in_every_action_and_in_the_right_one(
     assert parts["module call"] > sum(end - start for start, end in sleeps["F"])
 
 
-def test_the_parts_of_a_path_and_of_a_rank_are_what_they_are_called(profiles: ModuleType) -> None:
-    schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=1)
-    timeline = fastpipe.simulate(schedule, CostModel(forward=1.0, backward=2.0, comm=0.5))
-    path = profiles.of_path(timeline, [[], []])
-    assert {name: value for name, value in path.items() if value} == {"module call": 2, "autograd": 4, "messages": 1}
-    parts = profiles.of_rank(timeline, 0, 8.0)
-    assert dict(parts) == {"module call": 1, "messages": 0, "waiting": 4, "autograd": 2, "around the loop": 1}
-
-
-def test_a_shortfall_is_named_with_its_largest_part(profiles: ModuleType) -> None:
-    most, least = profiles.Aim("a", 1.5), profiles.Aim("b", 6, at_least=True)
-    assert most.missed([1.0, 1.5, 9.0]) is None and least.missed([7.0]) is None
-    assert most.missed([1.0, 1.6, 9.0]) == "a is 1.600 and should be at most 1.5"
-    assert least.missed([5.0]) == "b is 5.000 and should be at least 6"
-    over = profiles.more({"x": 3.0, "y": 4.0}, {"x": 1.0, "z": 0.5})
-    assert profiles.explained(over, 10, "us") == "+55.0 us: y +40.0, x +20.0, z -5.0; mostly y"
-    assert profiles.explained({"x": 1.0, "y": 2.0}, 1, "us") == "+3.0 us: x +1.0, y +2.0; mostly y"
-    assert profiles.medians([{"x": 1.0}, {"x": 3.0}, {"x": 2.0}]) == {"x": 2.0}
-
-
 def test_the_schedule_is_simulated_with_the_mean_of_the_sleeps(efficiency: ModuleType) -> None:
     schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=4)
     sleeps = [{"F": [(0, 1), (5, 8)], "I": [(0, 1)], "W": [(0, 2)]}, {"F": [], "I": [(0, 3)], "W": [(3, 5)]}]
     costs = CostModel(forward=2, backward_input=2, backward_weight=2)
     assert efficiency.simulated(schedule, sleeps) == fastpipe.simulate(schedule, costs).makespan
-
-
-def test_figures_are_medians_and_quartiles(tables: ModuleType) -> None:
-    assert tables.spread([1.0, 2.0, 3.0, 4.0, 5.0], 10, 0) == "30 (20..40)"
-    assert tables.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 1.0]) == "3.00 (2.50..3.50)"
-    assert tables.spread([0.5], digits=1) == "0.5 (0.5..0.5)"
-    assert tables.table(["a", "b"], [["c", "d"]], markdown=True) == "| a | b |\n| :-- | ---: |\n| c | d |"
-    assert tables.table(["a", "bb"], [["cc", "d"]], markdown=False) == "a   bb\ncc   d"

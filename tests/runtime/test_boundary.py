@@ -138,7 +138,7 @@ def test_what_cannot_cross_is_named(value: Any, message: str) -> None:
 
 def test_a_named_tuple_that_the_other_end_cannot_find_is_refused() -> None:
     made = namedtuple("made", "x")  # the module has no such attribute
-    with pytest.raises(ValueError, match="no class tests.runtime.test_boundary.made is registered"):
+    with pytest.raises(ValueError, match="tests.runtime.test_boundary.made"):
         to_tensors(made(TENSORS[0]), {}, 3)
 
 
@@ -261,14 +261,14 @@ def test_a_layer_that_takes_anything_gets_all(executor: str) -> None:
 def test_a_value_that_nobody_takes_is_refused(executor: str) -> None:
     data = batch()
     for layers in ([Rotary(), Block(), Block()], [Block(), Rotary()], [Block(), Down(), Rotary()]):
-        with pytest.raises(ValueError, match=r"carry: stage \d carries '\w+', and no later layer's forward names it"):
+        with pytest.raises(ValueError, match=r"carry: stage \d .*'\w+'"):
             pipeline(layers, executor).step(data["x"], target=data["target"])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_value_given_twice_is_refused(executor: str) -> None:
     data = batch()
-    with pytest.raises(ValueError, match="mask: it was given to step, and a layer before stage 1 carries"):
+    with pytest.raises(ValueError, match="mask: .* step, .* stage 1"):
         pipeline([Rotary(), Attends()], executor).step(
             data["x"], target=data["target"], mask=torch.ones(8, WIDTH, dtype=torch.bool)
         )

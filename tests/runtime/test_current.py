@@ -140,13 +140,6 @@ def test_in_an_evaluation_there_is_no_training(executor: str) -> None:
     assert not log.of("loss")
 
 
-def test_elsewhere_it_is_none() -> None:
-    assert fastpipe.current() is None
-    log = Log()
-    build("1f1b", "native", log)
-    assert fastpipe.current() is None
-
-
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_contexts_are_around_every_action(schedule: str, executor: str) -> None:
@@ -217,8 +210,8 @@ def test_what_a_context_or_an_action_raises_comes_through(schedule: str, executo
 
 def test_what_is_no_context_is_refused() -> None:
     log = Log()
-    with pytest.raises(TypeError, match="backward_context is a int: give a function"):
+    with pytest.raises(TypeError, match="backward_context .*int: .*function"):
         build("1f1b", "native", log, backward_context=3)
     pipe = build("1f1b", "native", log, forward_context=lambda at: None)
-    with pytest.raises(TypeError, match="forward_context returned a NoneType: return a context manager"):
+    with pytest.raises(TypeError, match="forward_context .*NoneType: .*context manager"):
         pipe.step(*batch()[:1], target=batch()[1])

@@ -47,12 +47,3 @@ def test_processes_go_on_where_threads_stopped(tmp_path: Path) -> None:
     assert "1f1b on 2 ranks, from step3" in went_on
     whole = run("resume.py", "--folder", str(tmp_path / "b"), "--until", "5", "--ranks", "1", "--schedule", "gpipe")
     assert len(printed(whole)) == 5 and printed(begun) + printed(went_on) == printed(whole)
-
-
-def test_an_incomplete_checkpoint_is_not_taken(resume: Any, tmp_path: Path) -> None:
-    assert resume.latest(tmp_path) is None
-    for name in ("step3", "step12", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".metadata").touch()
-    (tmp_path / "step15").mkdir()
-    assert resume.latest(tmp_path) == tmp_path / "step12"

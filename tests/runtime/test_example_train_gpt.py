@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +122,16 @@ def test_a_run_by_the_clock_ends(here):
     shown = here("--ranks", "2", "--seconds", "0.5", "--schedule", "interleaved_1f1b")
     assert re.search(r"^  100%   step +\d+ ", shown, re.MULTILINE)
     assert losses(shown)
+
+
+def test_a_run_that_was_interrupted_goes_on(one_rank, here, tmp_path):
+    """As if it had ended after its first checkpoint, and with other ranks: the losses are those of a whole run."""
+    saves = ["--executor", "python", "--checkpoints", str(tmp_path), "--save-every", "2"]
+    assert losses(here("--ranks", "2", *saves)) == losses(one_rank)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step2", "step3"]
+    shutil.rmtree(tmp_path / "step3")
+    shown = here("--ranks", "4", *saves)
+    assert fact(shown, "resumed") == f"from {tmp_path / 'step2'}" and losses(shown) == losses(one_rank)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_child_runs_no_step(executor: str) -> None:
     pipe = trained(executor)
 
     def run() -> None:
-        with pytest.raises(RuntimeError, match=r"this pipeline was built in process \d+, and process \d+ is a forked"):
+        with pytest.raises(RuntimeError, match=r"process \d+, .*process \d+ .*fork"):
             step(pipe)
         with pytest.raises(RuntimeError, match="run steps in the process that built it"):
             pipe.clip_grad_norm_(1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,25 +10,15 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime import native
-from fastpipe.runtime.stage import weight_grad
-from tests.conftest import skip_without_native
 from tests.runtime.checks import same_bits
 
 ROWS, WIDTH, COUNT = 24, 12, 6
 
 
-@pytest.fixture(params=["native", "python with the extension", "python alone"])
-def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each executor with each kernel; yields the executor's name."""
-    if request.param == "python alone":
-        monkeypatch.setattr(native, "load", lambda: None)
-        yield "python"
-        while weight_grad._libraries:
-            weight_grad._libraries.pop()._destroy()
-        return
-    skip_without_native()
-    yield request.param.split()[0]
+@pytest.fixture
+def executor(kernel: str) -> str:
+    """Each executor with each kernel; the executor's name."""
+    return kernel
 
 
 def layers() -> list[nn.Module]:

@@ -150,5 +150,5 @@ def test_a_layout_that_is_none(cut: str) -> None:
 
 @pytest.mark.parametrize("cut", ["3,2,1", "3,2,2,1", "0,3,4"])
 def test_no_layer_is_dropped(cut: str) -> None:
-    with pytest.raises(ValueError, match="give 3 numbers of at least 1, one a stage, that sum to the 7 layers"):
+    with pytest.raises(ValueError, match="3 numbers .* 7 layers"):
         Pipeline(uneven(), "1f1b", 4, squared, num_ranks=3, partition=cut)

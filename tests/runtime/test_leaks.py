@@ -13,6 +13,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.testing import Fault
+from tests.patience import PATIENCE
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
 X, Y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
@@ -99,7 +100,7 @@ def test_a_dropped_pipeline_ends_its_threads(executor: str) -> None:
     gc.collect()
     assert gone() is None
     for thread in started:
-        thread.join(5)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 

@@ -178,5 +178,5 @@ def test_who_cannot_be_reached_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
 def test_a_silence_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPIPE_SILENCE", text)
-    with pytest.raises(ValueError, match=f"FASTPIPE_SILENCE = '{text}': set it to the seconds"):
+    with pytest.raises(ValueError, match=f"FASTPIPE_SILENCE = '{text}': .*seconds"):
         Lifeline(0)

@@ -71,7 +71,7 @@ def test_a_delayed_send_wakes_a_receiver_that_waits_already() -> None:
 def test_what_is_not_the_next_message_is_noticed() -> None:
     sender, receiver = ends(Loopback())
     sender.send(message(1), UP, 0, (torch.zeros(1),))
-    with pytest.raises(AssertionError, match="microbatch 1, received as the output of stage 0, microbatch 0"):
+    with pytest.raises(AssertionError, match="microbatch 1, .* stage 0, microbatch 0"):
         receiver.post_recv(message(0), UP, 0)
 
 

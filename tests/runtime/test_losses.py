@@ -1,6 +1,7 @@
 """What a step is trained on: accumulation, and losses that stages add. Metrics are in test_metrics.py."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from fastpipe import AddedLosses, Pipeline, add_loss, make_schedule
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.runtime.step.result import StepResult
 from fastpipe.testing import reference_step
+from tests.conftest import paired
 from tests.runtime.checks import assert_same, reference_of, same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, measured, squared
 from tests.runtime.paired import PAIRED, Own
@@ -32,13 +34,16 @@ def grads(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), TWO)
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
 def test_added_losses_with_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     train_and_compare("added_losses", schedule, num_microbatches, num_ranks=num_ranks, executor=executor, steps=2)
 
 
-@pytest.mark.parametrize("case", ["added_losses", "added_and_recomputed"])
-@pytest.mark.parametrize("schedule", PAIRED)
+@pytest.mark.parametrize(
+    ("schedule", "case", "executor"),
+    paired(itertools.product(PAIRED, ["added_losses", "added_and_recomputed"])),
+    indirect=["executor"],
+)
 def test_added_losses_in_pairs(schedule: str, case: str, executor: str) -> None:
     train_and_compare(case, schedule, 8, num_ranks=2, executor=executor, overlap="always")
 
@@ -178,21 +183,6 @@ def test_everything_weighs_like_the_loss(reduction: str, schedule: str, executor
     assert result.metrics["by_column"].shape == (4, WIDTH) and result.metrics["hits"].dtype == torch.int64
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_uneven_microbatches_train_as_the_whole_batch(reduction: str, executor: str) -> None:
-    layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
-    loss_fn = nn.MSELoss(reduction=reduction)
-    x, y = (torch.randn(11, WIDTH).double() for _ in "xy")
-    model = nn.Sequential(*layers)
-    loss_fn(model(x), y).backward()
-    expected = grads(model)
-    model.zero_grad()
-    pipe = Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2, loss_reduction=reduction, executor=executor)
-    result = pipe.step(x, target=y)
-    torch.testing.assert_close(result.loss, loss_fn(model(x), y).detach())
-    torch.testing.assert_close(grads(model), expected)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_a_microbatch_of_weight_0_counts_for_nothing(schedule: str, executor: str) -> None:
     """Its loss is a mean over no tokens, which is NaN, as are that one's gradients."""
@@ -233,7 +223,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
     return torch.randint(-1, 2, shape).double()
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), TWO)
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
 def test_n_steps_give_n_times_the_gradient(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     """Of whole numbers, of which every sum is exact in any order; evaluations in between change nothing."""
     num_stages = make_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches).num_stages

@@ -70,7 +70,7 @@ def test_what_may_still_be_asked_for_is_kept(
 
 def test_what_does_not_come_is_an_error(store: dist.Store) -> None:
     letter = DeferredResults(store, 0, 0.05).result(1, 1)
-    with pytest.raises(StepError, match="rank 1 has not told the losses of a step within 0.05 s") as caught:
+    with pytest.raises(StepError, match="rank 1 .*losses .* 0.05 s") as caught:
         letter()
     assert caught.value.rank == 1
 
@@ -121,7 +121,7 @@ def test_whatever_keeps_a_process_from_telling_is_told(sender: DeferredResults, 
 
     sender.post(1, ready)
     sender.post(2, lambda: {"losses": 2})
-    with pytest.raises(StepError, match="failed on rank 1: RuntimeError: CUDA error: an illegal memory access .*again"):
+    with pytest.raises(StepError, match="rank 1: RuntimeError: CUDA error: an illegal .*again"):
         reader.result(1, 1)()
     assert reader.result(2, 1)() == {"losses": 2}
 
@@ -129,6 +129,6 @@ def test_whatever_keeps_a_process_from_telling_is_told(sender: DeferredResults, 
 def test_what_cannot_be_sent_is_told(sender: DeferredResults, reader: DeferredResults) -> None:
     sender.post(5, lambda: {"losses": object()})  # type: ignore[dict-item]
     sender.post(6, lambda: {"losses": 4})
-    with pytest.raises(StepError, match="rank 1: TypeError: Object of type object is not JSON serializable"):
+    with pytest.raises(StepError, match="rank 1: TypeError: .*JSON"):
         reader.result(5, 1)()
     assert reader.result(6, 1)() == {"losses": 4}

@@ -71,13 +71,13 @@ def test_a_metric_has_to_come_always_and_a_rule_has_to_be_for_one() -> None:
 
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     pipe = Pipeline(CASES["plain"].layers(2), "1f1b", 4, loss_fn, num_ranks=1)
-    with pytest.raises(ValueError, match=r"metric 'odd' came back from the microbatches \[1, 3\] of 4"):
+    with pytest.raises(ValueError, match=r"metric 'odd' .*\[1, 3\] of 4"):
         pipe.step(x, target=y).metrics  # noqa: B018
     rows = Pipeline(CASES["plain"].layers(2), "1f1b", 3, lambda o, t: (squared(o, t), {"rows": o[:, 0]}), num_ranks=1)
-    with pytest.raises(ValueError, match=r"metric 'rows' has shape \(2,\) and \(3,\), whose mean there is not"):
+    with pytest.raises(ValueError, match=r"metric 'rows' .*\(2,\) and \(3,\)"):
         rows.step(x, target=y).metrics  # noqa: B018
     pipe = Pipeline(CASES["plain"].layers(2), "1f1b", 4, measured, num_ranks=1, metrics={"hit": "sum"})
-    with pytest.raises(ValueError, match=r"metrics\['hit'\]: loss_fn returns no such metric; .*'hits'"):
+    with pytest.raises(ValueError, match=r"metrics\['hit'\]: .*'hits'"):
         pipe.step(x, target=y).metrics  # noqa: B018
 
 

@@ -79,17 +79,6 @@ def core(tree: NativeTree) -> Iterator[Path]:
     tree.build()
 
 
-def test_code_that_does_not_compile_leaves_the_planning_library(tree: NativeTree, core: Path) -> None:
-    core.write_text("int broken() { return nothing; }\n")
-    touch(core)
-    tree.build()
-    assert tree.record["_plan"]["built"]
-    assert "csrc/core/core.cpp:1:" in tree.record["_runtime"]["reason"]
-    assert not tree.library("_runtime").exists()
-    status = tree.status()
-    assert "it was not built: " in status and "run `make build`" in status
-
-
 def test_a_missing_symbol_is_reported_when_it_is_loaded(tree: NativeTree, core: Path) -> None:
     core.write_text("")  # a shared library may link although core() is nowhere
     touch(core)

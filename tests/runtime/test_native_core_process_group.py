@@ -21,7 +21,7 @@ from fastpipe.runtime.transport.groups import membership  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
 from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
-from tests.scripts import SERVER  # noqa: E402
+from tests.scripts import SERVER, start_server  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason=native.native_status()),
@@ -64,6 +64,7 @@ class Rank:
 
 
 def run_two(worker, folder):
+    start_server()
     multiprocessing.start_processes(worker, args=(str(folder),), nprocs=2, start_method=SERVER.get_start_method())
 
 

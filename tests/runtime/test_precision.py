@@ -9,6 +9,7 @@ from torch import nn
 
 from fastpipe import GradScaler, Pipeline, check_parity
 from fastpipe.testing import reference_step
+from tests.conftest import paired
 from tests.runtime.checks import assert_same, reference_of, rows_for, same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, squared
 from tests.runtime.test_losses import TWO, grads, whole
@@ -39,7 +40,7 @@ def test_autocast_reaches_every_thread(dtype: torch.dtype, schedule: str, recomp
     assert not all(same_bits(a, b) for a, b in zip(grads(plain), grads(unsplit), strict=True))
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), TWO)
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
 def test_the_scale_is_in_every_backward(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     case = CASES["added_losses"]
     layers = case.layers(2 * num_ranks * 2 + 1)
@@ -120,7 +121,7 @@ def test_a_scaler_that_is_not_enabled_does_nothing(executor: str) -> None:
 BF16 = CASES["bfloat16"]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), TWO)
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
 def test_gradients_in_fp32(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     count = 4 * num_ranks + 1
     unsplit = whole(BF16, count)

@@ -1,6 +1,7 @@
 """Random numbers: masks by microbatch, and recomputes that meet their forward's masks, whatever runs beside them."""
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,13 @@ from fastpipe import Pipeline
 from fastpipe.runtime.stage.random_numbers import generators_lock, microbatch_seed
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault, reference_step
+from tests.conftest import paired
 from tests.runtime.checks import same_bits, unequal
 
 WIDTH = 6
 SEED = 5
+SCHEDULES = ["1f1b", "zbv", "dualpipev", "dualpipe", "1f1b_overlap", "interleaved_overlap", "looped_bfs"]
+MODES = [None, "reentrant", "saved"]
 mean_square = nn.functional.mse_loss
 
 
@@ -69,9 +73,8 @@ def compare(pipe: Pipeline, layers: Sequence[nn.Module], steps: int = 3, **optio
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("mode", [None, "reentrant", "saved"])
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", "zbv", "dualpipev", "dualpipe", "1f1b_overlap", "interleaved_overlap", "looped_bfs"]
+    ("schedule", "mode", "executor"), paired(itertools.product(SCHEDULES, MODES)), indirect=["executor"]
 )
 def test_the_masks_are_those_of_the_unsplit_model(schedule: str, mode: str | None, executor: str) -> None:
     """The unsplit model recomputes nothing, so a recompute with another mask than its forward's would show."""

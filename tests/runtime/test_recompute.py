@@ -1,5 +1,6 @@
 """Stages that recompute: the bits of those that do not, one recompute a microbatch, the memory that is predicted."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from fastpipe import CostModel, Pipeline, check_parity, simulate
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
+from tests.conftest import paired
 from tests.runtime.checks import assert_same, rows_for, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, squared
 from tests.runtime.paired import PAIRED, Own
 from tests.runtime.test_losses import TWO, whole
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), TWO)
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
 def test_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     options = {"num_ranks": num_ranks, "executor": executor, "recompute": "full", "steps": 2}
     train_and_compare("added_losses", schedule, num_microbatches, **options)
@@ -36,8 +38,9 @@ def test_every_boundary(case: str, way: str, executor: str) -> None:
         train_and_compare(case, "dualpipev", 5, **options)
 
 
-@pytest.mark.parametrize("way", ["full", "layers"])
-@pytest.mark.parametrize("schedule", PAIRED)
+@pytest.mark.parametrize(
+    ("schedule", "way", "executor"), paired(itertools.product(PAIRED, ["full", "layers"])), indirect=["executor"]
+)
 def test_pairs(schedule: str, way: str, executor: str) -> None:
     options = {"num_ranks": 2, "executor": executor, "overlap": "always", "recompute": way}
     train_and_compare("plain", schedule, 8, num_layers=8, **options)
@@ -63,8 +66,11 @@ class Counted(nn.Module):
 COUNTED = Case(lambda n: [Counted() for _ in range(n)])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipev", "dualpipe", "gpipe"])
-@pytest.mark.parametrize("way", ["full", "layers", "none"])
+@pytest.mark.parametrize(
+    ("schedule", "way", "executor"),
+    paired(itertools.product(["1f1b", "zb_h1", "zbv", "dualpipev", "dualpipe"], ["full", "layers", "none"])),
+    indirect=["executor"],
+)
 def test_one_recompute_a_microbatch(way: str, schedule: str, executor: str) -> None:
     pipe = Pipeline(COUNTED.layers(8), schedule, 8, squared, num_ranks=2, executor=executor, recompute=way)
     batch = COUNTED.batches(1, 16)[0]
@@ -142,8 +148,11 @@ class Drops(nn.Module):
 DROPS = Case(lambda n: [Drops() for _ in range(n)])
 
 
-@pytest.mark.parametrize("way", ["full", "layers"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipev", "interleaved_zb"])
+@pytest.mark.parametrize(
+    ("way", "schedule", "executor"),
+    paired(itertools.product(["full", "layers"], ["1f1b", "zb_h1", "zbv", "dualpipev", "interleaved_zb"])),
+    indirect=["executor"],
+)
 def test_random_numbers_and_buffers_are_those_of_the_forward(schedule: str, way: str, executor: str) -> None:
     options = {"num_ranks": 2, "executor": executor, "rng": "per_microbatch", "overlap": "always"}
     torch.manual_seed(5)

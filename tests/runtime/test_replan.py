@@ -196,7 +196,7 @@ def test_stages_that_came_ready_made_can_move_but_not_be_cut() -> None:
     assert same_bits(pipe.step(x, target=y).loss, loss)
     with pytest.raises(ValueError, match="ready made"):
         pipe.replan(make_schedule("1f1b", num_ranks=2, num_microbatches=4))
-    with pytest.raises(ValueError, match=r"profile_layers: stage 0 is not a list of plain layers"):
+    with pytest.raises(ValueError, match=r"profile_layers: stage 0"):
         pipe.profile_layers(x, target=y)
 
 

@@ -19,6 +19,7 @@ from fastpipe.runtime import native  # noqa: E402
 from fastpipe.runtime.common.failure import FailureError  # noqa: E402
 from fastpipe.runtime.stage.losses import StageWork  # noqa: E402
 from fastpipe.runtime.transport.shared_memory import SharedMemory  # noqa: E402
+from tests.patience import PATIENCE  # noqa: E402
 from tests.runtime import native_ranks  # noqa: E402
 from tests.runtime.checks import same_bits  # noqa: E402
 from tests.runtime.native_ranks import NativeRanks, lowered  # noqa: E402
@@ -234,7 +235,7 @@ def test_a_silent_peer_is_given_up(ranks_of: type[NativeRanks]) -> None:
     ranks.stages[0].begin(StageWork(args=data(2)[0]))
     thread = threading.Thread(target=lambda: pytest.raises(FailureError, alone.run, 1, True))
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert found and isinstance(found[0], FailureError) and found[0].failure.rank == 1
     assert "no transfer with rank 1" in str(found[0])

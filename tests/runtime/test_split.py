@@ -216,7 +216,7 @@ def test_what_is_no_row_in_training_is_refused(training: bool) -> None:
 
     model = Wrong(forward).train(training)
     model.head.eval()
-    with pytest.raises(ValueError, match="something between inner.blocks.0|in training, its layers in a row do not"):
+    with pytest.raises(ValueError, match="between inner.blocks.0|in training"):
         fastpipe.split(model, batch()[0])
     assert model.training == training and not model.head.training
 
@@ -228,7 +228,7 @@ def test_what_returns_no_tensor_is_refused(where: str) -> None:
 
     model = Wrong(forward)
     model.get_submodule(where).register_forward_hook(lambda module, args, output: (output,))
-    with pytest.raises(ValueError, match=f"model: {where} returns a tuple, not a tensor; hand over"):
+    with pytest.raises(ValueError, match=f"{where} returns a tuple"):
         fastpipe.split(model, batch()[0])
 
 
@@ -244,7 +244,7 @@ def test_a_block_with_more_arguments_is_refused() -> None:
 
     model = Wrong(forward)
     model.inner["blocks"] = nn.ModuleList(Masked() for _ in range(3))
-    with pytest.raises(ValueError, match="inner.blocks.0 is given 1 more arguments than its input"):
+    with pytest.raises(ValueError, match="inner.blocks.0 .* 1 more"):
         fastpipe.split(model, batch()[0])
 
 
@@ -256,7 +256,7 @@ class Residual(nn.Sequential):
 def test_forwards_that_no_stage_would_run_are_refused() -> None:
     """Of the model, of a module on the way to its blocks, and of a Sequential."""
     model = Decoder()
-    model.forward = torch.compile(model.forward)
+    model.forward = torch.compile(model.forward, backend="eager")
     with pytest.raises(ValueError, match="Decoder.forward was replaced on the instance"):
         fastpipe.split(model, batch()[0])
     sequential = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -339,14 +339,14 @@ def test_a_further_argument_that_the_example_did_not_have_is_refused() -> None:
     pipe = fastpipe.Pipeline(layers, "1f1b", 3, num_ranks=3)
     with pytest.raises(ValueError, match="blocks get other arguments than on the example"):
         pipe.eval_step(ids, masks=torch.ones(9, 1, 1))
-    with pytest.raises(ValueError, match="layers.0 is given 1 more arguments than its input that are no buffers"):
+    with pytest.raises(ValueError, match="layers.0 .* 1 more .*buffers"):
         fastpipe.split(model, ids[:2], masks=torch.ones(2, 1, 1))
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="Decoder: give one microbatch as an example, as in split"):
+    with pytest.raises(ValueError, match="Decoder: .* microbatch .*split"):
         fastpipe.split(Decoder())
-    with pytest.raises(ValueError, match="Linear without an nn.ModuleList, nn.ModuleDict or nn.Sequential"):
+    with pytest.raises(ValueError, match="Linear .*nn.ModuleList, nn.ModuleDict or nn.Sequential"):
         fastpipe.split(nn.Linear(2, 2), torch.randn(2, 2))
     with pytest.raises(ValueError, match="model has no layers"):
         fastpipe.split([])

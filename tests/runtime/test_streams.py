@@ -177,13 +177,13 @@ def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path) -
 
 
 def test_the_python_executor_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"executor = 'python': the stages are on .*set executor='native', or device"):
+    with pytest.raises(ValueError, match=r"executor = 'python': .*executor='native', or device"):
         executor_class("python", torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="device = 'cuda': torch .* sees no such device here; pass device='cpu'"):
+    with pytest.raises(ValueError, match="device = 'cuda': .*device='cpu'"):
         fastpipe.Pipeline([torch.nn.Linear(2, 2)], "gpipe", 2, num_ranks=1, device="cuda")
 
 

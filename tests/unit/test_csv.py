@@ -101,7 +101,7 @@ def test_activations_and_gradients_between_two_ranks_have_one_order(name: str) -
     """Programs with a lane for each of them post receives in another order than torch would need."""
     schedule = fastpipe.make_schedule(name, num_ranks=4, num_microbatches=8)
     loaded = Schedule.from_csv(fastpipe.lower(schedule).to_csv())
-    with pytest.raises(ScheduleError, match="it receives the gradient .* sends the activation .* taken for the other"):
+    with pytest.raises(ScheduleError, match="receives the gradient .* sends the activation"):
         loaded.validate()
 
 
@@ -129,5 +129,5 @@ def test_transfers_that_cross_are_refused() -> None:
     ]
     hand(good, [0, 1], 2).validate()
     crossed = [good[0], good[1].replace("1RECV_F0 1RECV_F1", "1RECV_F1 1RECV_F0")]
-    with pytest.raises(ScheduleError, match="rank 1, position 0: it receives .* microbatch 1, while rank 0 sends"):
+    with pytest.raises(ScheduleError, match="rank 1, position 0: .* microbatch 1, .*rank 0"):
         hand(crossed, [0, 1], 2).validate()

@@ -125,7 +125,7 @@ def test_both_copies_of_the_model_are_planned_where_the_placement_has_them() -> 
         assert {one.copies for one in plan.candidates} == {2}
     other = small(CostModel(), num_ranks=2, num_microbatches=6, placement=fastpipe.Placement.loop(2))
     assert not {"dualpipe", "chimera"} & {one.name for one in other.candidates}
-    with pytest.raises(ValueError, match="half of the microbatches each way and needs an even number"):
+    with pytest.raises(ValueError, match="even number"):
         small(CostModel(), num_ranks=2, num_microbatches=7, placement=places)
 
 
@@ -227,7 +227,7 @@ def test_what_has_reached_its_bound_is_annealed_no_more(
 def test_costs_by_stage_fix_the_number_of_stages() -> None:
     plan = small(CostModel([1, 1, 1, 1, 1, 1, 1, 2], 1.0, 1.0))
     assert plan.schedule.num_stages == 8
-    with pytest.raises(ValueError, match="costs name 6 stages, which num_ranks = 4 does not divide"):
+    with pytest.raises(ValueError, match="6 stages.* num_ranks = 4"):
         small(CostModel([1] * 6))
 
 
@@ -245,7 +245,7 @@ def test_the_number_of_microbatches_is_chosen_from_the_batch() -> None:
     assert tried == {1, 2, 4, 8, 16}
     best = min((one for one in plan.candidates if one.fits), key=lambda one: one.makespan)
     assert plan.schedule.num_microbatches == best.num_microbatches
-    with pytest.raises(ValueError, match="num_microbatches: give it, or costs of layers with batch_size"):
+    with pytest.raises(ValueError, match="num_microbatches: .*batch_size"):
         small(num_microbatches=None)
 
 
@@ -263,7 +263,7 @@ def test_a_placement_that_is_given_is_kept() -> None:
     plan = fastpipe.plan(uneven, num_ranks=3, num_microbatches=4, placement=odd, effort=0.01)
     assert plan.schedule.placement.routes == odd.routes and plan.bound <= plan.value + 1e-9
     for little in ({"effort": 0}, {"memory": 0.01}):
-        with pytest.raises(ValueError, match=r"placement: no schedule of the registry.*effort = .* and memory = "):
+        with pytest.raises(ValueError, match=r"placement: .*effort = .* and memory = "):
             fastpipe.plan(uneven, num_ranks=3, num_microbatches=4, placement=odd, **{"effort": 0.01, **little})
 
 

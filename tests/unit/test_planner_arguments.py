@@ -51,7 +51,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_a_placement_is_a_placement() -> None:
-    with pytest.raises(TypeError, match="placement: expected a Placement or a Schedule, found str"):
+    with pytest.raises(TypeError, match="placement: .*Placement or a Schedule.* str"):
         small(placement="loop")
 
 
@@ -77,7 +77,7 @@ def test_costs_are_read_from_files_and_dicts(tmp_path: Path) -> None:
     for reads in (small, CostModel.from_json):
         with pytest.raises(ValueError, match=r"costs\.json: forward = -1: give numbers"):
             reads(path)
-    with pytest.raises(TypeError, match="costs: expected a CostModel, LayerCosts, a dict or a file, found int"):
+    with pytest.raises(TypeError, match="costs: .*CostModel, LayerCosts, .*int"):
         small(3)
     with pytest.raises(ValueError, match="held_bytes is of layers; say num_layers too"):
         small({"held_bytes": 3})

@@ -170,7 +170,7 @@ def test_sharing_a_lane_costs_time() -> None:
 
 def test_a_program_that_cannot_end_is_refused() -> None:
     program = fastpipe.lower(fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8))
-    with pytest.raises(ProgramError, match="does not come to its end; validate_program names the cycle"):
+    with pytest.raises(ProgramError, match="validate_program .*cycle"):
         simulate(program, lanes="pair")
 
 
@@ -180,10 +180,10 @@ def test_what_is_no_program_is_refused() -> None:
     nowhere = rebuilt(program, 1, lambda rows: rows.__setitem__(0, rows[0]._replace(channel=9)))
     unknown = rebuilt(program, 1, lambda rows: rows.__setitem__(2, rows[2]._replace(stage=9)))
     for wrong in (unposted, nowhere, unknown):
-        with pytest.raises(ProgramError, match="is no valid program; validate_program names what is wrong"):
+        with pytest.raises(ProgramError, match="validate_program .*wrong"):
             simulate(wrong, CostModel(forward=(1, 1)))
 
 
 def test_costs_for_another_number_of_stages() -> None:
-    with pytest.raises(ValueError, match="forward has 2 values for 1 stages: give one a stage"):
+    with pytest.raises(ValueError, match="forward has 2 values for 1 stage"):
         simulate(hand(["0F0"], [0], 1), CostModel(forward=(1, 2)))

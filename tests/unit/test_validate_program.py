@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,7 +30,7 @@ def refused(program: Program, message: str) -> None:
 def test_dualpipev_needs_directed_lanes() -> None:
     program = fastpipe.lower(fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8))
     validate_program(program, lanes="directed")
-    with pytest.raises(ProgramError, match="the program can hang, ranks wait in a cycle: rank .* waits for rank"):
+    with pytest.raises(ProgramError, match="wait in a cycle: rank .* waits for rank"):
         validate_program(program, lanes="pair")
 
 
@@ -44,7 +47,7 @@ def test_what_is_lowered_for_coalesced_lanes_cannot_hang_in_them() -> None:
     for schedule in small_schedules():
         validate_program(fastpipe.lower(schedule, coalesce=True), lanes="coalesced")
     ordinary = fastpipe.lower(fastpipe.make_schedule("dualpipev", num_ranks=4, num_microbatches=8))
-    with pytest.raises(ProgramError, match="the program can hang, ranks wait in a cycle: rank .* waits for rank"):
+    with pytest.raises(ProgramError, match="wait in a cycle: rank .* waits for rank"):
         validate_program(ordinary, lanes="coalesced")
 
 
@@ -57,7 +60,7 @@ def test_so_it_is_with_any_order(schedule: Schedule) -> None:
 def test_lanes() -> None:
     program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=2))
     validate_program(program, lanes=[3, 9])
-    with pytest.raises(ValueError, match="lanes = 'each': use 'directed', 'pair', 'coalesced' or 'group'"):
+    with pytest.raises(ValueError, match="lanes = 'each': .*'directed', 'pair'"):
         validate_program(program, lanes="each")
     with pytest.raises(ValueError, match="lanes names 1 channels of 2"):
         validate_program(program, lanes=[0])
@@ -78,115 +81,87 @@ def test_every_instruction_but_those_on_weights_is_needed(schedule: Schedule) ->
                 refused(mutated, r"rank \d")
 
 
-def test_dropped_post(program: Program) -> None:
-    refused(
-        rebuilt(program, 1, lambda rows: rows.pop(0)),
+Rows = list[Instruction]
+
+
+def moved(rows: Rows, source: int, to: int) -> None:
+    rows.insert(to, rows.pop(source))
+
+
+def without_sends(rows: Rows) -> None:
+    rows[:] = [i for i in rows if i.op not in (Op.SEND, Op.WAIT_SEND)]
+
+
+def with_slot_0(rows: Rows, *ops: Op) -> None:
+    rows[:] = [i._replace(slot=0) if i.op in ops else i for i in rows]
+
+
+def swap_sends(rows: Rows) -> None:
+    first, second = (p for p, i in enumerate(rows) if i.op is Op.SEND)
+    moved(rows, first, second)
+
+
+FAULTS: dict[str, tuple[int, Callable[[Rows], Any], str]] = {
+    "dropped post": (
+        1,
+        lambda rows: rows.pop(0),
         "rank 1, position 0, WAIT_RECV .* microbatch 0, peer 0.*: no receive of the activation for stage 1",
-    )
+    ),
+    "dropped wait": (1, lambda rows: rows.pop(1), "rank 1, position 1, F +1F0: the activation .* not arrived"),
+    "dropped send": (0, without_sends, "rank 0, position 1: the activation for stage 1 .* never sent"),
+    "dropped wait for a send": (0, lambda rows: rows.pop(4), "rank 0, end of the program: send 0 .* never waited for"),
+    "dropped free": (0, lambda rows: rows.pop(6), "rank 0, end of the program: slot 0 still holds the gradient"),
+    "wait twice": (0, lambda rows: rows.insert(4, rows[3]), "rank 0, position 4, WAIT_RECV .*already waited for"),
+    "wait for a send twice": (0, lambda rows: rows.insert(5, rows[4]), "rank 0, position 5, WAIT_SEND .*not under way"),
+    "wait before its send": (0, lambda rows: moved(rows, 4, 2), "rank 0, position 2, WAIT_SEND .*send 0 is not under"),
+    "compute twice": (0, lambda rows: rows.insert(2, rows[1]), "rank 0, position 2, F +0F0: .*already done"),
+    "send twice": (
+        0,
+        lambda rows: rows.insert(3, rows[2]._replace(slot=1)),
+        "rank 0, position 3, SEND .*not there to hand on",
+    ),
+    "free too early": (1, lambda rows: moved(rows, 5, 3), "rank 1, position 3, FREE .*stage 1 still reads it"),
+    "free before the message": (1, lambda rows: moved(rows, 5, 1), "rank 1, position 1, FREE .*not waited for"),
+    "wait in another slot": (
+        1,
+        lambda rows: rows.__setitem__(1, rows[1]._replace(slot=1)),
+        "rank 1, position 1, WAIT_RECV .*is posted to slot 1",
+    ),
+}
+"""What is wrong with one rank's instructions of `program`, and what is said of it."""
 
 
-def test_dropped_wait(program: Program) -> None:
-    refused(rebuilt(program, 1, lambda rows: rows.pop(1)), "rank 1, position 1, F +1F0: the activation .* not arrived")
+@pytest.mark.parametrize(("rank", "change", "message"), FAULTS.values(), ids=FAULTS)
+def test_one_fault(program: Program, rank: int, change: Callable[[Rows], Any], message: str) -> None:
+    refused(rebuilt(program, rank, change), message)
 
 
-def test_dropped_send(program: Program) -> None:
-    def change(rows: list[Instruction]) -> None:
-        rows[:] = [i for i in rows if i.op not in (Op.SEND, Op.WAIT_SEND)]
-
-    refused(rebuilt(program, 0, change), "rank 0, position 1: the activation for stage 1 .* never sent or handed over")
+@pytest.mark.parametrize(
+    ("rank", "change", "message"),
+    [
+        (
+            1,
+            lambda rows: with_slot_0(rows, Op.POST_RECV, Op.WAIT_RECV, Op.FREE),
+            r"rank 1, position \d, POST_RECV .*slot 0 still holds the activation",
+        ),
+        (0, lambda rows: with_slot_0(rows, Op.SEND, Op.WAIT_SEND), "rank 0, position .* SEND .*send 0 is still under"),
+        (
+            0,
+            swap_sends,
+            r"channel 0 \(activation 0->1\), message 0: rank 0 sends .* microbatch 1 at position \d+, while rank 1 "
+            r"receives .* microbatch 0 at position 0",
+        ),
+    ],
+    ids=["slot in use", "send number in use", "reordered sends"],
+)
+def test_one_fault_among_two_messages(rank: int, change: Callable[[Rows], Any], message: str) -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=2, num_microbatches=2))
+    refused(rebuilt(program, rank, change), message)
 
 
 def test_no_sends_and_nothing_that_needs_them(program: Program) -> None:
     columns = [np.zeros((7, 0), dtype=np.int32)] * 2
     refused(with_columns(program, columns), "rank 0, end of the program: stage 0, microbatch 0 had no F")
-
-
-def test_dropped_wait_for_a_send(program: Program) -> None:
-    refused(rebuilt(program, 0, lambda rows: rows.pop(4)), "rank 0, end of the program: send 0 of .* never waited for")
-
-
-def test_dropped_free(program: Program) -> None:
-    refused(
-        rebuilt(program, 0, lambda rows: rows.pop(6)), "rank 0, end of the program: slot 0 still holds the gradient"
-    )
-
-
-def test_double_waits(program: Program) -> None:
-    refused(
-        rebuilt(program, 0, lambda rows: rows.insert(4, rows[3])), "rank 0, position 4, WAIT_RECV .*already waited for"
-    )
-    refused(
-        rebuilt(program, 0, lambda rows: rows.insert(5, rows[4])), "rank 0, position 5, WAIT_SEND .*is not under way"
-    )
-
-
-def test_a_wait_before_its_send(program: Program) -> None:
-    def change(rows: list[Instruction]) -> None:
-        rows.insert(2, rows.pop(4))
-
-    refused(rebuilt(program, 0, change), "rank 0, position 2, WAIT_SEND .*send 0 is not under way with it")
-
-
-def test_doubled_compute_and_send(program: Program) -> None:
-    refused(rebuilt(program, 0, lambda rows: rows.insert(2, rows[1])), "rank 0, position 2, F +0F0: .*already done")
-    refused(
-        rebuilt(program, 0, lambda rows: rows.insert(3, rows[2]._replace(slot=1))),
-        "rank 0, position 3, SEND .*not there to hand on: it was not computed, or went already",
-    )
-
-
-def test_free_too_early(program: Program) -> None:
-    def change(rows: list[Instruction]) -> None:
-        rows.insert(3, rows.pop(5))
-
-    refused(rebuilt(program, 1, change), "rank 1, position 3, FREE .*stage 1 still reads it")
-
-
-def test_free_before_the_message_is_there(program: Program) -> None:
-    def change(rows: list[Instruction]) -> None:
-        rows.insert(1, rows.pop(5))
-
-    refused(rebuilt(program, 1, change), "rank 1, position 1, FREE .*its message was not waited for")
-
-
-def test_a_slot_reused_while_it_is_live() -> None:
-    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=2, num_microbatches=2))
-
-    def change(rows: list[Instruction]) -> None:
-        rows[:] = [i._replace(slot=0) if i.op in (Op.POST_RECV, Op.WAIT_RECV, Op.FREE) else i for i in rows]
-
-    refused(rebuilt(program, 1, change), r"rank 1, position \d, POST_RECV .*slot 0 still holds the activation")
-
-
-def test_a_wait_for_a_message_in_another_slot(program: Program) -> None:
-    refused(
-        rebuilt(program, 1, lambda rows: rows.__setitem__(1, rows[1]._replace(slot=1))),
-        "rank 1, position 1, WAIT_RECV .*is posted to slot 1",
-    )
-
-
-def test_a_send_number_that_is_under_way() -> None:
-    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=2, num_microbatches=2))
-
-    def change(rows: list[Instruction]) -> None:
-        rows[:] = [i._replace(slot=0) if i.op in (Op.SEND, Op.WAIT_SEND) else i for i in rows]
-
-    refused(rebuilt(program, 0, change), "rank 0, position .* SEND .*send 0 is still under way; wait for it first")
-
-
-def test_reordered_sends() -> None:
-    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=2, num_microbatches=2))
-
-    def change(rows: list[Instruction]) -> None:
-        at = [p for p, i in enumerate(rows) if i.op is Op.SEND]
-        first = rows.pop(at[0])
-        rows.insert(at[1], first)
-
-    refused(
-        rebuilt(program, 0, change),
-        r"channel 0 \(activation 0->1\), message 0: rank 0 sends .* microbatch 1 at position \d+, while rank 1 receives"
-        r" .* microbatch 0 at position 0: no message has a name",
-    )
 
 
 def test_one_side_only() -> None:

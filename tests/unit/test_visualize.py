@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import fastpipe
 from fastpipe.visualize import grid, pareto, plot, to_chrome_trace, to_html
 from fastpipe.visualize.bars import bars, critical_bars, limited_by, live_activations, runs, transfers, waited_for
-from fastpipe.visualize.colours import COLOURS
 from fastpipe.visualize.page import page_data
 from fastpipe.visualize.pareto import Box, place_labels
 from fastpipe.visualize.rows import font_size, pixels
@@ -291,50 +290,6 @@ def test_a_comparison_is_drawn_with_every_name(tmp_path: Path) -> None:
         assert re.search(rf'id="name [^"]*\b{row.name}\b', path.read_text()), row.name
     with pytest.raises(ValueError, match="nothing to draw"):
         pareto([], tmp_path / "y.png")
-
-
-def test_the_front_passes_points_without_names(tmp_path: Path) -> None:
-    """GPipe alone has a name and is beaten by the others, which are small points: it is not on the line."""
-    pytest.importorskip("matplotlib")
-    rows = fastpipe.compare(["gpipe", "1f1b", "zbv"], num_ranks=4, num_microbatches=8)
-    named = [row for row in rows if row.name == "gpipe"]
-    for others, is_best in (([row for row in rows if row.name != "gpipe"], False), ([], True)):
-        text = pareto(named, tmp_path / "x.svg", others=others, memory_label="peak, GiB").read_text()
-        assert 'id="name gpipe"' in text and 'id="front"' in text
-        assert (f"fill: {COLOURS['F']}" in text) == is_best
-
-
-def test_names_cover_neither_the_limit_nor_what_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    seen: list[Any] = []
-
-    def watched(*args: Any) -> list[Box]:
-        seen.append((args, place_labels(*args)))
-        return seen[-1][1]
-
-    monkeypatch.setattr(sys.modules["fastpipe.visualize.pareto"], "place_labels", watched)
-    names = [
-        "v_half",
-        "zbv",
-        "interleaved_zb",
-        "1f1b",
-        "zb_h1",
-        "gpipe",
-        "v_min",
-        "1f1b_v",
-        "zb_h2",
-        "hanayo",
-        "dualpipe",
-    ]
-    rows = fastpipe.compare(names, num_ranks=8, num_microbatches=32)
-    named = [row for row in rows if row.name in names[:5]]
-    pareto(named, tmp_path / "x.svg", others=[row for row in rows if row not in named], limit=8)
-    (((marks, _, page, lines, covered), boxes),) = seen
-    at = {x for x, _ in lines[-1]}
-    assert len(at) == 1 and at & {x for x, _ in marks}, "points stand on the limit"
-    assert not any(box.left < x < box.right for box in boxes for x in at)
-    assert len(covered) > 5 and not any(box.overlaps(other) for box in boxes for other in covered)
-    assert all(box.inside(page) for box in boxes)
 
 
 @pytest.mark.parametrize(

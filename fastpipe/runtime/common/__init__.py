@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.common.devices import (
     CPU,
     ThreadState,
@@ -119,7 +118,6 @@ __all__ = [
     "specs_text",
     "tensors_in",
     "time_when_idle",
-    "torch_private",
     "version_of",
     "wait_until_done",
     "waiting",

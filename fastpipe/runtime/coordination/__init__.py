@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fastpipe.runtime.coordination.agreement import agree, building, prepare_together
 from fastpipe.runtime.coordination.control import Alone, Control, Reply, exchange_or_refuse
+from fastpipe.runtime.coordination.cores import Cores, find_cores
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.host import Identity, RanksPerHost, host_name, identify
 from fastpipe.runtime.coordination.processes import Processes
@@ -16,6 +17,7 @@ from fastpipe.runtime.coordination.processes import Processes
 __all__ = [
     "Alone",
     "Control",
+    "Cores",
     "DeferredResults",
     "Identity",
     "Processes",
@@ -24,6 +26,7 @@ __all__ = [
     "agree",
     "building",
     "exchange_or_refuse",
+    "find_cores",
     "host_name",
     "identify",
     "prepare_together",

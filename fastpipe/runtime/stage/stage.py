@@ -97,6 +97,7 @@ class Stage:
         modules: the layers of a chain, or the one module.
         fuses: whether it brings a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
         plans: of the trees that it hands on and is given, on a device with streams; None elsewhere.
+        why_one_tensor: why it may hand on no more than one tensor; empty where it may.
         bare: whether it was to have replicas, and had no parameters to wrap.
         grad_dtype: what its gradients are, where that is not its parameters' dtype; None otherwise.
     """
@@ -118,6 +119,7 @@ class Stage:
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
         self.plans: TreespecCache | None = None
+        self.why_one_tensor = ""
         self.bare = False
         self.grad_dtype: torch.dtype | None = None
         self.fused_weight_grad = False
@@ -195,12 +197,22 @@ class Stage:
         return outputs
 
     def _hand_on(self, microbatch: int, output: Any, carried: Mapping[str, Any]) -> Tensors:
-        """The tensors for the next stage: the output, what is carried to later ones, and what was added to the loss."""
+        """The tensors for the next stage: the output, what is carried to later ones, and what was added to the loss.
+
+        Raises:
+            ValueError: for several tensors where each is a message of its own, and the next would hold up its rank.
+        """
         value, values = apart(output)
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
         make = plan_tensor if self.plans is None else partial(self.plans.make, microbatch)
-        return self.losses.attached(microbatch, to_tensors(value, carried, self.index, make))
+        tensors = to_tensors(value, carried, self.index, make)
+        if self.why_one_tensor and len(tensors) > 1:
+            raise ValueError(
+                f"stage {self.index} hands on {len(tensors)} tensors, and with more than one ranks can wait for each "
+                f"other for ever: {self.why_one_tensor}; or hand on one tensor and nothing else"
+            )
+        return self.losses.attached(microbatch, tensors)
 
     def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The positional arguments of the module, and what earlier stages carry."""

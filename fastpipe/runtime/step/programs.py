@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastpipe.action import ActionKind
 from fastpipe.api import lower
 from fastpipe.collectives import with_collectives
+from fastpipe.errors import ProgramError
+from fastpipe.hardware_queues import why_too_few
 from fastpipe.machine import COALESCED, Lanes
 from fastpipe.placement import Placement
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import find, make_schedule
 from fastpipe.validate_program import validate_program
+
+logger = logging.getLogger("fastpipe")
 
 
 class Programs:
@@ -26,7 +31,10 @@ class Programs:
         options: the options of a named schedule.
         stage_to_rank: the rank of every stage, where it is not the schedule's own.
         lanes: what the transport executes in one order.
-        recv_lookahead: see `fastpipe.lower`.
+        recv_lookahead: see `fastpipe.lower`. Where the program cannot be proved for the queues, receives are posted
+            one action ahead, or at their waits.
+        queues: how many hardware queues the streams of a rank are dealt over, where the transport has streams on CUDA;
+            None elsewhere.
 
     Attributes:
         parallel: whether any stage of the pipeline has replicas, which meet in the program.
@@ -40,6 +48,7 @@ class Programs:
         stage_to_rank: Sequence[int] | None,
         lanes: Lanes,
         recv_lookahead: int | str,
+        queues: int | None = None,
     ) -> None:
         self._schedule = schedule
         self._num_ranks = num_ranks
@@ -47,6 +56,7 @@ class Programs:
         self._stage_to_rank = stage_to_rank
         self.lanes = lanes
         self.recv_lookahead = recv_lookahead
+        self.queues = queues
         self.parallel = False
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool, bool], Program] = {}
@@ -106,10 +116,43 @@ class Programs:
         key = (num_microbatches, forward_only, self.parallel)
         if key not in self._programs:
             chosen = self._forwards(num_microbatches) if forward_only else self.schedule(num_microbatches)
-            program = lower(chosen, recv_lookahead=self.recv_lookahead, coalesce=self.lanes == COALESCED)
-            whole = with_collectives(program) if self.parallel else program
-            self._programs[key] = validate_program(whole, lanes=self.lanes)
+            self._programs[key] = self._lowered(chosen)
         return self._programs[key]
+
+    def _lowered(self, schedule: Schedule) -> Program:
+        """Its program, with the first lookahead with which that is proved.
+
+        Raises:
+            ProgramError: where there is none, as streams may share a hardware queue.
+        """
+        refused: ProgramError | None = None
+        for lookahead in self._lookaheads():
+            program = lower(schedule, recv_lookahead=lookahead, coalesce=self.lanes == COALESCED)
+            whole = with_collectives(program) if self.parallel else program
+            try:
+                validate_program(whole, lanes=self.lanes, queues=self.queues)
+            except ProgramError as error:
+                if self.queues is None:
+                    raise
+                refused = refused or error
+                continue
+            if refused is not None:
+                logger.warning(
+                    "recv_lookahead = %r: %s can hang where streams share a hardware queue, so it runs with %d: %s",
+                    *(self.recv_lookahead, schedule.name, lookahead, why_too_few() or refused),
+                )
+            return whole
+        raise ProgramError(
+            f"schedule = {schedule.name!r}: it can hang where streams share a hardware queue, also with fewer receives "
+            f"ahead: {why_too_few() or refused}; or choose another schedule"
+        ) from refused
+
+    def _lookaheads(self) -> list[int | str]:
+        """What is tried, one after the other: as asked, and then less where that may help."""
+        if self.queues is None or self.lanes == COALESCED:
+            return [self.recv_lookahead]
+        less = [n for n in (1, 0) if not isinstance(self.recv_lookahead, int) or n < self.recv_lookahead]
+        return [self.recv_lookahead, *less]
 
 
 def forwards_of(schedule: Schedule, num_microbatches: int) -> Schedule:

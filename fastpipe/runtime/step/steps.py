@@ -33,7 +33,7 @@ from fastpipe.runtime.common import (
     set_grad_dtype,
     waiting,
 )
-from fastpipe.runtime.coordination import Alone, Control, Reply, exchange_or_refuse, prepare_together
+from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.data_parallel import listed
 from fastpipe.runtime.executor import LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, check_told, flags_of
@@ -126,6 +126,7 @@ class Settings:
         keep_outputs: whether they are kept at all.
         metrics: how what the loss function returns beside the loss is reduced.
         device: what the stages compute on.
+        cores: where steps run.
     """
 
     loss_fn: Callable[..., Any] | None
@@ -135,6 +136,7 @@ class Settings:
     keep_outputs: bool
     metrics: MetricRules = "mean"
     device: torch.device = CPU
+    cores: Cores = Cores()
 
 
 class Steps:
@@ -190,7 +192,7 @@ class Steps:
 
     def run(self, request: Request, trace: bool) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
-        with self._calls.entered(), self._interrupts.deferred():
+        with self._calls.entered(), self._interrupts.deferred(), self.settings.cores.kept():
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:

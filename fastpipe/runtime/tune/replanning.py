@@ -131,7 +131,7 @@ def refusal(reason: str) -> ValueError:
 
 def successor(plans: Programs, schedule: Schedule, num_ranks: int) -> Programs:
     """The programs of another schedule for the same transport, the first of them proved."""
-    made = Programs(schedule, num_ranks, {}, None, plans.lanes, plans.recv_lookahead)
+    made = Programs(schedule, num_ranks, {}, None, plans.lanes, plans.recv_lookahead, plans.queues)
     made.parallel = plans.parallel
     made.program(schedule.num_microbatches, forward_only=False)
     return made

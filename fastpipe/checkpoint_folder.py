@@ -1,0 +1,357 @@
+"""The folder of a checkpoint: complete or absent at every instant, with the size and the checksum of each file.
+
+A save writes into ``.<name>.<token>.saving`` beside its target. When every process has synced its files, one of them
+
+1. writes the manifest and syncs it,
+2. renames an existing target to ``.<name>.replaced``,
+3. renames the new folder to the target, and
+4. removes the replaced one.
+
+Killed before step 2 or after step 3, there is a complete target; between them `locate` finds the one that was to be
+replaced. The next save of the same target removes what a killed one has left; the folder of a save that still runs is
+known by the lock on its manifest. Nothing is deleted that is not a file of a checkpoint.
+
+The files themselves are those of ``torch.distributed.checkpoint``, but nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+FILE_PREFIX = "rank{}_"
+"""Of the data files of a rank. Those of a save without a manifest begin with ``__``, by which they are told apart."""
+
+_OWN = re.compile(r"(rank|__)\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json")
+_UNPROVED = re.compile(r"__\d+_\d+\.distcp")
+_SAVING = re.compile(r"\.(.+)\.[0-9a-f]{8}\.saving")
+_REPLACED = re.compile(r"\.(.+)\.replaced")
+_CHUNK = 1 << 20
+
+logger = logging.getLogger("fastpipe")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a save has written.
+
+    Attributes:
+        saved: when, in nanoseconds since the epoch; later than that of every checkpoint in the same folder before.
+        step: the pipeline's count of steps.
+        ranks: how many processes have written it.
+        files: the name of each file to its size and its CRC-32.
+    """
+
+    saved: int
+    step: int
+    ranks: int
+    files: Mapping[str, tuple[int, int]]
+
+    def to_json(self) -> str:
+        """With a checksum of its own."""
+        content = asdict(self)
+        return json.dumps({**content, "crc32": _content_crc(content)}, indent=1)
+
+    @classmethod
+    def of(cls, folder: Path) -> Manifest | None:
+        """That of a folder; None where there is none.
+
+        Raises:
+            ValueError: for one that has been altered.
+        """
+        try:
+            text = (folder / MANIFEST).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            content = json.loads(text)
+            if content.pop("crc32") == _content_crc(content):
+                return cls(**{**content, "files": {name: tuple(entry) for name, entry in content["files"].items()}})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            pass
+        raise damaged(folder, MANIFEST, "is not what was written")
+
+
+def _content_crc(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def damaged(folder: Path, name: str, what: str) -> ValueError:
+    """The error for a file that is not as it was saved."""
+    return ValueError(
+        f"{folder / name} {what}: the checkpoint is damaged; load another one, which fastpipe.latest_checkpoint finds "
+        f"when {folder} is removed"
+    )
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint is: at its path, unless a save into the same path was killed just before it was complete."""
+    target = Path(os.path.realpath(path))
+    replaced = _replaced(target)
+    if not target.exists() and replaced.is_dir():
+        logger.warning("a save of %s was killed when it was about to replace it; this is the one before it", target)
+        return replaced
+    return target
+
+
+def check_files(folder: Path) -> Manifest | None:
+    """Every file of a checkpoint is there, with its size; of one without a manifest, none is newer than its metadata.
+
+    Returns:
+        The manifest; None for a checkpoint that was written without one, by DCP alone or an earlier fastpipe.
+
+    Raises:
+        FileNotFoundError: when there is no complete checkpoint.
+        ValueError: for a file that is missing or has another size, and for files of different saves.
+    """
+    manifest = Manifest.of(folder)
+    if manifest is None:
+        _check_unproved(folder)
+        return None
+    for name, (size, _) in manifest.files.items():
+        check_size(folder, name, size)
+    return manifest
+
+
+def check_size(folder: Path, name: str, size: int) -> None:
+    """A file is there, and has that size; otherwise ValueError."""
+    try:
+        found = (folder / name).stat().st_size
+    except FileNotFoundError:
+        raise damaged(folder, name, "is missing") from None
+    if found != size:
+        raise damaged(folder, name, f"has {found} bytes, and had {size} when it was saved")
+
+
+def check_contents(folder: Path, files: Mapping[str, tuple[int, int]], part: int = 0, parts: int = 1) -> None:
+    """Files have the checksums that they had; of all files one part in so many, of about the same size.
+
+    Raises:
+        ValueError: with the name of one that has been altered.
+    """
+    buffer = memoryview(bytearray(_CHUNK))
+    for name in sorted(files, key=lambda name: (-files[name][0], name))[part::parts]:
+        crc = 0
+        with open(folder / name, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                crc = zlib.crc32(buffer[:count], crc)
+        if crc != files[name][1]:
+            raise damaged(folder, name, "has been altered since it was saved, or is a file of another checkpoint")
+
+
+def _check_unproved(folder: Path) -> None:
+    """What can be said without a manifest: DCP writes its metadata last."""
+    if not (folder / METADATA).is_file():
+        what = "this folder has no complete checkpoint" if folder.is_dir() else "there is no such folder"
+        raise FileNotFoundError(f"path = {str(folder)!r}: {what}; give one that save_checkpoint has filled")
+    written = (folder / METADATA).stat().st_mtime_ns
+    for file in sorted(folder.glob("*.distcp")):
+        if not _UNPROVED.fullmatch(file.name):
+            raise damaged(folder, MANIFEST, "is missing")
+        if file.stat().st_mtime_ns > written:
+            raise ValueError(
+                f"{file} is newer than {METADATA}, which is written last: a save into the same folder was killed, and "
+                "files of two checkpoints are mixed; load another one. If files were copied without their times, "
+                f"touch {folder / METADATA}"
+            )
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a folder, to be loaded by `load_checkpoint`.
+
+    Reads no more than names, sizes and manifests, in any process; `load_checkpoint` compares the checksums. What has a
+    file that is missing or truncated is passed over, with a warning in the log.
+
+    Args:
+        folder: in which `save_checkpoint` was given paths, ``folder / f"step{step}"`` for example.
+
+    Returns:
+        The path of the checkpoint that was saved last; None where there is none, or no such folder.
+    """
+    found: dict[Path, int] = {}
+    for path in _places(Path(folder)):
+        try:
+            manifest = check_files(path)
+            found[path] = manifest.saved if manifest else (path / METADATA).stat().st_mtime_ns
+        except FileNotFoundError:
+            continue  # another folder than a checkpoint's, or removed since it was listed
+        except (ValueError, OSError) as error:
+            logger.warning("%s is passed over: %s", path, error)
+    return max(found, key=lambda path: (found[path], path.name), default=None)
+
+
+def _places(folder: Path) -> list[Path]:
+    """The folders in a folder that may be checkpoints: those of saves that run or were killed are not."""
+    paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    replaced = {path: match for path in paths if (match := _REPLACED.fullmatch(path.name))}
+    left = {path for path, match in replaced.items() if not (folder / match[1]).exists()}
+    return [path for path in paths if path in left or not (path in replaced or _SAVING.fullmatch(path.name))]
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """A path can be saved to: there is nothing, or nothing but a checkpoint, which the new one is to replace.
+
+    Raises:
+        ValueError: when there is something else.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"path = {str(path)!r} is a file; give a new folder")
+    names = sorted(os.listdir(target)) if target.is_dir() else []
+    foreign = [name for name in names if not _OWN.fullmatch(name)]
+    if foreign:
+        raise ValueError(
+            f"path = {str(path)!r}: the folder has {foreign[0]!r}, which is no file of a checkpoint, and a save "
+            "replaces the folder as a whole; give a new one, in this folder for example"
+        )
+
+
+class Save:
+    """One save, on the process that completes it.
+
+    Args:
+        target: the path of the checkpoint.
+
+    Attributes:
+        folder: where all processes write until then.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for path in target.parent.iterdir():
+            saving = _SAVING.fullmatch(path.name)
+            if saving and saving[1] == target.name and not _is_locked(path / MANIFEST):
+                _remove(path)
+        self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.saving"
+        self.folder.mkdir()
+        self._manifest = open(self.folder / MANIFEST, "w")  # noqa: SIM115 - its lock says that this save runs
+        _lock(self._manifest)
+
+    def complete(self, step: int, ranks: int, files: Mapping[str, tuple[int, int]], keep: int | None) -> None:
+        """Put the new folder in place, when all files are on disk.
+
+        Args:
+            step: for the manifest, as the next two.
+            ranks: how many have written.
+            files: what they have written.
+            keep: how many checkpoints remain in the parent folder, with this one; None for all of them.
+
+        Raises:
+            ValueError: when the target has got a file meanwhile that is not a checkpoint's.
+        """
+        check_target(self._target)
+        others = self._others()
+        saved = max([time.time_ns(), *(other.saved + 1 for other in others.values())])
+        self._manifest.write(Manifest(saved, step, ranks, files).to_json())
+        self._manifest.flush()
+        os.fsync(self._manifest.fileno())
+        sync_folder(self.folder)
+        replaced = _replaced(self._target)
+        if self._target.exists():
+            _remove(replaced)
+            os.rename(self._target, replaced)
+        os.rename(self.folder, self._target)
+        sync_folder(self._target.parent)
+        self._manifest.close()
+        _remove(replaced)
+        if keep is not None:
+            for path in _older(others, keep - 1):
+                _remove(path)
+
+    def discard(self) -> None:
+        """It has failed: remove what was written. What others still write the next save removes."""
+        self._manifest.close()
+        _remove(self.folder)
+
+    def _others(self) -> dict[Path, Manifest]:
+        """The other checkpoints in the same folder that have a manifest, whether they are complete or not."""
+        found = {}
+        for path in _places(self._target.parent):
+            try:
+                skipped = path in (self._target, _replaced(self._target)) or path.is_symlink()
+                manifest = None if skipped else Manifest.of(path)
+            except (ValueError, OSError) as error:
+                logger.warning("%s is passed over: %s", path, error)
+                continue
+            if manifest is not None:
+                found[path] = manifest
+        return found
+
+
+def _older(checkpoints: Mapping[Path, Manifest], keep: int) -> list[Path]:
+    """All that were saved before the newest complete ones, of which so many are kept."""
+    kept = 0
+    older = []
+    for path in sorted(checkpoints, key=lambda path: checkpoints[path].saved, reverse=True):
+        if kept == keep:
+            older.append(path)
+        else:
+            kept += _is_complete(path)
+    return older
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return check_files(path) is not None
+    except (ValueError, OSError):
+        return False
+
+
+def _replaced(target: Path) -> Path:
+    return target.parent / f".{target.name}.replaced"
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint that is no longer needed: the manifest last, by which a rest of it is found again."""
+    if not folder.is_dir():
+        return
+    try:
+        names = sorted(os.listdir(folder), key=lambda name: name == MANIFEST)
+        for name in names:
+            if _OWN.fullmatch(name):
+                (folder / name).unlink()
+        folder.rmdir()
+    except OSError as error:
+        logger.warning("%s, which is no longer needed, was not removed: %s", folder, error)
+
+
+def _lock(file: Any) -> None:
+    """Until the file is closed, or the process has ended; a forked process does not hold it, as it would flock's."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        logger.debug("%s cannot be locked: %s", file.name, error)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether the save runs; also where a file system has no locks, and it cannot be told."""
+    try:
+        with open(path, "r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,116 @@
+"""Each rank of a host on cores of its own while a step runs, where the variable FASTPIPE_PIN asks for it.
+
+A kernel that is free to choose may keep two ranks on one core for seconds at a time while another one idles. What is
+asked for is done where torchrun started the ranks, as it says how many there are and which one this is, and where
+nobody has placed this process: it may use the same cores as torchrun itself.
+
+Only the thread that runs the step is kept, with those that it starts meanwhile, and only for as long as the step takes.
+So workers of a DataLoader, the optimizer, and other threads have all cores. What is started in a step, the compilers of
+torch.compile among it, has the rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+VARIABLE = "FASTPIPE_PIN"
+_PLACED = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""With these OpenMP places its threads by itself."""
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Where the steps of this process run.
+
+    Attributes:
+        own: the cores that they are kept on; None where they are not.
+        why: why not, where that was asked for.
+    """
+
+    own: frozenset[int] | None = None
+    why: str = ""
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within this context the calling thread is kept on them, unless somebody has placed it since."""
+        before = os.sched_getaffinity(0) if self.own is not None else set()
+        if self.own is None or not self.own < before:
+            yield
+            return
+        os.sched_setaffinity(0, self.own)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def __str__(self) -> str:
+        """For `Pipeline.describe`; empty where nothing was asked for."""
+        if self.own is not None:
+            return f"{', '.join(map(str, sorted(self.own)))} while a step runs ({VARIABLE})"
+        return f"any: {VARIABLE} is set, but {self.why}" if self.why else ""
+
+
+def find_cores(num_processes: int, device: torch.device, environment: Mapping[str, str] = os.environ) -> Cores:
+    """This process's share of the cores, where it is asked for and to be had.
+
+    Args:
+        num_processes: of the pipeline.
+        device: what it computes on.
+        environment: its variables.
+
+    Raises:
+        ValueError: for a FASTPIPE_PIN that says neither yes nor no.
+    """
+    asked = environment.get(VARIABLE, "0")
+    if asked not in ("0", "1"):
+        raise ValueError(f"{VARIABLE} = {asked!r}: set it to 1 to keep each rank on cores of its own, or to 0")
+    if asked == "0":
+        return Cores()
+    rank, size = (environment.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if num_processes == 1:
+        return Cores(why="the ranks are threads of one process")
+    if device.type != "cpu":
+        return Cores(why=f"the stages are on {device.type}")
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        return Cores(why="torchrun has not started the processes (LOCAL_RANK, LOCAL_WORLD_SIZE)")
+    if placed := next((name for name in _PLACED if name in environment), None):
+        return Cores(why=f"OpenMP places threads ({placed})")
+    return _share(int(rank), int(size))
+
+
+def _share(rank: int, size: int) -> Cores:
+    cores = os.sched_getaffinity(0)
+    try:
+        if cores != os.sched_getaffinity(os.getppid()):
+            return Cores(why=f"this process has been placed on {', '.join(map(str, sorted(cores)))}")
+        share = len(cores) // size
+        if share == 0:
+            return Cores(why=f"{size} ranks have {len(cores)} cores")
+        if (threads := torch.get_num_threads()) > share:
+            return Cores(
+                why=f"a rank has {threads} threads and {share} of {len(cores)} cores; set OMP_NUM_THREADS={share}"
+            )
+        own = Cores(frozenset(by_place(cores)[rank * share : (rank + 1) * share]))
+        with own.kept():  # where that is denied it is not done
+            return own
+    except OSError as error:
+        return Cores(why=f"the system does not allow it ({error.strerror})")
+
+
+def by_place(cores: Collection[int]) -> list[int]:
+    """Cores in the order of sockets and cores of the hardware, so that neighbours share caches."""
+
+    def place(core: int) -> tuple[int, int, int]:
+        found = [0, 0]
+        with contextlib.suppress(OSError, ValueError):  # unknown: then by their numbers
+            found = [int(Path(_TOPOLOGY.format(core, name)).read_text()) for name in ("physical_package_id", "core_id")]
+        return found[0], found[1], core
+
+    return sorted(cores, key=place)
