@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -118,8 +119,8 @@ def _private_names() -> str:
     if (version := _installed("torch")) is None:
         return "not looked for, as there is no torch"
     try:
-        from fastpipe.runtime.common import torch_private
-
+        # by its name, as `fastpipe` imports what needs torch
+        torch_private: Any = importlib.import_module("fastpipe.runtime.common.torch_private")
         missing = torch_private.missing()
     except Exception as error:  # told
         return f"torch {version} does not import: {type(error).__name__}: {str(error).splitlines()[:1]}"
