@@ -75,8 +75,6 @@ UPWARD = {
     ("timeline", "visualize", "Timeline.to_chrome_trace"),
 }
 """The four methods that delegate upward, each by one import inside the function."""
-DOCTOR = {("cli.checks", "runtime", "_private_names")}
-"""What needs torch, and is asked only where torch is installed."""
 
 
 def modules() -> dict[str, Path]:
@@ -210,7 +208,7 @@ def test_no_function_of_planning_imports_but_the_four_that_reach_upward() -> Non
         for module, scope in Imports(path).found
         if scope and own(module) and name.split(".")[0] not in {"runtime", "testing"}
     }
-    assert inside == UPWARD | DOCTOR
+    assert inside == UPWARD
 
 
 def test_torch_is_imported_under_runtime_alone() -> None:
