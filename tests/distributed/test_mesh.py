@@ -66,13 +66,17 @@ def spread(schedule: str, executor: str) -> str:
     return pipe.describe()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "dualpipev"])
 def test_layers_that_are_spread_over_ranks(group_of: GroupOf, schedule: str) -> None:
     group_of(4).run(spread, schedule, "native")
 
 
-def test_layers_that_are_spread_over_ranks_in_python(group_of: GroupOf) -> None:
-    group_of(4).run(spread, "zbv", "python")
+@pytest.mark.parametrize("executor", ["native", "python"])
+def test_weights_that_are_spread_over_ranks_wait_for_w(group_of: GroupOf, executor: str) -> None:
+    for text in group_of(4).run(spread, "zbv", executor):
+        assert "4 of 12 parameters wait for W" in text and "weight" not in text.split("whole in I")[1].replace(
+            "norm.weight", ""
+        )
 
 
 def sharded(schedule: str) -> None:
