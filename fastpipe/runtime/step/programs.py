@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastpipe.action import ActionKind
-from fastpipe.api import lower
 from fastpipe.collectives import with_collectives
 from fastpipe.errors import ProgramError
 from fastpipe.hardware_queues import why_too_few
+from fastpipe.lower import lower
 from fastpipe.machine import COALESCED, Lanes
 from fastpipe.placement import Placement
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import find, make_schedule
+from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
 
 logger = logging.getLogger("fastpipe")
@@ -126,6 +127,7 @@ class Programs:
             ProgramError: where there is none, as streams may share a hardware queue.
         """
         refused: ProgramError | None = None
+        validate_schedule(schedule)
         for lookahead in self._lookaheads():
             program = lower(schedule, recv_lookahead=lookahead, coalesce=self.lanes == COALESCED)
             whole = with_collectives(program) if self.parallel else program
