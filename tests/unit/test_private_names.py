@@ -15,7 +15,8 @@ DOOR = PACKAGE / "runtime" / "common" / "torch_private.py"
 DOCUMENTED = {"_replace", "_fields", "_asdict"}
 """Methods of named tuples, which begin with an underscore so that no field has their name."""
 REFLECTION = {"getattr", "hasattr", "setattr", "delattr"}
-OF_LINUX = ("/proc", "/sys", "/dev/shm")
+OF_LINUX = ("/proc", "/dev/shm")
+"""Not /sys/devices/system/cpu, which the kernel documents as stable."""
 
 
 def is_private(name: str) -> bool:
