@@ -117,6 +117,6 @@ def _calls(stage: Stage) -> tuple[Any, ...]:
         stage.run,
         stage.losses.output_grads if stage.losses.has_output_grads else None,
         None if stage.random is None else stage.random.guard,
-        None if parallel is None else stage.meet,
+        None if parallel is None else stage.run_collective,
         parallel.fold if parallel is not None and parallel.folds else None,
     )

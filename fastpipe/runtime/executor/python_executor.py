@@ -155,7 +155,7 @@ class PythonExecutor(Executor):
             self._pairs.counts.fused += 1
             return
         labelled = partial(_labelled, label, backward)
-        self._pairs.run(forward, labelled, (stage.index, pair.index), stage.may_run_beside(pair))
+        self._pairs.run(forward, labelled, (stage.index, pair.index), stage.can_overlap(pair))
 
     def _fused(
         self,
@@ -207,12 +207,12 @@ class PythonExecutor(Executor):
 
     def last_backward(self, stage: Stage, op: Op, call: Callable[[], None]) -> None:
         """B or W, the last one of its stage."""
-        stage.meet(op, self.failed)
+        stage.run_collective(op, self.failed)
         call()
 
     def meet(self, stage: Stage, op: Op) -> None:
         """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too: the stage's replicas wait."""
-        stage.meet(op, self.failed)
+        stage.run_collective(op, self.failed)
 
 
 class _Resolver:

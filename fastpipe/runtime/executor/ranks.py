@@ -183,7 +183,7 @@ class LocalRanks:
             try:
                 for instruction in program[rank]:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
-                        held[instruction.stage].meet(instruction.op, True)
+                        held[instruction.stage].run_collective(instruction.op, True)
             except Exception as error:  # published, and the step's outcome
                 self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
             deadline = time.monotonic() + self.timeout
