@@ -232,7 +232,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "what cannot be handed on": (
         {"stages": [Block(), Wordy(), Block(), Block()]},
         lambda p: p.step(X, target=Y),
-        "stage 0 handed on a Words that cannot be sent",
+        "stage 0 returned a Words that cannot be sent",
     ),
 }
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.model.chain import names_later
-from fastpipe.runtime.stage.boundary import from_tensors, plan_tensor, to_tensors
+from fastpipe.runtime.stage.boundary import from_tensors, to_tensors, treespec_tensor
 from fastpipe.runtime.stage.losses import names_of
 from fastpipe.runtime.stage.stage import Chain
 from tests.runtime.checks import assert_same, reference_of, same_bits
@@ -125,10 +125,10 @@ class Opaque:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Opaque(TENSORS[0]), "stage 3 handed on a Opaque that cannot be sent .*a Opaque is no data.*register"),
-        (nn.Linear(1, 1), "stage 3 handed on a Linear"),
-        (threading.Lock(), "stage 3 handed on a lock"),
-        (lambda: 1, "stage 3 handed on a function"),
+        (Opaque(TENSORS[0]), "stage 3 returned a Opaque that cannot be sent .*a Opaque cannot be encoded.*register"),
+        (nn.Linear(1, 1), "stage 3 returned a Linear"),
+        (threading.Lock(), "stage 3 returned a lock"),
+        (lambda: 1, "stage 3 returned a function"),
     ],
 )
 def test_what_cannot_cross_is_named(value: Any, message: str) -> None:
@@ -166,7 +166,7 @@ class Runs:
 def test_what_arrives_runs_nothing(text: bytes) -> None:
     """Connections are not authenticated."""
     with pytest.raises(ValueError):
-        from_tensors((plan_tensor(text),))
+        from_tensors((treespec_tensor(text),))
     assert not RAN
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fastpipe.runtime.common.failure import DIED, Failure, FailureError
 from fastpipe.runtime.common.waits import attended
-from fastpipe.runtime.transport.groups import _WATCHDOG, OwnGroups, _unless_set, meet
+from fastpipe.runtime.transport.groups import _WATCHDOG, OwnGroups, _unless_set, wait_for_all
 from fastpipe.runtime.transport.process_group import ProcessGroups
 from tests.patience import PATIENCE
 
@@ -126,7 +126,7 @@ def test_where_there_are_no_more_threads_the_others_are_met_all_the_same() -> No
     said: list[Any] = []
     store = SimpleNamespace(set=lambda *_: said.append("here"), wait=lambda keys, _: said.append(keys))
     store.clone = lambda: store
-    meet(store, 0, 2, PATIENCE)
+    wait_for_all(store, 0, 2, PATIENCE)
     assert said == ["here", ["closing/0", "closing/1"]]
 
 

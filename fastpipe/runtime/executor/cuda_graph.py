@@ -1,9 +1,9 @@
-"""Steps recorded as CUDA graphs and replayed: the host does a step's work once for every signature of its inputs.
+"""Steps recorded as CUDA graphs and replayed: the host runs a step's Python once per signature of its inputs.
 
-The first steps of a kind run as usual, so that everything made or chosen at first use exists. The next is recorded by
-the same executor, on inputs that stay where they are. From then on the host copies a step's inputs there, starts the
-graph, and copies the results. Python code of a stage, its hooks and contexts too, therefore runs in the recording
-alone; its work on the device is done in every step.
+The first steps of a kind run as usual, so that everything created at first use exists. The next one is recorded by the
+same executor, with inputs at fixed addresses. Then the host copies a step's inputs there, launches the graph, and
+copies the results. So a stage's Python code, including hooks and contexts, runs only in the recording; its work on the
+device is done in every step.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fastpipe.runtime.transport import Loopback, ProcessGroups, Transport
 
 
 class Recording(ABC):
-    """Work of one device. It keeps the memory that it allocates, so a replay puts everything where it was before."""
+    """Recorded work of one device. It keeps the memory that it allocates, so a replay uses the same addresses."""
 
     @abstractmethod
     def record(self, stream: Any, work: Callable[[], None]) -> None:
-        """Call ``work``, whose work on the stream, and on those that it joins to it, is noted and not done.
+        """Call ``work`` and record, without running it, its work on the stream and on streams joined to it.
 
         Raises:
-            RuntimeError: when something cannot be recorded; nothing has been done then.
+            RuntimeError: when something cannot be recorded; then nothing was done.
         """
 
     @abstractmethod
     def replay(self) -> None:
-        """Do it on the current stream."""
+        """Run the recorded work on the current stream."""
 
 
 class CudaGraph(Recording):
-    """By ``torch.cuda.CUDAGraph``."""
+    """A recording by ``torch.cuda.CUDAGraph``."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -51,7 +51,7 @@ class CudaGraph(Recording):
         """See `Recording.record`."""
         pool = torch.cuda.graph_pool_handle()
         try:
-            # other threads, NCCL's and those that tell losses, ask events meanwhile
+            # other threads (NCCL's, those that gather losses) query events meanwhile
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 work()
         except BaseException:  # raised again
@@ -64,16 +64,15 @@ class CudaGraph(Recording):
 
 
 def _end_allocations(device: torch.device, pool: Any) -> None:
-    """After a recording that failed: torch's allocator may think that it still goes on, and then memory that several
-    streams have used is never used again."""
-    with contextlib.suppress(RuntimeError):  # where it did end that
+    """End a failed recording in torch's allocator, which otherwise may never reuse memory used by several streams."""
+    with contextlib.suppress(RuntimeError):  # already ended
         torch_private.end_allocations(device, pool)
 
 
 Makers = tuple[Callable[[torch.device], Any], Callable[[], Recording]]
 
 RECORDINGS: dict[str, Makers] = {"cuda": (torch.cuda.Stream, CudaGraph)}
-"""By type of device: what makes the stream on which work is recorded, and a recording."""
+"""By device type: factories of the stream to record on, and of a recording."""
 
 
 def why_not(
@@ -82,18 +81,11 @@ def why_not(
     transport: Transport,
     replicas: StageCopies,
 ) -> str:
-    """Why no step of a pipeline can be recorded, in a sentence; empty where it may be.
-
-    Args:
-        device: what the stages compute on.
-        ranks: the local ones.
-        transport: how they reach the others.
-        replicas: what is done for stages that two ranks hold, or that share weights.
-    """
+    """Why no step of a pipeline can be recorded; empty if steps can be. ``ranks`` has the stages of local ranks."""
     if device.type not in RECORDINGS:
-        return f"the stages compute on {device.type}, which records nothing; put them on cuda"
+        return f"the stages compute on {device.type}, which cannot record work; put them on cuda"
     if len(ranks) > 1:
-        return "several ranks are threads of this process, and one recording has one thread; start a process a rank"
+        return "several ranks are threads of this process, and a recording has one thread; start one process per rank"
     if not isinstance(transport, Loopback | ProcessGroups):
         return (
             f"the messages of transport {transport.kind!r} have numbers, which a replay would repeat; use "
@@ -102,30 +94,30 @@ def why_not(
     if not isinstance(replicas, NoCopies):
         return "gradients of weights that several ranks hold are summed by the host after every step"
     if any(stage.parallel is not None for held in ranks.values() for stage in held.values()):
-        return "the stages' replicas average gradients, and learn by the host how the step went for the others"
+        return "the stages' replicas average gradients, and the host exchanges whether the step failed on one of them"
     return ""
 
 
-_GIVEN = ("args", "kwargs", "targets", "output_grads", "loss_scale")
-_FOUND = ("losses", "scaled", "outputs", "metrics", "added")
+_INPUTS = ("args", "kwargs", "targets", "output_grads", "loss_scale")
+_RESULTS = ("losses", "scaled", "outputs", "metrics", "added")
 
 Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
-"""By parameter; None for one that got none."""
+"""Gradient per parameter; None for no gradient."""
 
 
-class Unfit(Exception):  # noqa: N818 - it is caught, and the step runs as ever
-    """A step that cannot be recorded; says why."""
+class NotRecordable(Exception):  # noqa: N818 - caught; the step runs unrecorded
+    """A step that cannot be recorded; the text says why."""
 
 
 @dataclass
 class RecordedStep:
-    """What one rank did in a step, and where.
+    """A recorded step of one rank and the tensors that it uses.
 
     Attributes:
-        recording: what the device was given.
-        tensors: its inputs, each once, in the order of `tensors_of`.
-        works: of the stages: where its results lie.
-        grads: where they lie.
+        recording: the recorded work.
+        tensors: its inputs, each once, in order of `tensors_of`.
+        works: works of the stages, with its results.
+        grads: its gradients.
     """
 
     recording: Recording
@@ -134,21 +126,20 @@ class RecordedStep:
     grads: Gradients
 
     def replay(self, works: Sequence[StageWork], tensors: Sequence[torch.Tensor]) -> None:
-        """Do it again.
+        """Run the step.
 
-        Args:
-            works: of the stages: filled with copies of the results, as the next replay writes over these.
-            tensors: the inputs; they look like those that it was recorded with.
+        Works receive copies of the results, as the next replay overwrites these. ``tensors`` are the inputs, with the
+        shapes and dtypes of the recorded ones.
         """
         for own, tensor in zip(self.tensors, tensors, strict=True):
             own.copy_(tensor)
-        # what lies where the recording puts its own gradient would be written over
+        # the recording overwrites a gradient that is its own tensor
         before = [p.grad if own is None or p.grad is not own else own.clone() for p, own in self.grads]
         self.recording.replay()
         if torch.is_grad_enabled():
             self._add_gradients(before)
         for work, found in zip(works, self.works, strict=True):
-            for name in _FOUND:
+            for name in _RESULTS:
                 getattr(work, name).update(pytree.tree_map_only(torch.Tensor, torch.clone, getattr(found, name)))
 
     def _add_gradients(self, before: Sequence[torch.Tensor | None]) -> None:
@@ -165,31 +156,27 @@ class RecordedStep:
 
 
 def tensors_of(works: Sequence[StageWork]) -> list[torch.Tensor]:
-    """Those that stages are given, in one order; one that is given twice is there twice.
+    """Input tensors of the stages, in a fixed order, with duplicates.
 
     Raises:
-        Unfit: for an object that may hold others.
+        NotRecordable: for an object that may hold tensors.
     """
     found: list[torch.Tensor] = []
     for work in works:
-        for name in _GIVEN:
+        for name in _INPUTS:
             _mapped(getattr(work, name), found.append)
     return found
 
 
 def with_tensors(work: StageWork, change: Callable[[torch.Tensor], Any]) -> StageWork:
-    """The same work with other tensors, and no results yet.
-
-    Raises:
-        Unfit: as `tensors_of`.
-    """
-    other: dict[str, Any] = {name: _mapped(getattr(work, name), change) for name in _GIVEN}
-    other |= {name: {} for name in _FOUND}
+    """A copy of a work with other input tensors and no results; raises as `tensors_of`."""
+    other: dict[str, Any] = {name: _mapped(getattr(work, name), change) for name in _INPUTS}
+    other |= {name: {} for name in _RESULTS}
     return replace(work, **other)
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A tree with other tensors in it. (torch's pytree takes several times as long.)"""
+    """A tree with its tensors replaced. (torch's pytree takes several times as long.)"""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -200,13 +187,13 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return type(value)(_mapped(item, change) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise Unfit(f"there is a {type(value).__name__} among the inputs, which may hold tensors")
+    raise NotRecordable(f"there is a {type(value).__name__} among the inputs, which may hold tensors")
 
 
 _FIRST_STEPS = 3
-"""So many of a kind run before one is recorded; the first announces its shapes."""
+"""Number of steps of a kind before one is recorded; the first announces its shapes."""
 _MAX_RECORDINGS = 8
-"""Each keeps the memory of a whole step."""
+"""Each recording keeps the memory of a whole step."""
 _MAX_KINDS = 64
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -216,10 +203,10 @@ logger = logging.getLogger("fastpipe")
 
 
 class RecordedRanks(LocalRanks):
-    """The one rank of this process, on a device that can record.
+    """The only rank of this process, on a device that can record.
 
-    All its steps run on a stream of their own, as a recording cannot be made on the default one, and torch's graphs
-    remember on which stream their leaves were first used.
+    All steps run on a separate stream: the default one cannot be recorded, and autograd runs a leaf's gradient on the
+    stream of its first use.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -230,20 +217,20 @@ class RecordedRanks(LocalRanks):
         self._counts: dict[_Key, int] = {}
         self._recorded: dict[_Key, RecordedStep] = {}
         self._replays = 0
-        self._reason = ""  # why the last step that was not recorded could not be
-        self._gave_up = False
-        self._quiet = False
+        self._reason = ""  # why the last unrecorded step could not be recorded
+        self._is_disabled = False
+        self._is_recording = False
 
     def recording_text(self) -> str:
         """See `LocalRanks.recording_text`."""
-        if self._gave_up:
+        if self._is_disabled:
             return f"no: {self._reason}"
-        reason = f"; not for the last step that ran as ever: {self._reason}" if self._reason else ""
-        known = f"so far {len(self._recorded)} recorded and {self._replays} replayed"
-        return f"from step {_FIRST_STEPS + 1} of a kind on, {known}{reason}"
+        reason = f"; not for the last step that ran unrecorded: {self._reason}" if self._reason else ""
+        counts = f"so far {len(self._recorded)} recorded and {self._replays} replayed"
+        return f"from step {_FIRST_STEPS + 1} of a kind on, {counts}{reason}"
 
     def forget(self) -> None:
-        """See `LocalRanks.forget`; before the groups go whose messages are in the recordings."""
+        """See `LocalRanks.forget`; must precede the end of the groups whose messages are recorded."""
         self._recorded.clear()
         self._counts.clear()
         super().forget()
@@ -270,48 +257,48 @@ class RecordedRanks(LocalRanks):
     def _run_on_stream(self, program: Program, signature: int, announce: bool, trace: bool) -> Outcome:
         if announce:
             self._drop(signature)
-        if announce or trace or self._gave_up:
+        if announce or trace or self._is_disabled:
             return super().run(program, signature, announce, trace)
         works = [stage.work for stage in self._held]
         try:
             given = self._inputs_of(works)
             where = self._places()
-        except Unfit as unfit:
-            self._reason = str(unfit)
+        except NotRecordable as error:
+            self._reason = str(error)
             return super().run(program, signature, announce, trace)
         tensors = list({id(tensor): tensor for tensor in given}.values())
         mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        key = (signature, id(program), *mode, *_look(works, given, tensors), where)
+        key = (signature, id(program), *mode, *_host_state(works, given, tensors), where)
         if key not in self._recorded and not self._due(key):
             return super().run(program, signature, announce, trace)
         if key not in self._recorded:
             step = self._record(program, signature, works, tensors)
             if step is None:
-                return self._run_after_all(program, signature)
+                return self._run_unrecorded(program, signature)
             self._keep(key, step)
         self._recorded[key].replay(works, tensors)
         self._replays += 1
         return Outcome()
 
-    def _run_after_all(self, program: Program, signature: int) -> Outcome:
-        """The step that could not be recorded; if it is none that cannot be run either, recording is over."""
+    def _run_unrecorded(self, program: Program, signature: int) -> Outcome:
+        """Run a step whose recording failed; if it succeeds, disable recording."""
         outcome = super().run(program, signature, announce=False)
-        self._gave_up = bool(self._reason) and outcome.failure is None
-        if self._gave_up:
-            logger.warning("cuda_graph: %s; steps run as ever from now on", self._reason)
+        self._is_disabled = bool(self._reason) and outcome.failure is None
+        if self._is_disabled:
+            logger.warning("cuda_graph: %s; all further steps run unrecorded", self._reason)
         elif self._reason and outcome.error is not None:
             outcome.error.add_note(f"fastpipe: before, {self._reason}")
         return outcome
 
     def _drop(self, signature: int) -> None:
-        """The number of these shapes was another's before."""
+        """Drop recordings of a signature that now stands for other shapes."""
         for book in (self._recorded, self._counts):
             for key in [key for key in book if key[0] == signature]:
                 del book[key]
 
     def _due(self, key: _Key) -> bool:
-        """Whether enough steps of a kind have run; this is one of them."""
-        count = self._counts.pop(key, 1)  # the one that announced
+        """Count a step of a kind; returns whether enough have run to record it."""
+        count = self._counts.pop(key, 1)  # the announcing step
         self._counts[key] = count + 1
         if len(self._counts) > _MAX_KINDS:
             del self._counts[next(iter(self._counts))]
@@ -323,41 +310,41 @@ class RecordedRanks(LocalRanks):
         self._recorded[key] = step
 
     def _inputs_of(self, works: Sequence[StageWork]) -> list[torch.Tensor]:
-        """The tensors that a step is given, as `tensors_of`.
+        """Input tensors of a step, as `tensors_of`.
 
         Raises:
-            Unfit: when it cannot be recorded.
+            NotRecordable: when the step cannot be recorded.
         """
         for stage in self._held:
             random = stage.random
             if random is not None and (random.guards_forward or random.guard.exclusive):
-                raise Unfit("the host sets random states for its actions")
+                raise NotRecordable("the host sets random states for its actions")
         tensors = tensors_of(works)
         for tensor in tensors:
             if tensor.device != self.device:
-                raise Unfit(f"an input is on {tensor.device}; give it on {self.device}")
+                raise NotRecordable(f"an input is on {tensor.device}; give it on {self.device}")
             if tensor.requires_grad:
-                raise Unfit("an input requires a gradient")
+                raise NotRecordable("an input requires a gradient")
         return tensors
 
     def _places(self) -> tuple[int, ...]:
-        """Where the parameters and buffers lie.
+        """Addresses of the parameters and buffers.
 
         Raises:
-            Unfit: for one that may lie anywhere.
+            NotRecordable: for a type whose address may change.
         """
         found = []
         for stage in self._held:
             for tensor in (*stage.module.parameters(), *stage.module.buffers()):
                 if type(tensor) not in _PLAIN:
-                    raise Unfit(f"stage {stage.index} has a {type(tensor).__name__}, which may lie anywhere")
+                    raise NotRecordable(f"stage {stage.index} has a {type(tensor).__name__}, whose address may change")
                 found.append(tensor.data_ptr())
         return tuple(found)
 
     def _record(
         self, program: Program, signature: int, works: Sequence[StageWork], tensors: Sequence[torch.Tensor]
     ) -> RecordedStep | None:
-        """Record a step, on copies of its inputs; None when that failed, and nothing has been done."""
+        """Record a step on copies of its inputs; None if that failed, with nothing done."""
         copies = {id(tensor): tensor.clone() for tensor in tensors}
         own = [with_tensors(work, lambda tensor: copies[id(tensor)]) for work in works]
         recording, outcome = self._make_recording(), Outcome()
@@ -367,22 +354,23 @@ class RecordedRanks(LocalRanks):
             outcome = super(RecordedRanks, self).run(program, signature, announce=False)
 
         error: BaseException | None = None
-        with self._set_apart(own, works) as grads:
+        with self._substituted(own, works) as grads:
             try:
                 recording.record(self._stream, work)
             except RuntimeError as found:
                 error = found
         error = outcome.error or error
         self._reason = "" if error is None else f"recording a step failed: {cause_text(error)}"
-        if error is not None or not outcome.spans:  # drained: it failed elsewhere, where everything is still waited for
+        if error is not None or not outcome.spans:  # drained: it failed on another rank, which still waits
             return None
         return RecordedStep(recording, [copies[id(tensor)] for tensor in tensors], own, grads)
 
     @contextlib.contextmanager
-    def _set_apart(self, own: Sequence[StageWork], works: Sequence[StageWork]) -> Iterator[Gradients]:
-        """The stages work on copies, beside the gradients that are there, and nobody is told of a failure.
+    def _substituted(self, own: Sequence[StageWork], works: Sequence[StageWork]) -> Iterator[Gradients]:
+        """Within it the stages use ``own`` and empty gradients, and failures are not published.
 
-        What is yielded has the gradients that were made, when it is over.
+        Yields:
+            A list that receives the new gradients at the end.
         """
         found = (p for stage in self._held for p in stage.module.parameters() if p.requires_grad)
         parameters = list(dict.fromkeys(found))
@@ -391,11 +379,11 @@ class RecordedRanks(LocalRanks):
             parameter.grad = None
         made: Gradients = []
         self._begin(own)
-        self._quiet = True
+        self._is_recording = True
         try:
             yield made
         finally:
-            self._quiet = False
+            self._is_recording = False
             self._begin(works)
             made += [(parameter, parameter.grad) for parameter in parameters]
             for parameter, grad in zip(parameters, before, strict=True):
@@ -406,15 +394,15 @@ class RecordedRanks(LocalRanks):
             stage.begin(work)
 
     def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
-        """See `LocalRanks._failed`; of a recording nobody is told, as the step runs once more."""
-        if not self._quiet:
+        """See `LocalRanks._failed`; not published while recording, as the step runs again."""
+        if not self._is_recording:
             super()._failed(program, rank, position, error)
 
 
-def _look(works: Sequence[StageWork], given: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> _Key:
-    """What a recording depends on beside the step's signature and places: what the host has put into it."""
+def _host_state(works: Sequence[StageWork], given: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> _Key:
+    """The host state that is part of a recording, besides signature and addresses."""
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     alike = tuple(numbers[id(tensor)] for tensor in given)
     shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-    told = tuple((tuple(work.divisors or ()), work.keep_outputs, work.reduces) for work in works)
-    return alike, shapes, told
+    settings = tuple((tuple(work.divisors or ()), work.keep_outputs, work.reduces) for work in works)
+    return alike, shapes, settings

@@ -1,8 +1,8 @@
-"""Events of a device that say when a step's work is done, and whether its results can be trusted.
+"""Events that show when a device has finished a step, and whether the results are valid.
 
-A device may be far behind its host. A process that is lost meanwhile may have owed a message to any stream, of this
-process or of an earlier one; and waiting streams are unblocked, on whatever lies in their buffers. So events that are
-not done by then are invalidated first. Each event is judged once, and everybody who waits for it gets the same verdict.
+A device may run far behind its host. If a process is lost meanwhile, streams of this process or of one upstream may
+wait for its messages; they are unblocked, and continue on whatever is in their buffers. So events that are not done by
+then are invalidated first. Each event gets one verdict, the same for all waiting threads.
 """
 
 from __future__ import annotations
@@ -18,49 +18,44 @@ from fastpipe.errors import StepError
 from fastpipe.runtime.common import Failure, FailureError, cause_text, recorded
 
 Check = Callable[[], None]
-"""Raises FailureError when a message never came and its stream was unblocked."""
+"""Raises FailureError if a stream was unblocked without its message."""
 
 _PAUSE = 1e-3
 
 
 class DeviceEvent:
-    """One of them; made by `DeviceEvents`.
-
-    Args:
-        device: which one.
-        check: of all messages so far.
-    """
+    """An event with a verdict; made by `DeviceEvents`. ``check`` checks all messages so far."""
 
     def __init__(self, device: torch.device, check: Check) -> None:
         self._check, self._event = check, recorded(device)
-        # reentrant: what is collected under it may close a pipeline
+        # reentrant: garbage collection under it may close a pipeline
         self._lock = threading.RLock()
-        self._judged = False
+        self._has_verdict = False
         self._lost: Failure | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._judged or self._is_done()
+        return self._has_verdict or self._is_done()
 
     def invalidate(self, failure: Failure, *, even_if_done: bool = False) -> None:
-        """Streams are about to be unblocked: what is not done by now cannot be trusted."""
+        """Before streams are unblocked: an event that is not done gets this failure."""
         with self._lock:
-            if not self._judged:
-                self._judge(failure if even_if_done or not self._is_done() else None)
+            if not self._has_verdict:
+                self._decide(failure if even_if_done or not self._is_done() else None)
 
     def wait(self) -> None:
-        """Wait for it. From any thread; all get the same verdict.
+        """Wait for the event; from any thread.
 
         Raises:
-            StepError: when it was invalidated, or a message never came.
+            StepError: if it was invalidated, or a message never came.
         """
-        if not self._judged:
-            # not under the lock, as `invalidate` does not wait
+        if not self._has_verdict:
+            # not under the lock, as `invalidate` must not wait
             self._event.synchronize()
         with self._lock:
-            if not self._judged:
-                self._judge(None)
+            if not self._has_verdict:
+                self._decide(None)
             lost = self._lost
         if lost is not None:
             raise lost.error()
@@ -68,59 +63,59 @@ class DeviceEvent:
     def _is_done(self) -> bool:
         try:
             return self._event.query()
-        except RuntimeError:  # a device that is lost has done nothing that can be trusted
+        except RuntimeError:  # a lost device has no valid results
             return False
 
-    def _judge(self, lost: Failure | None) -> None:
+    def _decide(self, lost: Failure | None) -> None:
         if lost is None:
             try:
                 self._check()
             except FailureError as error:
                 lost = error.failure
-        self._judged, self._lost = True, lost
+        self._has_verdict, self._lost = True, lost
 
 
 class DeviceEvents:
-    """Those of one process, and the checks of its messages. From any thread, but where it says otherwise."""
+    """Events of one process, and the checks of its messages. Thread-safe except where noted."""
 
     def __init__(self) -> None:
-        # reentrant, as above; never taken by a thread that holds an event's
+        # reentrant, as above; never taken while holding an event's lock
         self._lock = threading.RLock()
         self._made: weakref.WeakSet[DeviceEvent] = weakref.WeakSet()
         self._checks: tuple[Check, ...] = ()
         self._lost: Failure | None = None
 
     def add_checks(self, checks: Iterable[Check]) -> None:
-        """Add checks. By the thread that runs steps."""
+        """Add checks; only from the thread that runs steps."""
         self._checks = (*self._checks, *checks)
 
     def drop_checks(self) -> None:
-        """Drop all checks, when no event needs them any more. By the thread that runs steps."""
+        """Wait for all events, then drop all checks; only from the thread that runs steps."""
         for event in self._open():
             try:
                 event.wait()
             except StepError:
-                pass  # raised to those who wait for it
+                pass  # raised in the threads that wait for it
             except RuntimeError as error:
                 event.invalidate(Failure(None, cause_text(error), is_fatal=True))
         self._checks = ()
 
     def make(self, device: torch.device) -> DeviceEvent:
-        """The event of all that a device has been given so far."""
+        """Record an event after all work enqueued on a device so far."""
         event = DeviceEvent(device, self.check)
         with self._lock:
             self._made.add(event)
             lost = self._lost
         if lost is not None:
-            # it may be done because its streams were unblocked
+            # it may be done only because its streams were unblocked
             event.invalidate(lost, even_if_done=True)
         return event
 
     def check(self) -> None:
-        """Whether the devices got every message that they waited for.
+        """Check that the devices received every message.
 
         Raises:
-            FailureError: when one never came, or streams have been unblocked.
+            FailureError: if one never came, or streams have been unblocked.
         """
         for check in self._checks:
             check()
@@ -128,15 +123,15 @@ class DeviceEvents:
             raise FailureError(self._lost)
 
     def invalidate(self, failure: Failure) -> None:
-        """Streams are about to be unblocked: what no device has done by now is invalid, and all that comes later."""
+        """Before streams are unblocked: invalidate all events that are not done, and all later ones."""
         with self._lock:
             for event in self._open():
                 event.invalidate(failure)
-            # after them: those that are done are checked
+            # set afterwards, as done events are still checked
             self._lost = self._lost or failure
 
     def close(self, failure: Failure, seconds: float) -> bool:
-        """The same for a pipeline that is closed, when its device has had so many seconds; whether that was enough."""
+        """For a pipeline that closes: invalidate after at most ``seconds``; returns whether the device was done."""
         until = time.monotonic() + seconds
         while not (done := all(event.is_over for event in self._open())) and time.monotonic() < until:
             time.sleep(_PAUSE)
@@ -144,6 +139,6 @@ class DeviceEvents:
         return done
 
     def _open(self) -> list[DeviceEvent]:
-        """Those without a verdict."""
+        """Events without a verdict."""
         with self._lock:
-            return [event for event in self._made if not event._judged]
+            return [event for event in self._made if not event._has_verdict]

@@ -17,7 +17,7 @@ from fastpipe.runtime.transport import Transport
 
 Seconds = npt.NDArray[np.float64]
 OnFailure = Callable[[int, BaseException], None]
-"""Called at once, with the position in the program and the exception, before the rank goes on draining."""
+"""``(position in the program, exception)``; called at once, before the rank drains the rest."""
 
 
 class Executor(ABC):
@@ -25,15 +25,15 @@ class Executor(ABC):
 
     Args:
         program: the program of all ranks.
-        rank: which one this is.
-        stages: the stages of this rank, by index.
-        transport: how it exchanges tensors with the others.
-        on_failure: called when something fails here.
+        rank: this rank.
+        stages: stages of this rank, by index.
+        transport: exchanges tensors with other ranks.
+        on_failure: called when an instruction fails.
         timeout: seconds to wait for a peer.
         num_threads: intra-op threads, the same on every rank.
-        pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.stage.pairs`.
-        device: what the stages compute on.
-        streams: those of the stages, by index; empty where all work goes into the caller's.
+        pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
+        device: device of the stages.
+        streams: streams of the stages, by index; empty if all work uses the caller's stream.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Executor(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Make what every step needs, once."""
+        """Create the state that all steps share."""
 
     @abstractmethod
     def run(
@@ -75,54 +75,54 @@ class Executor(ABC):
         """Run one step.
 
         Args:
-            signature: names the shapes of this step.
-            announce: whether they are unknown yet, so that every message says what it is.
-            trace: whether the times are wanted, and the host may wait for the device to have them.
-            drain: whether the step has failed on this rank before its first instruction: nothing is computed, and the
-                other ranks get stand-ins for its messages.
+            signature: identifies the shapes of this step.
+            announce: whether the signature is new, so that messages announce their shapes.
+            trace: measure times on the device, for which the host may wait.
+            drain: the step failed on this rank before its first instruction: nothing is computed, and other ranks get
+                placeholders for its messages.
 
         Returns:
-            The start and end of every instruction, on the monotonic clock: on a device with streams the times at which
-            it was launched, or, with ``trace``, those at which the device did it. None when the step was drained: it
-            failed elsewhere, or ``drain`` was set.
+            Start and end of every instruction in seconds of the monotonic clock; on a device with streams those of its
+            launch or, with ``trace``, of its execution. None if the step was drained, because it failed on another
+            rank or ``drain`` was set.
 
         Raises:
-            BaseException: what was raised here, itself.
+            BaseException: the original exception of this rank.
         """
 
     @abstractmethod
     def fail(self) -> None:
-        """Drain the step that runs or is about to, as it failed elsewhere. May be called from any thread."""
+        """Drain the current or next step, which failed on another rank; from any thread."""
 
     @abstractmethod
     def forget_failure(self) -> None:
-        """Another step begins: forget a `fail` that came when the last one had ended."""
+        """Before a step: clear a `fail` that came after the end of the last one."""
 
-    def check(self) -> None:  # noqa: B027 - on a CPU all is known when a step has ended
-        """After a step, when its device has finished: whether the transport has lost a peer since.
+    def check(self) -> None:  # noqa: B027 - on a CPU a step that ended has no open waits
+        """After the device has finished a step: check that the transport lost no peer in it.
 
         Raises:
-            FailureError: when it has.
+            FailureError: if it did.
         """
 
     @abstractmethod
     def pair_counts(self) -> PairCounts:
-        """How many pairs went which way so far."""
+        """Number of pairs run each way so far."""
 
     def close(self) -> None:
-        """Drop everything; there is no run any more.
+        """Drop all references; `run` must not be called any more.
 
-        An executor is part of cycles. Until Python collects these, which may be never, they would keep the stages'
-        memory, the connections, and the threads of these.
+        An executor is part of reference cycles, which would keep the stages' memory, connections and threads until
+        Python collects them.
         """
         vars(self).clear()
 
 
 def last_backwards(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """Microbatch of each stage's last B or W, where the stage's REDUCE_GRAD comes right after it.
+    """Microbatch of each stage's last B or W, if the stage's REDUCE_GRAD follows it directly.
 
-    Between the two the rank neither computes nor meets others, so a reduction may begin in the one or in the other: in
-    the order of the rank's collectives it is in the same place.
+    Between the two the rank neither computes nor runs a collective, so the reduction may start in either without a
+    change in the order of the rank's collectives.
     """
     found = {}
     last: Instruction | None = None
@@ -137,7 +137,7 @@ def last_backwards(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 def backward_of(it: Instruction) -> tuple[int, int]:
-    """Stage and microbatch of a B or W, or of a pair's B; ``NONE`` for other instructions."""
+    """Stage and microbatch of a B or W, or of a pair's B; ``NONE`` for others."""
     if it.op is Op.OVERLAP_F_B:
         return it.pair_stage, it.pair_microbatch
     return (it.stage, it.microbatch) if it.op in (Op.B, Op.W) else (NONE, NONE)

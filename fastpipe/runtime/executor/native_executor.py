@@ -1,6 +1,6 @@
-"""The native executor: hands one rank's program, stages and transport to C++, which runs it without asking Python
-anything but ``stage.run``. Where there are such, Python also has the caller's gradients of the outputs
-(``stage.losses.output_grads``), the modules' own method for pairs, and, a few times a step, the replicas of a stage.
+"""The native executor: C++ runs one rank's program and calls Python only for ``stage.run`` and, where used, the
+caller's output gradients (``stage.losses.output_grads``), the modules' own method for pairs, the user's contexts, and
+data-parallel collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastpipe.runtime.stage import WAYS, PairCounts, Stage
 class NativeExecutor(Executor):
     """Runs one rank's program in C++; see `Executor`.
 
-    A run follows the calling thread's grad mode, autocast and inference mode, as torch itself does.
+    A run uses the calling thread's grad mode, autocast and inference mode.
     """
 
     def _prepare(self) -> None:
@@ -50,7 +50,7 @@ class NativeExecutor(Executor):
         self, signature: int, announce: bool, trace: bool = False, drain: bool = False
     ) -> tuple[Seconds, Seconds] | None:
         """Run one step; see `Executor.run`."""
-        # C++ keeps none of these between steps: a cycle through it could never be collected
+        # C++ keeps none of these between steps: a cycle through C++ is never collected
         calls = [
             (*_calls(stage), *self._fusing(stage), self._last_backwards.get(index, NONE), *self._around(stage))
             for index, stage in self.stages.items()
@@ -72,7 +72,7 @@ class NativeExecutor(Executor):
         return start, end
 
     def _fusing(self, stage: Stage) -> tuple[Any, Sequence[int]]:
-        """What runs a pair by the modules' own method, and with which stages' backwards."""
+        """The function that runs a pair by the modules' own method, and the stages whose backwards it can run."""
         if not stage.fuses:
             return None, ()
 
@@ -84,7 +84,7 @@ class NativeExecutor(Executor):
         return fuse, [index for index, pair in self.stages.items() if stage.fuses_with(pair)]
 
     def _around(self, stage: Stage) -> tuple[Any, tuple[int, tuple[int, int, int]]]:
-        """What is around its backwards, and what `fastpipe.current` tells of the step."""
+        """The context of its backwards, and the step's part of `fastpipe.current`."""
         return stage.context.around, (stage.context.step, self.last[stage.index])
 
     def check(self) -> None:
@@ -92,7 +92,7 @@ class NativeExecutor(Executor):
         self._native.check()
 
     def pair_counts(self) -> PairCounts:
-        """How many pairs went which way so far."""
+        """See `Executor.pair_counts`."""
         return PairCounts(*self._native.pair_counts())
 
     def _note_deferred(self) -> None:
@@ -102,7 +102,7 @@ class NativeExecutor(Executor):
             self.stages[index].peak_held_bytes = held
 
     def fail(self) -> None:
-        """Drain from the next instruction on."""
+        """See `Executor.fail`."""
         self._native.fail()
 
     def forget_failure(self) -> None:
@@ -111,12 +111,12 @@ class NativeExecutor(Executor):
 
 
 def _calls(stage: Stage) -> tuple[Any, ...]:
-    """What C++ asks of a stage: run, output_grads, random, meet, fold; None for what there is no need to ask."""
+    """The functions of a stage that C++ calls: run, output_grads, random, run_collective, fold; None if not needed."""
     parallel = stage.parallel
     return (
         stage.run,
         stage.losses.output_grads if stage.losses.has_output_grads else None,
         None if stage.random is None else stage.random.guard,
-        None if parallel is None else stage.meet,
+        None if parallel is None else stage.run_collective,
         parallel.fold if parallel is not None and parallel.folds else None,
     )

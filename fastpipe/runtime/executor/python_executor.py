@@ -1,7 +1,7 @@
-"""The reference interpreter of a program: plain Python, the same bits as the native one.
+"""The reference interpreter of a program, in Python; same bits as the native executor.
 
-When it is made, every instruction becomes a call with its arguments: a method of `PythonExecutor`, with the stage, the
-slot of its input, the message it sends and so on. A step then makes the calls in order, and looks nothing up.
+At construction every instruction is resolved to a method of `PythonExecutor` with its arguments: stage, input slot,
+message and so on. A step makes these calls in order.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fastpipe.runtime.stage import PairCounts, Pairs, Stage
 from fastpipe.runtime.transport import Message
 
 _LABEL_PREFIX = "PP:"
-"""As torch's pipelines label theirs. Without it torch's profiler takes "2F0" for a mangled C++ name and shows "F0"."""
+"""As in torch's pipelines. Without a prefix torch's profiler demangles "2F0" as a C++ name to "F0"."""
 
 
 class Step(NamedTuple):
     """An instruction with its references resolved.
 
     Attributes:
-        op: what it does.
-        call: does it.
-        label: of a compute action, for torch's profiler; empty for the others, which are done in a failed step, too.
+        op: its operation.
+        call: runs it.
+        label: label of a compute action for torch's profiler; empty for others, which run in a failed step, too.
     """
 
     op: Op
@@ -45,8 +45,8 @@ class PythonExecutor(Executor):
     """Interprets one rank's program; see `Executor`.
 
     Attributes:
-        slots: what has arrived and is not freed, by slot.
-        made: what compute actions made and is not sent or handed over, by the number of its message.
+        slots: received tensors that are not freed, by slot.
+        made: results of compute actions that are not sent or handed over, by number of the message.
     """
 
     def _prepare(self) -> None:
@@ -62,7 +62,7 @@ class PythonExecutor(Executor):
         self.waits_of_sends = _waits_of_sends(instructions)
 
     def fail(self) -> None:
-        """Drain from the next instruction on."""
+        """See `Executor.fail`."""
         self.failed = True
 
     def forget_failure(self) -> None:
@@ -77,21 +77,21 @@ class PythonExecutor(Executor):
         for index, stage in self.stages.items():
             stage.context.last = self.last[index]
         self.endpoint.begin(signature, announce)
-        # the end of an instruction is the start of the next
-        moments = [time.perf_counter()]
+        # an instruction ends when the next one starts
+        times = [time.perf_counter()]
         for position, step in enumerate(self.steps):
             self._execute(position, step)
-            moments.append(time.perf_counter())
+            times.append(time.perf_counter())
         if self._drained():
             return None
-        times = np.array(moments)
-        starts, ends = times[:-1], times[1:].copy()
+        stamps = np.array(times)
+        starts, ends = stamps[:-1], stamps[1:].copy()
         for send, wait in self.waits_of_sends:
             ends[send] = ends[wait]
         return starts, ends
 
     def _drained(self) -> bool:
-        """Whether the step that has ended failed elsewhere; what failed here is raised."""
+        """At the end of a step: whether it failed on another rank; raises this rank's exception if there is one."""
         self.slots.clear()
         self.made.clear()
         failed, self.failed = self.failed, False
@@ -106,7 +106,7 @@ class PythonExecutor(Executor):
         try:
             raise error
         finally:
-            del error  # the exception holds this frame, which must not hold the exception
+            del error  # avoids a cycle of exception and frame
 
     def _execute(self, position: int, step: Step) -> None:
         if self.failed and step.label:
@@ -120,8 +120,8 @@ class PythonExecutor(Executor):
         except BaseException as error:  # published, and raised at the end of the step
             self._fail_at(position, error)
             if step.op is Op.SEND:
-                # it was refused before anything was sent, and the receiver waits: now a stand-in is sent
-                with contextlib.suppress(BaseException):  # the first error is published
+                # nothing was sent, and the receiver waits: send a placeholder
+                with contextlib.suppress(BaseException):  # the first error is already published
                     step.call()
 
     def _fail_at(self, position: int, error: BaseException) -> None:
@@ -131,13 +131,13 @@ class PythonExecutor(Executor):
             self.on_failure(position, error)
 
     def forward(self, stage: Stage, microbatch: int, slot: int, message: int, splits: bool) -> None:
-        """F. The slot is that of the input; ``NONE`` stands for no slot, and for no message."""
+        """F. ``slot`` is that of the input; ``NONE`` for no slot or no message."""
         outputs = stage.forward(microbatch, self.slots.get(slot, ()), splits=splits)
         if message != NONE:
             self.made[message] = outputs
 
     def backward(self, stage: Stage, microbatch: int, slot: int, message: int) -> None:
-        """B. The slot is that of the output's gradient."""
+        """B. ``slot`` is that of the output's gradient."""
         grads = stage.backward(microbatch, self.slots.get(slot, ()))
         if message != NONE:
             self.made[message] = grads
@@ -149,13 +149,13 @@ class PythonExecutor(Executor):
             self.made[message] = grads
 
     def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
-        """OVERLAP_F_B: by the modules' own method, together or in order."""
+        """OVERLAP_F_B."""
         stage, pair = forward.args[0], backward.args[0]
         if stage.fuses and stage.fuses_with(pair) and self._fused(*forward.args, *backward.args):
             self._pairs.counts.fused += 1
             return
         labelled = partial(_labelled, label, backward)
-        self._pairs.run(forward, labelled, (stage.index, pair.index), stage.may_run_beside(pair))
+        self._pairs.run(forward, labelled, (stage.index, pair.index), stage.can_overlap(pair))
 
     def _fused(
         self,
@@ -179,7 +179,7 @@ class PythonExecutor(Executor):
         return True
 
     def pair_counts(self) -> PairCounts:
-        """How many pairs went which way so far."""
+        """See `Executor.pair_counts`."""
         return self._pairs.counts
 
     def wait_recv(self, channel: int, slot: int) -> None:
@@ -191,7 +191,7 @@ class PythonExecutor(Executor):
             self.slots[slot] = tensors
 
     def send(self, message: Message, channel: int, number: int, made: int) -> None:
-        """SEND; in a failed step a stand-in."""
+        """SEND; in a failed step a placeholder."""
         tensors = self.made.pop(made, None)
         self.endpoint.send(message, channel, number, None if self.failed else tensors)
 
@@ -206,17 +206,17 @@ class PythonExecutor(Executor):
         self.slots.pop(slot, None)
 
     def last_backward(self, stage: Stage, op: Op, call: Callable[[], None]) -> None:
-        """B or W, the last one of its stage."""
-        stage.meet(op, self.failed)
+        """The last B or W of a stage."""
+        stage.run_collective(op, self.failed)
         call()
 
-    def meet(self, stage: Stage, op: Op) -> None:
-        """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too: the stage's replicas wait."""
-        stage.meet(op, self.failed)
+    def run_collective(self, stage: Stage, op: Op) -> None:
+        """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too, as the stage's replicas wait."""
+        stage.run_collective(op, self.failed)
 
 
 class _Resolver:
-    """Finds the arguments of every instruction, in program order."""
+    """Resolves the arguments of every instruction, in program order."""
 
     def __init__(self, executor: PythonExecutor, instructions: list[Instruction]) -> None:
         self.executor = executor
@@ -231,7 +231,7 @@ class _Resolver:
         return Step(it.op, self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it), label)
 
     def _last(self, it: Instruction, call: Callable[[], None]) -> Callable[[], None]:
-        """The stage may start to reduce in its last B or W."""
+        """A stage may start its reduction in its last B or W."""
         stage, microbatch = backward_of(it)
         if self.last_backwards.get(stage) != microbatch:
             return call
@@ -251,7 +251,7 @@ class _Resolver:
         if it.op in (Op.B, Op.I):
             method = executor.backward if it.op is Op.B else executor.backward_input
             return self._backward(method, it.stage, it.microbatch)
-        return partial(executor.meet, executor.stages[it.stage], it.op)
+        return partial(executor.run_collective, executor.stages[it.stage], it.op)
 
     def _forward(self, stage: int, microbatch: int) -> partial[None]:
         slot = self.slots.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)
@@ -265,7 +265,7 @@ class _Resolver:
         return partial(method, self.executor.stages[stage], microbatch, slot, made)
 
     def _made(self, kind: ActionKind, stage: int, microbatch: int) -> int:
-        """The number of what an action makes for another stage."""
+        """Number of the message that an action makes for another stage; ``NONE`` without one."""
         target = feeds(kind, stage, self.program.num_stages)
         carried = ChannelKind.ACTIVATION if kind is ActionKind.F else ChannelKind.GRADIENT
         return NONE if target == NONE else self._number(Message(carried, target, microbatch))
@@ -280,7 +280,7 @@ class _Resolver:
         if it.op in (Op.POST_RECV, Op.HAND_OVER):
             self.slots[message] = it.slot
         if it.op is Op.SEND:
-            # its stage is the producer
+            # the instruction has the producing stage
             message = message._replace(stage=it.stage + (1 if kind is ChannelKind.ACTIVATION else -1))
         match it.op:
             case Op.POST_RECV:
@@ -297,7 +297,7 @@ class _Resolver:
 
 
 def _labelled(label: str, call: Callable[[], None]) -> None:
-    """A backward that shows by itself in a profile, which matters where it has a thread of its own."""
+    """Run a backward with its own label in a profile, as it may run in another thread."""
     if not torch_private.is_profiling():
         return call()
     with torch.profiler.record_function(label):
@@ -305,7 +305,7 @@ def _labelled(label: str, call: Callable[[], None]) -> None:
 
 
 def _waits_of_sends(instructions: list[Instruction]) -> list[tuple[int, int]]:
-    """The position of every SEND with that of its WAIT_SEND, which is when it ends."""
+    """Positions of every SEND and its WAIT_SEND, where it ends."""
     found: list[tuple[int, int]] = []
     sends: dict[int, int] = {}
     for position, it in enumerate(instructions):

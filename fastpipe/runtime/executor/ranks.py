@@ -1,4 +1,4 @@
-"""The ranks of this process: one executor each, threads when there are several, and what becomes of a failure."""
+"""The ranks of this process: an executor for each, threads if there are several, and their failures."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from fastpipe.runtime.stage import PairCounts, Stage
 from fastpipe.runtime.transport import Transport
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
-"""Per rank, the start and end of every instruction."""
+"""Start and end of every instruction, by rank."""
 
 _CLOSING_SECONDS = 10
-"""How long a device may be behind its host when a pipeline is closed, beside what deferred results wait."""
+"""Seconds to wait for a device when a pipeline is closed, besides the waits for deferred results."""
 
 
 @dataclass
 class Outcome:
-    """What the local ranks brought back from a step.
+    """Result of a step on the local ranks.
 
     Attributes:
-        spans: per rank, the times of its instructions.
-        failure: the first failure on a local rank.
-        error: the exception behind it.
-        first: the step's first failure, on whichever rank, as it was known when that one was published.
+        spans: times of the instructions, by rank.
+        failure: the first failure of a local rank.
+        error: its exception.
+        first: the step's first failure on any rank, as of the publication of `failure`.
     """
 
     spans: Spans = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Outcome:
     first: Failure | None = None
 
     def fail(self, error: BaseException, rank: int) -> None:
-        """The program ran to its end, and then the step failed on this process; ``rank`` is one of its ranks."""
+        """Set a failure of this process after the end of the program; ``rank`` is one of its ranks."""
         self.failure = self.first = failure_of(error, rank)
         self.error = error
 
@@ -57,17 +57,17 @@ class LocalRanks:
     """Runs the program on the ranks of this process.
 
     Args:
-        stages: per local rank, its stages by index.
-        executor: the class to run them with.
-        transport: how ranks exchange tensors.
+        stages: stages by index, by local rank.
+        executor: class of the executors.
+        transport: exchanges tensors between ranks.
         timeout: seconds to wait for a peer.
-        publish: called at once with a failure of a local rank; returns the step's first one.
-        pairs: how pairs of a forward and a backward are run; see `fastpipe.runtime.stage.pairs`.
-        device: what the stages compute on.
-        several_streams: whether each stage may have a stream of its own.
+        publish: called at once with a failure of a local rank; returns the step's first failure.
+        pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
+        device: device of the stages.
+        several_streams: whether each stage has its own stream.
 
     Attributes:
-        device_events: of what the steps of these ranks give the device.
+        device_events: events of the work that these ranks enqueue on the device.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LocalRanks:
         self.pairs = pairs
         self.device = device
         self.device_events = DeviceEvents()
-        # of all programs the same: memory that one has done with is another's only on its own stream
+        # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
             rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
             for rank, held in stages.items()
@@ -104,7 +104,7 @@ class LocalRanks:
 
     @property
     def first(self) -> int:
-        """The lowest local rank, which stands for the process in what concerns no single rank."""
+        """The lowest local rank, which represents the process."""
         return min(self.stages)
 
     def has(self, program: Program) -> bool:
@@ -112,8 +112,8 @@ class LocalRanks:
         return id(program) in self._executors
 
     def prepare(self, program: Program) -> None:
-        """Make a program's executors."""
-        # kept, so that the id stays its own
+        """Create a program's executors."""
+        # kept, so that its id is not reused
         self._programs.append(program)
         executors = [self._make_executor(program, rank) for rank in self.stages]
         self._executors[id(program)] = executors
@@ -144,14 +144,9 @@ class LocalRanks:
         trace: bool = False,
         error: BaseException | None = None,
     ) -> Outcome:
-        """One step on every local rank; see `Executor.run`.
+        """Run one step on every local rank; see `Executor.run`.
 
-        Args:
-            program: one that is prepared.
-            signature: names the shapes of this step.
-            announce: whether they are unknown yet.
-            trace: whether the times are wanted.
-            error: why the step failed on this process before it began: it is published, and the program is drained.
+        ``error`` is a failure of this process before the step: it is published, and the program is drained.
         """
         with self._lock:
             self._outcome = Outcome()
@@ -168,12 +163,12 @@ class LocalRanks:
         finally:
             with self._lock:
                 self._current = ()
-                # not kept: an exception holds the frames that it went through, and these the pipeline
+                # not kept: an exception references its frames, and these the pipeline
                 outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
     def ask_replicas(self, program: Program) -> Outcome:
-        """Take part in every collective of a program, and do nothing else: replicas report parameters they miss."""
+        """Run only the collectives of a program, in which replicas report missing parameters."""
         self._outcome = outcome = Outcome()
         for rank, held in self.stages.items():
             found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
@@ -183,7 +178,7 @@ class LocalRanks:
             try:
                 for instruction in program[rank]:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
-                        held[instruction.stage].meet(instruction.op, True)
+                        held[instruction.stage].run_collective(instruction.op, True)
             except Exception as error:  # published, and the step's outcome
                 self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
             deadline = time.monotonic() + self.timeout
@@ -193,7 +188,7 @@ class LocalRanks:
         return outcome
 
     def check(self, outcome: Outcome) -> bool:
-        """When the devices have finished a step: whether the transport has lost no peer in it, which fails the step."""
+        """After the devices have finished a step: False, with a failed outcome, if the transport lost a peer in it."""
         try:
             self.device_events.check()
         except FailureError as error:
@@ -202,7 +197,7 @@ class LocalRanks:
         return True
 
     def pair_counts(self) -> PairCounts:
-        """How many pairs went which way so far, on all local ranks."""
+        """Number of pairs run each way so far, on all local ranks."""
         total = PairCounts()
         for executors in self._executors.values():
             for counts in (executor.pair_counts() for executor in executors):
@@ -212,28 +207,28 @@ class LocalRanks:
         return total
 
     def recording_text(self) -> str:
-        """How steps are recorded and replayed, in a line; empty where they never are."""
+        """One line about recorded and replayed steps; empty if steps are never recorded."""
         return ""
 
     def fail(self) -> None:
-        """The step failed elsewhere; may be called from any thread."""
-        with self._lock:  # all the time: when it is free the next step may begin
+        """Drain the current step, which failed on another rank; from any thread."""
+        with self._lock:  # for the whole loop, as otherwise the next step could begin
             for executor in self._current:
                 executor.fail()
 
     def interrupt(self) -> None:
-        """The same, from a signal handler: without the lock, which the thread that it interrupted may hold."""
+        """`fail` from a signal handler: without the lock, which the interrupted thread may hold."""
         for executor in tuple(self._current):
             executor.fail()
 
     def abort(self, failure: Failure) -> None:
-        """No step comes any more: end the connections, so that peers waiting for this process are unblocked."""
+        """After the last step: end the connections, so that peers waiting for this process are unblocked."""
         self.device_events.invalidate(failure)
         self.forget()
         self.transport.abort()
 
     def forget(self) -> None:
-        """The programs so far are run no more. Waits for what the device still has of them and can be asked for."""
+        """Drop all programs, after their open device events."""
         self.device_events.drop_checks()
         for executor in [executor for executors in self._executors.values() for executor in executors]:
             executor.close()
@@ -241,14 +236,14 @@ class LocalRanks:
         self._programs.clear()
 
     def retire(self) -> None:
-        """End the threads; the transport goes on."""
+        """Drop all programs and end the threads; the transport stays open."""
         self.forget()
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """End the threads, and what the transport holds."""
-        # before anything ends: streams that wait for it go on then
+        """End the threads and the transport."""
+        # first of all, as ending the transport unblocks waiting streams
         cause = "the pipeline was closed before its device was done; read the loss before that"
         done = self.device_events.close(Failure(self.first, cause), _CLOSING_SECONDS)
         self.retire()
@@ -264,7 +259,7 @@ class LocalRanks:
             future.result()
 
     def _in_thread(self, state: ThreadState, executor: Executor, *how: Any) -> None:
-        # OpenMP keeps the number of threads for each thread: bits depend on it
+        # OpenMP has a number of threads per thread, and bits depend on it
         torch.set_num_threads(self.num_threads)
         with state.applied():
             self._run_one(executor, *how)
@@ -279,7 +274,7 @@ class LocalRanks:
             self._await_replicas(executor.rank, stage.index, parallel, spans is None, deadline)
 
     def _run_program(self, executor: Executor, *how: Any) -> tuple[Seconds, Seconds] | None:
-        """None when the step failed, here or elsewhere."""
+        """The times, or None if the step failed on any rank."""
         try:
             spans: tuple[Seconds, Seconds] | None = executor.run(*how)
         except BaseException as error:  # the step's outcome
@@ -292,7 +287,7 @@ class LocalRanks:
         return spans
 
     def _await_replicas(self, rank: int, stage: int, parallel: DataParallel, failed: bool, deadline: float) -> None:
-        """Wait for the reductions of a stage; if they cannot be completed, this pipeline cannot go on."""
+        """Wait for the reductions of a stage; if they fail, the pipeline cannot continue."""
         try:
             parallel.finish(failed, deadline)
         except Exception as error:  # published, and the step's outcome
@@ -301,7 +296,7 @@ class LocalRanks:
             self._publish(Failure(rank, cause_text(error), stage, action, is_fatal=is_fatal), error)
 
     def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
-        """Called by an executor at once, while it goes on draining."""
+        """Called by an executor at once, before it drains."""
         self._publish(failure_at(program, self.stages[rank], rank, position, error), error)
         with self._lock:
             for executor in self._current:
@@ -313,16 +308,16 @@ class LocalRanks:
 
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:
-            # while a failed step is drained a peer may be lost, which says more: there is no next step
-            known = self._outcome.failure
-            if known is None or (failure.is_fatal and not known.is_fatal):
+            # a peer lost while a failed step is drained replaces its failure, as it is fatal
+            previous = self._outcome.failure
+            if previous is None or (failure.is_fatal and not previous.is_fatal):
                 self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
 
 
 def failure_at(
     program: Program, stages: Mapping[int, Stage], rank: int, position: int, error: BaseException
 ) -> Failure:
-    """The failure behind an exception at a position of a program; see `failure_of`."""
+    """The failure for an exception at a position of a program; see `failure_of`."""
     if isinstance(error, FailureError):
         return error.failure
     instruction = program[rank][position]
@@ -331,17 +326,17 @@ def failure_at(
     stage, microbatch = instruction.stage, instruction.microbatch
     if instruction.op is Op.OVERLAP_F_B and stages[stage].running != microbatch:
         stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
-    # what is no longer waited for may still come, and would be taken for a message of the next step
+    # an abandoned message may still arrive, and would be taken for one of the next step
     is_fatal = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
     return Failure(rank, cause_text(error), stage, text, microbatch, is_fatal=is_fatal)
 
 
 def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
-    """The class for "auto", "native" or "python", with stages on a device.
+    """The executor class for "auto", "native" or "python", with stages on a device.
 
     Raises:
-        ValueError: for another choice, or one that cannot be: "native" where the extension cannot be loaded, or the
-            Python executor on a device; it says why.
+        ValueError: for another choice, "native" without the extension, or the Python executor with a device other than
+            a CPU.
     """
     if choice not in ("auto", "native", "python"):
         raise ValueError(f"executor = {choice!r}: use 'auto', 'native' or 'python'")
@@ -352,7 +347,7 @@ def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
     if device.type != "cpu":
         why = "" if choice == "python" else f" {native.native_status()}"
         raise ValueError(
-            f"executor = {choice!r}: the stages are on {device}, and the Python executor computes on CPUs alone; set "
+            f"executor = {choice!r}: the stages are on {device}, and the Python executor supports only CPUs; set "
             f"executor='native', or device='cpu'.{why}"
         )
     return PythonExecutor

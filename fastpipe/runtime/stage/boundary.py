@@ -1,22 +1,21 @@
-"""What one stage hands to the next, as tensors: the only thing that a transport moves.
+"""Stage outputs as tensors, the only thing that a transport moves.
 
-A tensor, or a tuple or list of them, crosses as it is. Any other tree is taken apart: its tensors follow a
-*treespec*, which says how they belong together and holds the values that are no tensors, as JSON, in a tensor of
-bytes. As values may change from one microbatch to the next, the treespec goes with every message. A message whose
-first tensor is a line of bytes begins with a treespec, so a stage that returns such a tensor first has it taken
-apart, too.
+A tensor, or a tuple or list of distinct tensors, is sent as it is. Any other tree is flattened: its tensors follow a
+*treespec*, a uint8 tensor with the structure and all other values as JSON. Values may change between microbatches, so
+every message has its treespec. A first tensor that is one-dimensional uint8 marks a treespec, so an output that begins
+with such a tensor is flattened, too.
 
-A tensor that is in a tree twice is sent once, and is one tensor behind the boundary, as in the unsplit model: an
-in-place change is seen in both places, and the gradients of all its uses are added one after the other. (Sums by
-place, added afterwards, would have other last bits.)
+A tensor that occurs twice in a tree is sent once and is one tensor after the boundary, as in the unsplit model: both
+places see an in-place change, and the gradients of all uses accumulate in the same order. (One sum per place would
+round differently.)
 
-On a device with streams, reading a treespec means waiting for the device. So in a step that announces its shapes both
-ends note the treespecs that hold no values. In other steps such a treespec is assumed unchanged: the sender checks
-that, and the receiver does not read it.
+On a device with streams, reading a treespec blocks the host. So in a step that announces its shapes both ends cache
+the treespecs without values. In other steps such a treespec must not change: the sender checks that, and the receiver
+does not read it.
 
-JSON is read as data: nothing in it names code to import or to call. Classes are found among those that this process
-has loaded already, and only of kinds that run no code of their own when they are made: named tuples, enumerations, a
-few built-in types, and what is registered with torch's pytree.
+The JSON is data: it names no code to import or call. Classes are looked up among those already loaded, and only kinds
+whose construction runs no code of their own: named tuples, enumerations, a few built-in types, and classes registered
+with torch's pytree.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _FACTORIES = (bool, bytes, complex, dict, float, frozenset, int, list, set, str,
 
 
 def to_data(value: Any) -> Any:
-    """A value as what `json` writes; numbers of one kind have one length.
+    """Encode a value for `json`; numbers of one kind have a fixed length.
 
     Raises:
-        TypeError: for what is no data.
+        TypeError: for an unsupported type.
     """
     if value is None or type(value) in (bool, str):
         return value
@@ -52,16 +51,12 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(data: Any) -> Any:
-    """The way back.
-
-    Raises:
-        ValueError: for what `to_data` has not made, or a class that this process does not have.
-    """
+    """Decode the result of `to_data`; ValueError for other data or a class that is not loaded."""
     if data is None or isinstance(data, bool | str):
         return data
     name, given = data
     if name not in _KINDS:
-        raise ValueError(f"{name!r} is no kind of data")
+        raise ValueError(f"{name!r} is not an encoded kind")
     return _KINDS[name][2](given)
 
 
@@ -72,7 +67,7 @@ def _name_of_kind(value: Any) -> str:
     if isinstance(value, type | enum.Enum):
         return "class" if isinstance(value, type) else "enum"
     if kind not in _NAMES:
-        raise TypeError(f"a {kind.__name__} is no data")
+        raise TypeError(f"a {kind.__name__} cannot be encoded")
     return _NAMES[kind]
 
 
@@ -118,19 +113,15 @@ def _name(kind: type) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _class(module: str, name: str) -> type:
-    """A class that was imported already, of a kind that may be made of data.
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """A loaded class that may be constructed from data; ValueError if there is none."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    known = isinstance(found, type) and (
+    is_allowed = isinstance(found, type) and (
         found in _FACTORIES or issubclass(found, enum.Enum) or pytree.is_namedtuple_class(found)
     )
-    if not known:
-        # one that was made in a function is no attribute of its module
+    if not is_allowed:
+        # a class defined in a function is not an attribute of its module
         nodes = [kind for kind in reversed(pytree.SUPPORTED_NODES) if _is_called(kind, module, name)]
         if not nodes:
             raise ValueError(f"no class {module}.{name} is registered with torch.utils._pytree in this process")
@@ -173,46 +164,46 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "class": (None, _name, lambda given: _class(*given)),
     "enum": (None, lambda value: [_name(type(value)), value.name], _member),
 }
-"""By name, the type of a kind of values, how it is written and how it is read."""
+"""Per kind: type, encoder, decoder."""
 _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items() if kind is not None}
 
 
-_PLAN_BYTES = 256
-"""Treespecs are padded to a multiple of this many bytes, so that a slightly longer one has the announced size."""
+_TREESPEC_BYTES = 256
+"""Treespecs are padded to a multiple of this, so that a slightly longer one still has the announced size."""
 
 _TENSOR, _NONE, _VALUE = "tnv"
 _END = b"\n"
-"""Between a structure and its values."""
+"""Separates structure and values."""
 
 
-def plan_tensor(text: bytes, lasting: bool = False) -> torch.Tensor:
-    """A plan on the host."""
+def treespec_tensor(text: bytes, lasting: bool = False) -> torch.Tensor:
+    """A treespec as a tensor on the host."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def plan_text(plan: torch.Tensor) -> bytes:
-    """The way back; of a plan on a device the host waits for it."""
-    return plan.cpu().numpy().tobytes()
+def treespec_text(treespec: torch.Tensor) -> bytes:
+    """The text of a treespec; blocks the host if it is on a device."""
+    return treespec.cpu().numpy().tobytes()
 
 
 def to_tensors(
-    value: Any, carried: Mapping[str, Any], stage: int, make: Callable[[bytes, bool], torch.Tensor] = plan_tensor
+    value: Any, carried: Mapping[str, Any], stage: int, make: Callable[[bytes, bool], torch.Tensor] = treespec_tensor
 ) -> Tensors:
-    """What a stage returned, and the values that travel on with it, for a transport.
+    """The tensors of a stage's output and carried values.
 
     Args:
-        value: what it returned.
-        carried: by name.
-        stage: which one.
-        make: the tensor of a plan, from its text, and whether that holds for every microbatch: it has no values in it.
+        value: the output.
+        carried: values for later stages, by name.
+        stage: index of the stage.
+        make: ``(text, lasting) -> treespec tensor``; ``lasting`` says that the text has no values.
 
     Raises:
-        ValueError: for what cannot be taken apart and is no data; it names the stage.
+        ValueError: for a tree that cannot be encoded; names the stage.
     """
     if not carried:
-        if isinstance(value, torch.Tensor) and not _is_plan(value):
+        if isinstance(value, torch.Tensor) and not _is_treespec(value):
             return (value,)
-        if type(value) in (tuple, list) and _plain(value):
+        if type(value) in (tuple, list) and _is_plain(value):
             return tuple(value)
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)))
     kinds = "".join(map(_kind, leaves))
@@ -226,7 +217,7 @@ def to_tensors(
     except (TypeError, ValueError) as error:
         names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
         raise ValueError(
-            f"stage {stage} handed on a {names or 'tree'} that cannot be sent to the next stage ({error}): hand on "
+            f"stage {stage} returned a {names or 'tree'} that cannot be sent to the next stage ({error}): return "
             "tensors, None, numbers, text, and tuples, lists or dicts of them; or register its class by "
             "torch.utils._pytree.register_dataclass or register_pytree_node"
         ) from error
@@ -234,10 +225,10 @@ def to_tensors(
 
 
 def from_tensors(
-    tensors: Tensors, read: Callable[[torch.Tensor], bytes] = plan_text
+    tensors: Tensors, read: Callable[[torch.Tensor], bytes] = treespec_text
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional arguments of a stage, and the values that travel with them; ``read`` gives the text of a plan."""
-    if not tensors or not _is_plan(tensors[0]):
+    """The positional arguments of a stage and the carried values; ``read`` gives the text of a treespec."""
+    if not tensors or not _is_treespec(tensors[0]):
         return tensors, {}
     described, _, found = read(tensors[0]).partition(_END)
     structure, kinds, places = _structure(described)
@@ -251,7 +242,7 @@ def from_tensors(
 
 
 def is_lasting(text: bytes) -> bool:
-    """Whether a plan has no values in it, so that it may be that of other microbatches, too."""
+    """Whether a treespec has no values, so that other microbatches may have the same one."""
     return _is_empty(text.partition(_END)[2])
 
 
@@ -259,13 +250,13 @@ def _is_empty(values: bytes) -> bool:
     return values.startswith(b"[]")
 
 
-def _is_plan(tensor: torch.Tensor) -> bool:
+def _is_treespec(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
 
-def _plain(values: Any) -> bool:
-    """Whether these are tensors alone, none of them twice, that do not begin as with a plan."""
-    if not all(isinstance(value, torch.Tensor) for value in values) or (values and _is_plan(values[0])):
+def _is_plain(values: Any) -> bool:
+    """Whether these are distinct tensors of which the first does not look like a treespec."""
+    if not all(isinstance(value, torch.Tensor) for value in values) or (values and _is_treespec(values[0])):
         return False
     return len(set(map(id, values))) == len(values)
 
@@ -287,7 +278,7 @@ def _json(data: Any) -> bytes:
 
 
 def _padded(text: bytes) -> bytes:
-    return text.ljust(-(-len(text) // _PLAN_BYTES) * _PLAN_BYTES)
+    return text.ljust(-(-len(text) // _TREESPEC_BYTES) * _TREESPEC_BYTES)
 
 
 @functools.lru_cache(maxsize=256)
@@ -296,11 +287,11 @@ def _structure_text(structure: pytree.TreeSpec, kinds: str, places: tuple[int, .
 
 
 def _shape(structure: pytree.TreeSpec) -> Any:
-    """Not torch's own text of it, which knows only classes that were registered under a name."""
+    """Torch's own serialization supports only classes registered under a name."""
     if structure.is_leaf():
         return None
     children = list(map(_shape, structure.children()))
-    # of every named tuple the type is this function, and the context the class
+    # named tuples have this function as type and their class as context
     kind = None if structure.type is namedtuple else to_data(structure.type)
     return [kind, to_data(structure.context), children]
 
@@ -319,59 +310,50 @@ def _spec(shape: Any) -> pytree.TreeSpec:
     return pytree.TreeSpec(made, from_data(context), list(map(_spec, children)))
 
 
-_Book = dict[tuple[str, int], bytes]
+_Texts = dict[tuple[str, int], bytes]
 
 
 class TreespecCache:
-    """Those that one stage sends and receives.
-
-    Args:
-        stage: its index.
-        device: what it computes on.
-    """
+    """The treespecs that one stage, on one device, sends and receives."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage = stage
         self.device = device
-        self._books: dict[int, _Book] = {}
-        self._open: _Book = {}
+        self._texts: dict[int, _Texts] = {}
+        self._current: _Texts = {}
         self._announcing = True
 
     def begin(self, signature: int, announce: bool) -> None:
-        """Open the page of a step; one that announces starts empty."""
+        """Select the entries of a signature; a step that announces clears them."""
         self._announcing = announce
         if announce:
-            self._books[signature] = {}
-        self._open = self._books.setdefault(signature, {})
+            self._texts[signature] = {}
+        self._current = self._texts.setdefault(signature, {})
 
     def make(self, microbatch: int, text: bytes, lasting: bool) -> torch.Tensor:
-        """The tensor of a plan that is sent.
-
-        Raises:
-            ValueError: when it is not the one that was announced.
-        """
+        """The tensor of a treespec to send; ValueError if it differs from the announced one."""
         key = ("sent", microbatch)
         if self._announcing and lasting:
-            self._open[key] = text
-        elif self._open.get(key, text) != text:
+            self._current[key] = text
+        elif self._current.get(key, text) != text:
             raise ValueError(
-                f"stage {self.stage} handed on another tree for microbatch {microbatch} than in the step that had the "
-                "same inputs first; let its structure depend on the shapes of the step's inputs alone"
+                f"stage {self.stage} returned another tree for microbatch {microbatch} than in the first step with "
+                "inputs of these shapes; let its structure depend only on the shapes of the step's inputs"
             )
-        return _on_device(text, self.device) if lasting else plan_tensor(text).to(self.device)
+        return _on_device(text, self.device) if lasting else treespec_tensor(text).to(self.device)
 
-    def read(self, microbatch: int, plan: torch.Tensor) -> bytes:
-        """The text of a plan that was received."""
+    def read(self, microbatch: int, treespec: torch.Tensor) -> bytes:
+        """The text of a received treespec."""
         key = ("received", microbatch)
-        if not self._announcing and key in self._open:
-            return self._open[key]
-        text = plan_text(plan)
+        if not self._announcing and key in self._current:
+            return self._current[key]
+        text = treespec_text(treespec)
         if self._announcing and is_lasting(text):
-            self._open[key] = text
+            self._current[key] = text
         return text
 
 
 @functools.lru_cache(maxsize=256)
 def _on_device(text: bytes, device: torch.device) -> torch.Tensor:
-    # the host has waited for the copy, so any stream may use it
-    return plan_tensor(text).to(device)
+    # the copy is synchronous, so any stream may use it
+    return treespec_tensor(text).to(device)

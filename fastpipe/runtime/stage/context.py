@@ -1,7 +1,6 @@
-"""current: which action a thread computes, for whoever asks in the middle of it; and what is put around actions.
+"""`current`: the action that a thread computes; and the user's contexts around actions.
 
-Where the extension is, both executors note it in C++, so torch's own threads, which run a GPU's backward, know it, too;
-else it is noted here. The native executor does not ask Python for it where nobody does.
+With the extension both executors set it in C++, so torch's own threads, which run a GPU's backward, see it, too.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from fastpipe.runtime import native
 
 
 class Current(NamedTuple):
-    """An action, as it is computed.
+    """The action that runs.
 
     Attributes:
-        step: how many training steps there were before; `Pipeline.step_count` when the step began.
-        stage: the stage's index.
-        microbatch: the microbatch.
+        step: the number of training steps before this one; `Pipeline.step_count` at its begin.
+        stage: index of the stage.
+        microbatch: index of the microbatch.
         action: ``"F"``, ``"B"``, ``"I"`` or ``"W"``.
-        is_last_microbatch: whether it is the last of its stage and kind in the step on this rank; B and I are a kind.
+        is_last_microbatch: whether it is the last of its stage and kind in the step on this rank; B and I are one kind.
         training: whether the step has a backward.
     """
 
@@ -40,24 +39,24 @@ class Current(NamedTuple):
 
 
 ContextFactory = Callable[[Current], AbstractContextManager[Any]]
-"""Gives a context manager for an action."""
+"""Returns a context manager for an action."""
 
 
-class _Here(threading.local):
+class _Thread(threading.local):
     action: Current | None = None
 
 
-_here = _Here()
+_thread = _Thread()
 
 
 def current() -> Current | None:
-    """The action that this thread computes: in a layer's forward, the loss function, and hooks of a backward.
+    """The action that this thread computes: in a layer's forward, the loss function, and backward hooks.
 
-    In what a checkpoint recomputes it is the backward that does so. Of a pair that the modules' own method runs, it is
-    the forward. Outside of a pipeline's step, None.
+    During a checkpoint's recompute it is the backward. In ``overlapped_forward_backward`` it is the forward. Outside of
+    a pipeline's step it is None.
     """
-    if _here.action is not None:
-        return _here.action
+    if _thread.action is not None:
+        return _thread.action
     found = _native_current()
     if found is None:
         return None
@@ -74,11 +73,7 @@ def _native_current() -> tuple[int, int, int, int, bool, bool] | None:
 def checked_contexts(
     forward_context: ContextFactory | None, backward_context: ContextFactory | None
 ) -> tuple[ContextFactory | None, ContextFactory | None]:
-    """The two, if they are functions.
-
-    Raises:
-        TypeError: naming the one that is none.
-    """
+    """Both arguments; TypeError if one is not a function."""
     for name, given in (("forward_context", forward_context), ("backward_context", backward_context)):
         if given is not None and (not callable(given) or hasattr(type(given), "__enter__")):
             raise TypeError(
@@ -88,15 +83,10 @@ def checked_contexts(
 
 
 class ActionContext:
-    """Of one stage on one rank: what is current in it, and what is put around its actions.
-
-    Args:
-        stage: its index.
-        forward_context: around every F; None for nothing.
-        backward_context: around every B, I and W.
+    """The current action of one stage on one rank, and the user's contexts around F and around B, I and W.
 
     Attributes:
-        step: the number of the step.
+        step: number of the step.
         last: the microbatches of its last F, its last B or I, and its last W.
     """
 
@@ -109,36 +99,36 @@ class ActionContext:
         self.step = 0
         self.last = (-1, -1, -1)
 
-    def noted(self, op: Op, microbatch: int) -> AbstractContextManager[None]:
-        """Around an action of the Python executor."""
+    def as_current(self, op: Op, microbatch: int) -> AbstractContextManager[None]:
+        """Around an action of the Python executor: makes it the current one."""
         runtime: Any = native.load()
         if runtime is None:
-            return self._noted_here(op, microbatch)
+            return self._as_current_in_python(op, microbatch)
         context: AbstractContextManager[None] = runtime.Moment(self.step, self.last, op, self.stage, microbatch)
         return context
 
     @contextlib.contextmanager
-    def _noted_here(self, op: Op, microbatch: int) -> Iterator[None]:
-        before = _here.action
+    def _as_current_in_python(self, op: Op, microbatch: int) -> Iterator[None]:
+        before = _thread.action
         is_last = self.last[_KIND[op]] == microbatch
         training = op is not Op.F or torch.is_grad_enabled()
-        _here.action = Current(self.step, self.stage, microbatch, op.name, is_last, training)
+        _thread.action = Current(self.step, self.stage, microbatch, op.name, is_last, training)
         try:
             yield
         finally:
-            _here.action = before
+            _thread.action = before
 
     def around_forward(self) -> AbstractContextManager[Any]:
-        """What the user puts around the F that is current."""
+        """The user's context for the current F."""
         return _entered(self.forward_context)
 
     def around_backward(self) -> AbstractContextManager[Any]:
-        """What the user puts around the B, I or W that is current."""
+        """The user's context for the current B, I or W."""
         return _entered(self.backward_context)
 
     @property
     def around(self) -> Callable[[Callable[[], None]], None] | None:
-        """The same for C++, which gives the call to put it around."""
+        """`around_backward` for C++: a function that runs a call within it; None without a context."""
         return None if self.backward_context is None else self._call
 
     def _call(self, call: Callable[[], None]) -> None:
@@ -154,7 +144,7 @@ def _entered(around: ContextFactory | None) -> AbstractContextManager[Any]:
     if around is None:
         return _NOTHING
     action = current()
-    assert action is not None, "contexts are for actions"
+    assert action is not None, "no current action"
     context = around(action)
     if not hasattr(context, "__exit__"):
         name = "forward_context" if action.action == "F" else "backward_context"
@@ -163,7 +153,7 @@ def _entered(around: ContextFactory | None) -> AbstractContextManager[Any]:
 
 
 def last_microbatches(columns: Columns, stage: int) -> tuple[int, int, int]:
-    """The microbatches of a stage's last F, its last B or I, and its last W in one rank's program; -1 for none."""
+    """Microbatches of a stage's last F, last B or I, and last W in one rank's program; -1 for none."""
     ops, stages, microbatches, pair_stages, pair_microbatches = columns[:5]
     pairs = ops == Op.OVERLAP_F_B
     own, paired = stages == stage, pairs & (pair_stages == stage)

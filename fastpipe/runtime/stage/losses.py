@@ -1,12 +1,11 @@
-"""The losses of a stage: what the loss function returned, what layers added, what the backward starts from.
+"""The losses of a stage: result of the loss function, losses added by layers, roots of the backward.
 
-A layer adds a loss (the balance of a mixture of experts, a penalty) by `add_loss` in its forward. On the last stage
-the value is added to the loss; on any other one its gradient enters the graph at the stage's output, when the
-gradient of that arrives, so that it takes part in the backward of its stage whether that comes in one part or two.
-What a checkpoint recomputes in a backward adds nothing again; a forward that a method for pairs runs within a
-backward adds as any other.
+A layer adds a loss (load balancing in a mixture of experts, a penalty) by `add_loss` in its forward. On the last stage
+it is added to the loss. On other stages its gradient enters the graph at the stage's output, with the gradient of that
+output, so it takes part in the stage's backward whether that is split or not. A checkpoint's recompute adds nothing; a
+forward that ``overlapped_forward_backward`` runs within a backward adds as usual.
 
-`StageWork` is what one step gives to a stage and takes from it.
+`StageWork` holds the inputs and results of a stage for one step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fastpipe.runtime.common import Tensors, pytree, tensors_in, torch_private
 
 
 def fitting(outputs: Tensors, grads: Tensors) -> Tensors:
-    """The outputs, if the gradients that the caller gave are theirs."""
+    """The outputs; raises ValueError unless the caller's gradients have their shapes."""
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (grads, outputs)]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -36,16 +35,16 @@ def fitting(outputs: Tensors, grads: Tensors) -> Tensors:
 
 
 def names_of(loss_fn: Callable[..., Any] | None) -> frozenset[str]:
-    """The carried values that a loss function takes beside output and target.
+    """Names of the carried values that a loss function takes besides output and target.
 
-    They are its keyword-only parameters, and further ones without a default. Others have to be left alone: torch's own
-    loss functions have a ``weight``, which a model may well carry for another purpose.
+    They are its keyword-only parameters, and further ones without a default. Others are ignored: torch's loss functions
+    have a ``weight``, a name that a model may carry for another purpose.
     """
     if loss_fn is None:
         return frozenset()
     try:
         parameters = list(inspect.signature(getattr(loss_fn, "forward", loss_fn)).parameters.values())
-    except (TypeError, ValueError):  # a function in C that does not say
+    except (TypeError, ValueError):  # a C function without a signature
         return frozenset()
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in by_position[2:] if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
@@ -53,17 +52,17 @@ def names_of(loss_fn: Callable[..., Any] | None) -> frozenset[str]:
 
 
 def returned_loss(output: Any) -> Any:
-    """The loss that a last stage returned, alone or in a dict; None if there is none."""
+    """The loss in a last stage's output, which is a scalar or a dict with ``"loss"``; None if there is none."""
     value = output.get("loss") if isinstance(output, Mapping) else output
     is_loss = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
     return value if is_loss else None
 
 
 def loss_and_metrics(returned: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What a loss function returned: the loss; or the loss and its metrics, as ``(loss, dict)`` or all in one dict.
+    """Split the result of a loss function: a loss, ``(loss, dict of metrics)``, or one dict of both.
 
     Raises:
-        ValueError: for a dict without ``"loss"``, another tuple, or a metric that is no tensor and no number.
+        ValueError: for a dict without ``"loss"``, another tuple, or a metric that is neither tensor nor number.
     """
     if isinstance(returned, Mapping):
         if "loss" not in returned:
@@ -97,11 +96,7 @@ def _checked_metrics(metrics: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
-    """The loss, if it is one.
-
-    Raises:
-        ValueError: when it is no tensor of one element.
-    """
+    """The loss as a scalar tensor; ValueError unless it is a real tensor with one element."""
     if not isinstance(loss, torch.Tensor):
         raise ValueError(
             f"loss_fn returned a {type(loss).__name__}: return one tensor with one element, the loss of the microbatch"
@@ -110,15 +105,15 @@ def checked_loss(loss: Any) -> torch.Tensor:
         raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: reduce it to one element")
     if loss.is_complex():
         raise ValueError(
-            f"loss_fn returned a complex number ({loss.dtype}): make it a real one, by .abs() or .real say"
+            f"loss_fn returned a complex number ({loss.dtype}): make it real, for example by .abs() or .real"
         )
     return loss.reshape(()) if loss.dim() else loss
 
 
 def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
-    """A microbatch's share in the loss of the batch: the only copy of that rule.
+    """A microbatch's share of the batch's loss; the only copy of this rule.
 
-    One that weighs nothing has none, even where its loss is no number, as a mean over no tokens is.
+    With weight 0 (``divisor == inf``) it is 0 even if the loss is NaN, as a mean over no tokens is.
     """
     if divisor == math.inf:
         loss = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0)
@@ -126,9 +121,9 @@ def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
 
 
 def weighed(value: Any, divisor: float | None) -> Any:
-    """What a loss function gets: the tree of tensors, whose gradients are 0 where the microbatch weighs nothing.
+    """The arguments of a loss function; with weight 0 their gradients are 0.
 
-    Those of a mean over nothing are no numbers, and times 0 they are none either.
+    The gradients of a mean over no elements are NaN, and NaN times 0 is NaN.
     """
     if divisor != math.inf:
         return value
@@ -136,14 +131,14 @@ def weighed(value: Any, divisor: float | None) -> Any:
 
 
 def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values; in the graph still, so that all that gets a gradient gets zeros."""
+    """The same values, still in the graph, so that parameters get gradients of zeros."""
     if not tensor.requires_grad:
         return tensor
     return torch.where(torch.zeros_like(tensor, dtype=torch.bool), tensor, tensor.detach())
 
 
 def sum_in_order(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after the other, which decides the bits: the only copy of that rule."""
+    """Sum from first to last, as the order decides the bits; the only copy of this rule."""
     total = values[0]
     for value in values[1:]:
         total = total + value
@@ -151,14 +146,14 @@ def sum_in_order(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def detached(value: Any) -> Any:
-    """A tree of tensors without their graphs."""
+    """A tree with its tensors detached."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)
 
 
 class _Open(threading.local):
-    """What collects the losses that are added in this thread."""
+    """Collects the losses added in this thread."""
 
     losses: AddedLosses | None = None
 
@@ -167,20 +162,21 @@ _open = _Open()
 
 
 def add_loss(value: torch.Tensor, name: str = "added") -> None:
-    """Add a loss to that of the loss function; called in the forward of a layer, of any stage.
+    """Add a loss to the result of the loss function; call it in the forward of a layer, on any stage.
 
-    It takes part in the backward and weighs like the loss: with ``loss_reduction="mean"`` a microbatch counts by its
-    rows, with ``"sum"`` not. ``result.added_losses`` has what was added, by name, on every rank; ``result.loss`` is
-    that of the loss function alone. In `eval_step` it is reported only. What is recomputed adds nothing again.
+    It takes part in the backward and is weighted like the loss: with ``loss_reduction="mean"`` by the microbatch's
+    rows, with ``"sum"`` not. ``result.added_losses`` holds the added losses by name, on every rank; ``result.loss`` is
+    the result of the loss function alone. `eval_step` only reports them. A recompute adds nothing.
 
     Without a pipeline, call the model within `AddedLosses`, which collects them.
 
     Args:
-        value: a tensor with one element. One that requires no gradient is reported only.
-        name: what it is called in the result; values of one name are summed, within a stage and over the stages.
+        value: a tensor with one element. If it requires no gradient, it is only reported.
+        name: its name in the result. Values of one name are summed within a stage and over stages.
 
     Raises:
-        ValueError: for what is no such tensor, or where its graph would be lost: inside a reentrant checkpoint.
+        TypeError: when ``name`` is not a str.
+        ValueError: for another value, or where its graph would be lost, as in a reentrant checkpoint.
         RuntimeError: outside of a pipeline's step and of `AddedLosses`, when gradients are on.
     """
     if not isinstance(name, str):
@@ -209,16 +205,16 @@ def _checked(value: Any, name: str) -> torch.Tensor:
 
 
 class AddedLosses:
-    """Collects what is given to `add_loss` within it, as a pipeline does for each forward.
+    """Collects the losses of `add_loss` within it, as a pipeline does for each forward.
 
-    For a model that runs without a pipeline::
+    To run a model without a pipeline::
 
         with fastpipe.AddedLosses() as added:
             output = model(x)
         loss = loss_fn(output, target) + added.total
 
     Attributes:
-        values: ``(name, value)`` in the order of the calls, with their graphs.
+        values: ``(name, value)`` in order of the calls, with their graphs.
     """
 
     def __init__(self) -> None:
@@ -227,44 +223,44 @@ class AddedLosses:
         self._before: AddedLosses | None = None
 
     def __enter__(self) -> AddedLosses:
-        """Collect, in this thread."""
+        """Start to collect, in this thread."""
         self._before, _open.losses = _open.losses, self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Leave what is added from now on to whoever collected before."""
+        """Restore the previous collector."""
         _open.losses, self._before = self._before, None
 
     def append(self, value: torch.Tensor, name: str) -> None:
-        """One more."""
+        """Add a loss."""
         if self._grad and not torch.is_grad_enabled():
             raise ValueError(
                 f"add_loss({name!r}): gradients are off here, so that its gradient would be lost; in a checkpoint use "
-                "use_reentrant=False, or hand the value out of the checkpoint (or of no_grad) and add it outside"
+                "use_reentrant=False, or return the value from the checkpoint (or from no_grad) and add it outside"
             )
         self.values.append((name, value))
 
     @property
     def total(self) -> torch.Tensor | float:
-        """The sum of all, with its graph; 0.0 where nothing was added."""
+        """The sum, with its graph; 0.0 if nothing was added."""
         return sum_in_order([value for _, value in self.values]) if self.values else 0.0
 
     def share(self, divisor: float | None) -> torch.Tensor | None:
-        """What a backward starts from beside the loss; None where nothing of it requires a gradient."""
+        """The added losses' share of the backward's root; None if none requires a gradient."""
         trained = [value for _, value in self.values if value.requires_grad]
         return scale_loss(sum_in_order(trained), divisor) if trained else None
 
     def detached(self) -> list[tuple[str, torch.Tensor]]:
-        """The values without their graphs."""
+        """``(name, value)`` with the values detached."""
         return [(name, value.detach()) for name, value in self.values]
 
 
 class AddedLoss(torch.autograd.Function):
-    """The tensor as it is; in the backward the loss gets its gradient of 1 when that of the tensor comes."""
+    """Identity on the tensor; its backward also gives the loss a gradient of 1."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Not a view, which could not be changed in place."""
+        """Detached, not a view: a view could not be changed in place."""
         ctx.one = torch.ones_like(loss)
         return tensor.detach()
 
@@ -275,11 +271,7 @@ class AddedLoss(torch.autograd.Function):
 
 
 def attached(outputs: Tensors, share: torch.Tensor | None, stage: int) -> Tensors:
-    """A stage's outputs, one of which brings the added loss into the backward.
-
-    Raises:
-        ValueError: when no output requires a gradient, so that no backward would reach it.
-    """
+    """A stage's outputs, with the added loss attached to one; ValueError if none requires a gradient."""
     if share is None:
         return outputs
     for i, output in enumerate(outputs):
@@ -287,29 +279,29 @@ def attached(outputs: Tensors, share: torch.Tensor | None, stage: int) -> Tensor
             entered: torch.Tensor = AddedLoss.apply(output, share)  # type: ignore[no-untyped-call]
             return *outputs[:i], entered, *outputs[i + 1 :]
     raise ValueError(
-        f"add_loss: stage {stage} adds a loss that requires a gradient and hands on no tensor that requires one, so no "
-        "backward comes to it: add it in a stage whose outputs require gradients, or detach it"
+        f"add_loss: stage {stage} adds a loss that requires a gradient, and no output of the stage requires one, so no "
+        "backward reaches it: add it in a stage whose outputs require gradients, or detach it"
     )
 
 
 @dataclass
 class StageWork:
-    """What one step gives to a stage and takes from it, by microbatch.
+    """Inputs and results of a stage in one step, by microbatch.
 
     Attributes:
-        args: positional arguments of the module; None for a stage that is fed by another.
+        args: positional arguments of the module; None for all but the first stage.
         kwargs: keyword arguments of the module.
         targets: the loss function's second argument.
-        divisors: what each microbatch's loss is divided by before its backward; None for no scaling.
-        loss_scale: what a backward's roots are multiplied by, see `fastpipe.GradScaler`; None for 1.
-        output_grads: gradients of the outputs, given by the caller instead of a loss.
+        divisors: divisor of each microbatch's loss before its backward; None for no scaling.
+        loss_scale: factor of the backward's roots, see `fastpipe.GradScaler`; None for 1.
+        output_grads: the caller's gradients of the outputs, instead of a loss.
         keep_outputs: whether the last stage's outputs are kept.
-        reduces: whether gradients are reduced over the replicas of the pipeline in this step.
-        losses: out: the loss of each microbatch as the loss function returned it, detached.
-        scaled: out: the same after the division.
-        outputs: out: the last stage's outputs, detached.
-        metrics: out: what the loss function returned beside the loss.
-        added: out: the losses that the stage added.
+        reduces: whether gradients are reduced over data-parallel replicas in this step.
+        losses: result: the losses of the loss function, detached.
+        scaled: result: the same after the division.
+        outputs: result: the last stage's outputs, detached.
+        metrics: result: metrics of the loss function.
+        added: result: losses added by layers.
     """
 
     args: Sequence[tuple[Any, ...]] | None = None
@@ -330,23 +322,20 @@ class StageWork:
 LossFunction = Callable[..., Any]
 
 
-class NoLoss(Exception):  # noqa: N818 - it is caught, and the step goes on without a backward
-    """The last stage returned no loss, and neither a loss function nor an output gradient was given."""
+class NoLoss(Exception):  # noqa: N818 - caught; the step continues without a backward
+    """The last stage returned no loss, and there is neither a loss function nor an output gradient."""
 
 
 class StageLosses:
-    """What a stage adds to the loss and, if it is the last one, the loss itself; everything found is noted in the work.
+    """The added losses of a stage and, on the last stage, the loss; results are stored in `work`.
 
-    Args:
-        stage: its index.
-        is_last: whether it is the last one.
-        loss_fn: ``loss_fn(output, target)`` on the last stage, and what is carried to it by name.
+    ``loss_fn(output, target)`` also gets carried values, by name.
 
     Attributes:
         names: the carried values that the loss function takes.
-        carried: those of the microbatch whose forward runs.
-        work: of the step that runs.
-        added: collects what the layers add in the forward that runs.
+        carried: those of the running microbatch.
+        work: that of the running step.
+        added: collects the losses added in the running forward.
     """
 
     def __init__(self, stage: int, is_last: bool, loss_fn: LossFunction | None) -> None:
@@ -359,18 +348,18 @@ class StageLosses:
         self.added = AddedLosses()
 
     @property
-    def wanted(self) -> bool:
-        """Whether the loss function is called here in this step."""
+    def calls_loss_fn(self) -> bool:
+        """Whether this stage calls the loss function in this step."""
         work = self.work
         return self.is_last and self.loss_fn is not None and work.targets is not None and work.output_grads is None
 
     @property
     def has_output_grads(self) -> bool:
-        """Whether the caller gave the gradients of the outputs instead of a loss."""
+        """Whether the caller gave output gradients instead of a loss."""
         return self.work.output_grads is not None
 
     def output_grads(self, microbatch: int) -> Tensors | None:
-        """The caller's gradients of one microbatch's outputs."""
+        """The caller's output gradients of one microbatch, scaled."""
         grads = self.work.output_grads
         scale = self.work.loss_scale
         if grads is None or scale is None:
@@ -378,14 +367,14 @@ class StageLosses:
         return tuple(grad * scale for grad in grads[microbatch])
 
     def attached(self, microbatch: int, outputs: Tensors) -> Tensors:
-        """The outputs, one of which brings what was added into the backward."""
+        """The outputs, with the added losses attached to one of them."""
         return attached(outputs, self._scaled_up(self._share_added(microbatch)), self.stage)
 
     def roots(self, microbatch: int, output: Any) -> Tensors:
-        """What the last stage's backward starts from: the loss, or the outputs whose gradients the caller gave.
+        """The roots of the last stage's backward: the loss, or the outputs if their gradients are given.
 
         Raises:
-            NoLoss: where there is nothing to differentiate.
+            NoLoss: when there is nothing to differentiate.
         """
         work = self.work
         self.keep(microbatch, output)
@@ -403,12 +392,12 @@ class StageLosses:
         return (self.root(microbatch, output, None if work.targets is None else work.targets[microbatch]),)
 
     def keep(self, microbatch: int, output: Any) -> None:
-        """Note the last stage's output, where it is wanted."""
+        """Store the last stage's output if `StageWork.keep_outputs` is set."""
         if self.work.keep_outputs:
             self.work.outputs[microbatch] = detached(output)
 
     def root(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
-        """The loss of one microbatch: its share in that of the batch, and what was added, both scaled."""
+        """The backward's root for one microbatch: its share of the batch's loss plus the added losses, scaled."""
         work, divisor = self.work, self._divisor(microbatch)
         found, metrics = (
             (returned_loss(output), {}) if self.loss_fn is None else self._call_loss_fn(output, target, divisor)
@@ -416,9 +405,9 @@ class StageLosses:
         loss = checked_loss(found)
         scaled = scale_loss(loss, divisor)
         if torch.is_grad_enabled() and not scaled.requires_grad:
-            whose = "the last stage" if self.loss_fn is None else "loss_fn"
+            name = "the last stage" if self.loss_fn is None else "loss_fn"
             raise ValueError(
-                f"{whose} returned a loss that requires no gradient: leave out detach() and no_grad(), let a parameter "
+                f"{name} returned a loss that requires no gradient: leave out detach() and no_grad(), let a parameter "
                 "require one, or call eval_step"
             )
         work.losses[microbatch] = loss.detach()
@@ -435,14 +424,14 @@ class StageLosses:
         return loss_and_metrics(self.loss_fn(weighed(output, divisor), target, **weighed(self.carried, divisor)))
 
     def _share_added(self, microbatch: int) -> torch.Tensor | None:
-        """The share of the losses that this stage added in that of the batch, which are noted."""
+        """Store the added losses; returns their share of the batch's loss."""
         if not self.added.values:
             return None
         self.work.added[microbatch] = self.added.detached()
         return self.added.share(self._divisor(microbatch)) if torch.is_grad_enabled() else None
 
     def _scaled_up(self, root: torch.Tensor | None) -> torch.Tensor | None:
-        """What a backward starts from, times the scale of the losses."""
+        """A backward's root times the loss scale."""
         scale = self.work.loss_scale
         return root if scale is None or root is None or not torch.is_grad_enabled() else root * scale
 

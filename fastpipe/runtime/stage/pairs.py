@@ -1,23 +1,22 @@
-"""Pairs of a forward and a backward that overlap: in order, together, or by the modules' own method.
+"""Overlapped pairs of a forward and a backward: run in order, together, or by the modules' own method.
 
-In order: the forward, then the backward. Together: the backward in a helper thread, which needs the GIL for Python
-functions in the graph only. Which one is faster depends on the machine and the stages, so it is measured, pair by
-pair; both give the same bits. The native executor has the same in ``csrc/core/executor.h``.
+In order: the forward, then the backward. Together: the backward in a helper thread, which needs the GIL only for Python
+functions in the graph. Which is faster depends on machine and stages, so it is measured per pair of stages; the bits
+are the same. The native executor does the same in ``csrc/core/executor.h``.
 
-Where both stages are modules of one type that has a class method ``overlapped_forward_backward``, the pair is left to
-it, exactly as DualPipe (https://github.com/deepseek-ai/DualPipe) calls it, so a module written for that runs
-unchanged::
+If both stages are modules of one type with a class method ``overlapped_forward_backward``, it runs the pair. It is
+called exactly as by DualPipe (https://github.com/deepseek-ai/DualPipe), so modules written for that run unchanged::
 
     outputs0, loss0 = type(module0).overlapped_forward_backward(
         module0, inputs0, criterion0, labels0, module1, loss1, outputs1, output_grads1
     )
 
-The forward is of `module0`: lists of inputs and of labels, and on the last stage a criterion, elsewhere None and no
-labels. The backward is of `module1`: on the last stage that of `loss1`, and both lists are empty; elsewhere `loss1`
-is None, and they are tuples, as DualPipe has them: its outputs and their gradients. ``criterion0(*outputs0,
-*labels0)`` is the loss function; it returns the microbatch's share of the loss, which the method returns as `loss0`,
-and which comes back as `loss1`. The gradients of `inputs0` have to come through autograd. A chain of several layers
-is no one module, and keyword arguments have no place in the contract: such pairs run as others do.
+The forward is that of `module0`: lists of inputs and labels, and on the last stage a criterion; elsewhere the criterion
+is None and labels are empty. The backward is that of `module1`: on the last stage from `loss1`, with two empty lists;
+elsewhere `loss1` is None, and the outputs and their gradients are tuples. ``criterion0(*outputs0, *labels0)`` is the
+loss function; it returns the microbatch's share of the loss, which the method returns as `loss0`, and which is passed
+later as `loss1`. The gradients of `inputs0` must come through autograd. The contract excludes chains of several layers
+and steps with keyword arguments: their pairs run as others do.
 """
 
 from __future__ import annotations
@@ -41,20 +40,16 @@ METHOD = "overlapped_forward_backward"
 
 
 def method_of(modules: Sequence[nn.Module]) -> Callable[..., Any] | None:
-    """The method of a stage that is one module, or a chain of one; None where there is none."""
+    """The method of a stage of one module, or of a chain of one; None if it has none."""
     return getattr(type(modules[0]), METHOD, None) if len(modules) == 1 else None
 
 
 class Criterion:
-    """The loss function of one microbatch as the method calls it.
-
-    Args:
-        stage: the last one.
-        microbatch: which one.
+    """The loss function of one microbatch on the last stage, as the method calls it.
 
     Attributes:
-        labels: what the method hands on to it.
-        loss: what it returned; None before it was called.
+        labels: the labels that the method passes to it.
+        loss: its result; None before the call.
     """
 
     def __init__(self, stage: Stage, microbatch: int) -> None:
@@ -66,7 +61,7 @@ class Criterion:
         self.loss: torch.Tensor | None = None
 
     def __call__(self, *values: Any) -> torch.Tensor:
-        """The loss, scaled: what is to be differentiated."""
+        """The scaled loss, root of the backward."""
         if self.loss is not None:
             raise ValueError(f"{METHOD} of stage {self.stage.index} called its criterion twice: call it once")
         count = len(self.labels)
@@ -77,12 +72,12 @@ class Criterion:
 
 
 def one_or_all(outputs: Sequence[Any]) -> Any:
-    """A module's outputs as its forward returns them."""
+    """A module's outputs, as its forward returns them."""
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-class RootWatch:
-    """Whether a backward was run: every root's node is entered."""
+class RootHooks:
+    """Hooks that check that a backward enters the node of every root."""
 
     def __init__(self, roots: Sequence[torch.Tensor]) -> None:
         self.missing = {tensor.grad_fn for tensor in roots if tensor.grad_fn is not None}
@@ -92,7 +87,7 @@ class RootWatch:
         return lambda grads: self.missing.discard(node)
 
     def end(self) -> bool:
-        """Whether all were."""
+        """Remove the hooks; returns whether all nodes were entered."""
         for handle in self._handles:
             handle.remove()
         return not self.missing
@@ -103,24 +98,19 @@ def fuse(
 ) -> tuple[Any, torch.Tensor | None]:
     """Run F of one microbatch and B of another by the method.
 
-    Args:
-        stage: whose F it is.
-        microbatch: of the F.
-        inputs: of the F.
-        pair: whose B it is.
-        roots: what B starts from, the loss or the outputs that require a gradient.
-        grads: of the outputs; None where the root is the loss.
+    The F has stage, microbatch and inputs; the B has stage ``pair`` and roots: the loss, or the outputs that require a
+    gradient, with their ``grads`` (None for the loss).
 
     Returns:
-        What the module's forward would have returned, and its loss, or None.
+        The output of the module's forward, and the loss or None.
 
     Raises:
-        ValueError: when the method does not return what the contract says, or has run no backward.
+        ValueError: when the method's result violates the contract, or it ran no backward.
     """
-    criterion = Criterion(stage, microbatch) if stage.losses.wanted else None
-    # a copy: the method may detach the loss in place, as DualPipe's example does, and it may be a view
+    criterion = Criterion(stage, microbatch) if stage.losses.calls_loss_fn else None
+    # a copy: DualPipe's example detaches the loss in place, which fails for a view
     loss = None if grads is not None else roots[0].clone()
-    watch = RootWatch(roots if loss is None else [loss])
+    hooks = RootHooks(roots if loss is None else [loss])
     method = method_of(stage.modules)
     assert method is not None
     try:
@@ -135,9 +125,9 @@ def fuse(
             [] if grads is None else tuple(grads),
         )
     except BaseException:  # raised again
-        watch.end()
+        hooks.end()
         raise
-    if not watch.end():
+    if not hooks.end():
         what = "loss1" if grads is None else "outputs1"
         raise ValueError(f"{METHOD} of stage {stage.index} did not run the backward of {what}: call it in the method")
     outputs = _checked(stage, found, criterion)
@@ -155,43 +145,40 @@ def _arguments(stage: Stage, microbatch: int, inputs: Tensors) -> list[Any]:
 
 
 def _checked(stage: Stage, found: Any, criterion: Criterion | None) -> Sequence[torch.Tensor]:
-    """The outputs that the method returned, if it returned what the contract says."""
-    who = f"{METHOD} of stage {stage.index} returned"
+    """The outputs that the method returned; raises ValueError if they violate the contract."""
+    prefix = f"{METHOD} of stage {stage.index} returned"
     if not isinstance(found, tuple | list) or len(found) != 2:
         count = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-        raise ValueError(f"{who} a {type(found).__name__}{count}: return (outputs0, loss0)")
+        raise ValueError(f"{prefix} a {type(found).__name__}{count}: return (outputs0, loss0)")
     outputs, loss = found
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     if not isinstance(outputs, tuple | list) or not all(isinstance(output, torch.Tensor) for output in outputs):
-        raise ValueError(f"{who} a {type(outputs).__name__} for outputs0: return what the forward gives, as a list")
+        raise ValueError(f"{prefix} a {type(outputs).__name__} for outputs0: return what the forward gives, as a list")
     if criterion is None:
         if loss is not None:
-            raise ValueError(f"{who} a loss, and criterion0 was None: return None for loss0")
-        stage.check_outputs(outputs, who)
+            raise ValueError(f"{prefix} a loss, and criterion0 was None: return None for loss0")
+        stage.check_outputs(outputs, prefix)
     elif criterion.loss is None or loss is not criterion.loss:
-        raise ValueError(f"{who} another loss0 than criterion0 gave: return criterion0(*outputs0, *labels0) as it is")
+        raise ValueError(
+            f"{prefix} another loss0 than criterion0 gave: return criterion0(*outputs0, *labels0) as it is"
+        )
     return outputs
 
 
 IN_ORDER, TOGETHER, MEASURED = "in order", "together", "measured"
 WAYS = (IN_ORDER, TOGETHER, MEASURED)
-"""The numbers are those of the native executor."""
+"""Indices as in the native executor."""
 OVERLAPS = ("auto", "always", "never")
 NUM_VOTES = 8
-"""How many rounds decide which way pairs go; see `PairClock`."""
+"""Number of latest rounds that vote; see `PairClock`."""
 PERIODS = (7, 13, 29, 61)
-"""Pairs from round to round, each for `NUM_VOTES` rounds; then the last one. Primes, so that rounds come to another
-place in every step."""
+"""Pairs per round, each value for `NUM_VOTES` rounds, then always the last. Primes, so that the position of rounds
+within a step varies."""
 
 
 @dataclass(frozen=True)
 class PairPolicy:
-    """How pairs are run, and why.
-
-    Attributes:
-        way: `IN_ORDER`, `TOGETHER` or `MEASURED`.
-        reason: for the user.
-    """
+    """How pairs are run, one of `WAYS`, and the reason for the user."""
 
     way: str = IN_ORDER
     reason: str = ""
@@ -200,14 +187,14 @@ class PairPolicy:
 def pair_policy(
     overlap: str, num_ranks_here: int, num_cores: int, device: torch.device, several_streams: bool = False
 ) -> PairPolicy:
-    """What ``overlap`` of the Pipeline means here.
+    """Resolve the argument ``overlap`` of the Pipeline.
 
     Args:
         overlap: "auto", "always" or "never".
-        num_ranks_here: how many ranks share this host.
-        num_cores: how many cores this process may use.
-        device: what is computed on.
-        several_streams: whether stages have streams of their own there.
+        num_ranks_here: number of ranks on this host.
+        num_cores: number of cores that this process may use.
+        device: device of the stages.
+        several_streams: whether each stage has its own stream.
     """
     if overlap != "auto":
         return PairPolicy(TOGETHER if overlap == "always" else IN_ORDER, f"overlap={overlap!r}")
@@ -221,35 +208,35 @@ def pair_policy(
 
 
 def check_overlap(overlap: str) -> None:
-    """Refuse an ``overlap`` that is none."""
+    """Raise ValueError for an invalid ``overlap``."""
     if overlap not in OVERLAPS:
         raise ValueError(f"overlap = {overlap!r}: use 'auto', 'always' or 'never'")
 
 
 class PairClock:
-    """Which way the pairs of two stages go.
+    """Chooses in order or together for the pairs of two stages, by measurement.
 
-    Two pairs in a row that go one way each are a round, and the faster way has its vote: what disturbs the machine for
-    longer than a pair disturbs both. Which way comes first alternates. All other pairs go the way that had more of the
-    last votes. Rounds come often to begin with and then seldom, but for ever, so that no verdict outlives its machine.
+    A round is two consecutive pairs, one run each way; the faster way gets its vote. A disturbance that lasts longer
+    than a pair affects both. The order within a round alternates. All other pairs run the way with most of the last
+    votes. Rounds are frequent at first, then rare, but never stop, so that the choice follows the machine.
     """
 
     def __init__(self) -> None:
         self._num_rounds = 0
-        self._place = 0  # of the next pair: the first two are the round's
+        self._place = 0  # position of the next pair; 0 and 1 are the round
         self._first = 0.0
         self._votes: deque[bool] = deque(maxlen=NUM_VOTES)
         self._best = False
 
     def next(self) -> bool:
-        """Whether the next pair is to be run together."""
+        """Whether to run the next pair together."""
         together_first = self._num_rounds % 2 != 0
         if self._place == 0:
             return together_first
         return not together_first if self._place == 1 else self._best
 
     def note(self, seconds: float) -> None:
-        """How long that one took."""
+        """Record the duration of that pair."""
         if self._place == 0:
             self._first = seconds
         if self._place == 1:
@@ -266,11 +253,11 @@ class PairClock:
 
 @dataclass
 class PairCounts:
-    """How many pairs went which way so far.
+    """Number of pairs run each way so far.
 
     Attributes:
         together: with the backward in the helper thread.
-        in_order: one after the other.
+        in_order: forward, then backward.
         fused: by the modules' own method.
     """
 
@@ -280,7 +267,7 @@ class PairCounts:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all pairs."""
         return self.together + self.in_order + self.fused
 
 
@@ -289,11 +276,11 @@ class Pairs:
     """Runs the pairs of one rank.
 
     Args:
-        way: how.
-        num_threads: intra-op threads; bits depend on them, so the helper has as many.
+        way: one of `WAYS`.
+        num_threads: intra-op threads, in the helper too, as bits depend on their number.
 
     Attributes:
-        counts: what became of them.
+        counts: number of pairs per way.
     """
 
     way: str
@@ -302,16 +289,11 @@ class Pairs:
     _clocks: dict[Hashable, PairClock] = field(default_factory=dict)
     _helper: ThreadPoolExecutor | None = None
 
-    def run(self, forward: Callable[[], None], backward: Callable[[], None], stages: Hashable, may: bool) -> None:
-        """Run a pair.
-
-        Args:
-            forward: its F.
-            backward: its B.
-            stages: which two stages it is of: their pairs are measured apart.
-            may: whether the two may run at the same time.
-        """
-        if not may or self.way == IN_ORDER:
+    def run(
+        self, forward: Callable[[], None], backward: Callable[[], None], stages: Hashable, can_overlap: bool
+    ) -> None:
+        """Run the F and B of a pair, in order unless ``can_overlap``; each key ``stages`` has its own measurements."""
+        if not can_overlap or self.way == IN_ORDER:
             return self._in_order(forward, backward)
         if self.way == TOGETHER:
             return self._together(forward, backward)
@@ -328,7 +310,7 @@ class Pairs:
     def _together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         self.counts.together += 1
         if self._helper is None:
-            # its thread ends when nothing refers to it any more
+            # its thread ends when the pool is collected
             self._helper = ThreadPoolExecutor(1, "fastpipe-helper", torch.set_num_threads, (self.num_threads,))
         running = self._helper.submit(_with_state, ThreadState(), backward)
         error: BaseException | None = None
@@ -336,7 +318,7 @@ class Pairs:
             forward()
         except BaseException as found:  # raised below, when the helper is done
             error = found
-        error = _waited(running) or error
+        error = _wait_to_end(running) or error
         other = running.exception()
         if error is not None:
             raise error
@@ -349,12 +331,12 @@ def _with_state(state: ThreadState, backward: Callable[[], None]) -> None:
         backward()
 
 
-def _waited(running: Future[None]) -> BaseException | None:
-    """Wait to the end, whatever interrupts: the backward works with what the caller would free."""
+def _wait_to_end(running: Future[None]) -> BaseException | None:
+    """Wait despite interrupts, as the backward uses tensors that the caller frees; returns the last interrupt."""
     interrupted: BaseException | None = None
     while not running.done():
         try:
             wait([running])
-        except BaseException as found:  # returned, for the caller to raise
+        except BaseException as found:  # returned
             interrupted = found
     return interrupted

@@ -1,16 +1,16 @@
 """Random numbers: a state for every stage and microbatch, and which actions of a process exclude each other.
 
-Torch has one default generator a device for the whole process. A forward that draws moves it. A checkpoint that
-recomputes sets it to the state of its forward, draws, and restores it. If another action of the process (of another
-rank that is a thread, or the other half of a pair) uses the generator meanwhile, the recompute draws another mask than
-its forward did, and gradients are wrong without an error. The rule:
+Torch has one default generator per device and process. A forward that draws advances it. A checkpoint's recompute sets
+it to the state of its forward, draws, and restores it. If another action of the process (of another rank in a thread,
+or the other half of a pair) uses the generator meanwhile, the recompute draws another mask than its forward, and
+gradients are wrong without an error. Therefore:
 
-* With ``rng="per_microbatch"`` the forwards of a process exclude each other: each starts from a state of its own.
+* With ``rng="per_microbatch"`` the forwards of a process exclude each other: each starts from its own state.
 * Where numbers are drawn and a backward recomputes, all actions of the process exclude each other.
 
-Both facts (`RngUsage`) are found in the first step of its kind, in which all actions exclude each other. A kind is
-training or not, and the flags of the modules: training mode, frozen parameters. If a later step does what the first one
-did not, and its bits may be wrong, it is refused, and the next one takes it into account.
+Both facts (`RngUsage`) are detected in the first step of each kind, in which all actions exclude each other. A kind is
+training or evaluation, plus the modules' flags: training mode, frozen parameters. If a later step does what the first
+did not, and its bits may be wrong, it fails, and the next step uses the new facts.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from fastpipe.runtime.stage.stage import Stage
 
 PER_MICROBATCH = "per_microbatch"
 _MAX_KINDS = 16
-"""How many kinds of steps are remembered; training and evaluation are two."""
+"""Number of kinds of steps that are cached."""
 _WORD = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class RngUsage:
-    """What the stages of this process do in one kind of step.
+    """Use of random numbers by the stages of this process in one kind of step.
 
     Attributes:
         draws: whether they draw from the default generators.
-        recomputes: whether a backward may set the generators, as a checkpoint does.
+        recomputes: whether a backward may set these, as a checkpoint does.
     """
 
     draws: bool
@@ -52,10 +52,10 @@ class RngUsage:
 
 
 def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
-    """What the generators are seeded with for one stage and microbatch: 64 bits, the same on every machine.
+    """The 64-bit seed of one stage and microbatch, the same on every machine.
 
-    The three numbers are added one by one, each spread over all bits by the increment of splitmix64 (Steele, Lea and
-    Flood 2014) and then mixed by its finalizer. Torch's generator on a CPU uses the lower 32 bits.
+    Each number plus 1 is multiplied by the increment of splitmix64 (Steele, Lea and Flood 2014), added, and mixed by
+    its finalizer. Torch's CPU generator uses the lower 32 bits.
     """
     mixed = seed & _WORD
     for number in (step, stage, microbatch):
@@ -67,7 +67,7 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
 
 
 class Generators:
-    """The default generators that a stage draws from: the CPU's, and that of its device."""
+    """The default generators of the CPU and of a stage's device."""
 
     def __init__(self, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -77,21 +77,21 @@ class Generators:
             self._generators.append(module.default_generators[index])
 
     def states(self) -> list[torch.Tensor]:
-        """The state of each."""
+        """State of each generator."""
         return [generator.get_state() for generator in self._generators]
 
-    def stand_at(self, states: Sequence[torch.Tensor]) -> bool:
-        """Whether these are their states."""
+    def match(self, states: Sequence[torch.Tensor]) -> bool:
+        """Whether the generators have these states."""
         return all(map(torch.equal, self.states(), states))
 
     def restore(self, states: Sequence[torch.Tensor]) -> None:
-        """Set each to its state."""
+        """Set the state of each generator."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """From the state of this seed, and back to where they were."""
+        """Seed the generators; restores their states at the end."""
         before = self.states()
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -102,7 +102,7 @@ class Generators:
 
 
 class GeneratorsLock:
-    """The lock of this process's default generators, where there is no extension."""
+    """Lock of this process's default generators, without the extension."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ _python_lock = GeneratorsLock()
 
 
 def generators_lock() -> GeneratorsLock:
-    """The lock of this process's default generators; the native executor's own where there is one."""
+    """Lock of this process's default generators; with the extension the native executor's."""
     runtime: Any = native.load()
     if runtime is None:
         return _python_lock
@@ -134,21 +134,21 @@ def generators_lock() -> GeneratorsLock:
 
 
 class RngGuard:
-    """What a step's backwards do about the generators; ``csrc/torch/random_numbers.h`` is the native executor's.
+    """Guards the generators in a step's backwards; the native executor has ``csrc/torch/random_numbers.h``.
 
     Attributes:
         exclusive: whether all actions exclude each other.
-        recomputes: whether a backward may run forwards again.
-        recomputed: whether one was seen to.
+        recomputes: whether a backward may recompute forwards.
+        recomputed: whether a recompute was detected.
     """
 
     exclusive = recomputes = recomputed = False
 
     @contextlib.contextmanager
     def backward(self, *, whole: bool = True) -> Iterator[None]:
-        """Around B or I; around W with ``whole=False``, which makes nodes of its own."""
+        """Around B or I; around W with ``whole=False``, as W creates autograd nodes itself."""
         with generators_lock() if self.exclusive else contextlib.nullcontext():
-            # a backward makes no nodes of autograd, but for those of what it recomputes
+            # a backward creates autograd nodes only when it recomputes
             before = torch_private.sequence_number()
             yield
             self.recomputed |= whole and torch_private.sequence_number() != before
@@ -158,15 +158,15 @@ class RandomNumbers:
     """The random numbers of a pipeline's stages on this process.
 
     Args:
-        device: what the stages compute on.
-        seed: with ``rng="per_microbatch"``: what the states are derived from; else None.
-        threads: whether there are several ranks in this process, as threads.
+        device: device of the stages.
+        seed: seed of the states with ``rng="per_microbatch"``; else None.
+        threads: whether several ranks are threads of this process.
         pairs: whether the two halves of a pair may run at the same time.
-        runtime: the extension, where the native executor runs.
+        runtime: the extension, for the native executor.
 
     Attributes:
-        step_count: the number of training steps, which is a part of the states.
-        guard: what backwards do in this step.
+        step_count: number of training steps; part of the states.
+        guard: guard of this step's backwards.
         guards_forward: whether forwards exclude other actions in this step.
     """
 
@@ -186,20 +186,17 @@ class RandomNumbers:
         self.guards_forward = False
         self.guard: RngGuard = RngGuard() if runtime is None else runtime.RngGuard()
         self._generators = Generators(device)
-        # a device's backward has a thread of its own, where nobody sees a recompute
-        self._unseen = device.type != "cpu"
+        # a device's backward runs in torch's threads, where a recompute is not detected
+        self._assumes_recompute = device.type != "cpu"
         self._kinds: dict[tuple[Any, ...], RngUsage] = {}
         self._kind: tuple[Any, ...] = ()
         self._kind_in_pairs: tuple[Any, ...] | None = None
-        self._watches = False
-        self._drew = False
+        self._is_first_of_kind = False
+        self._has_drawn = False
         self._begin: list[torch.Tensor] | None = None
 
     def check_free(self, has_pairs: bool) -> None:
-        """Before a step: refuse one that would wait for the generators, for ever, since its own caller has them.
-
-        Args:
-            has_pairs: whether there are pairs among its actions.
+        """Before a step: check that its caller does not hold the generators, which would deadlock.
 
         Raises:
             RuntimeError: in a layer, loss function or hook of another pipeline whose actions exclude each other.
@@ -208,20 +205,20 @@ class RandomNumbers:
             raise RuntimeError(
                 "this step was called by a layer, loss function or hook of another pipeline, and the ranks of both are "
                 "threads, or draw by rng=: they use torch's random generators one at a time, and this step would wait "
-                "for its caller to let them go; give the inner pipeline num_ranks=1 and no rng, or call its layers"
+                "for its caller to release them; give the inner pipeline num_ranks=1 and no rng, or call its layers"
             )
 
     def _matters(self, has_pairs: bool) -> bool:
         return self.seed is not None or self.threads or (self.pairs and has_pairs)
 
     def begin(self, stages: Sequence[Stage], training: bool, flags: tuple[bool, ...], has_pairs: bool) -> None:
-        """A step begins: decide which actions exclude each other.
+        """Begin a step: decide which actions exclude each other.
 
         Args:
-            stages: the local ones. They refer to this, so this does not keep them: a dropped pipeline is freed at once.
-            training: whether there are backwards.
-            flags: of the stages' modules, those of training mode among them.
-            has_pairs: whether there are pairs among its actions.
+            stages: the local stages; not kept, as a cycle would delay the release of a pipeline.
+            training: whether it has backwards.
+            flags: of the stages' modules, such as training mode.
+            has_pairs: whether it has pairs.
         """
         matters = self._matters(has_pairs)
         for stage in stages:
@@ -232,20 +229,20 @@ class RandomNumbers:
         self._kind = (training, flags)
         if self.pairs and has_pairs:
             self._kind_in_pairs = self._kind
-        known = self._kinds.get(self._kind)
-        usage = known or RngUsage(draws=True, recomputes=True)
-        self._watches, self._drew = known is None, False
+        previous = self._kinds.get(self._kind)
+        usage = previous or RngUsage(draws=True, recomputes=True)
+        self._is_first_of_kind, self._has_drawn = previous is None, False
         self.guards_forward = usage.draws and (usage.recomputes or self.seed is not None)
         self.guard.exclusive = usage.draws and usage.recomputes
         self.guard.recomputes, self.guard.recomputed = usage.recomputes, False
 
     @contextlib.contextmanager
     def forward(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Around a forward where `guards_forward`: alone with the generators, in its own state if there is a seed."""
+        """Around a forward if `guards_forward`: holds the lock, and uses the microbatch's state if there is a seed."""
         with generators_lock(), self._seeded(stage, microbatch):
-            before = self._generators.states() if self._watches else []
+            before = self._generators.states() if self._is_first_of_kind else []
             yield
-            self._drew |= self._watches and not self._generators.stand_at(before)
+            self._has_drawn |= self._is_first_of_kind and not self._generators.match(before)
 
     def _seeded(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         if self.seed is None:
@@ -253,8 +250,8 @@ class RandomNumbers:
         return self._generators.seeded(microbatch_seed(self.seed, self.step_count, stage, microbatch))
 
     def note_graph(self, outputs: Sequence[torch.Tensor]) -> None:
-        """After a forward: a function of Python's in its graph may do anything in its backward."""
-        if not self._watches or self.guard.recomputed:
+        """After a forward: if its graph has a Python function, assume that the backward recomputes."""
+        if not self._is_first_of_kind or self.guard.recomputed:
             return
         seen: set[Any] = set()
         stack: list[Any] = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
@@ -270,60 +267,52 @@ class RandomNumbers:
             stack.extend(next_node for next_node, _ in node.next_functions)
 
     def note_fused(self) -> None:
-        """After a pair that the modules ran by their own method, in which nobody saw the backward by itself."""
-        self.guard.recomputed |= self._watches
+        """After a fused pair: assume a recompute, as its backward was not observed separately."""
+        self.guard.recomputed |= self._is_first_of_kind
 
     def in_pairs(self) -> RngUsage | None:
-        """What the stages did in the last kind of step with pairs, which decides whether these run in order.
-
-        Returns:
-            None before the first one.
-        """
+        """Usage in the last kind of step with pairs, which decides how pairs run; None before the first."""
         return None if self._kind_in_pairs is None else self._kinds.get(self._kind_in_pairs)
 
     def check(self) -> RuntimeError | None:
-        """A step has ended well here: learn from it.
-
-        Returns:
-            What is wrong with the step, if it did what the first one of its kind did not.
-        """
+        """After a step that succeeded on this process: update its kind; returns an error if its bits may be wrong."""
         if self._begin is None:
             return None
-        moved = not self._generators.stand_at(self._begin)
+        moved = not self._generators.match(self._begin)
         if moved and self.seed is not None:
             self._generators.restore(self._begin)
-        # guarded forwards start from a seed and put the states back, so what moved them was a backward
+        # guarded forwards restore the states, so a backward changed them
         by_backward = moved and self.seed is not None and self.guards_forward
-        recomputed = self.guard.recomputed or by_backward or (self._unseen and self._kind[0])
-        found = RngUsage(self._drew or moved, recomputed)
-        known = self._kinds.pop(self._kind, None)
+        recomputed = self.guard.recomputed or by_backward or (self._assumes_recompute and self._kind[0])
+        found = RngUsage(self._has_drawn or moved, recomputed)
+        previous = self._kinds.pop(self._kind, None)
         if len(self._kinds) == _MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        usage = self._kinds[self._kind] = found if known is None else known | found
-        return None if known is None else self._refusal(known, usage)
+        usage = self._kinds[self._kind] = found if previous is None else previous | found
+        return None if previous is None else self._refusal(previous, usage)
 
-    def _refusal(self, known: RngUsage, usage: RngUsage) -> RuntimeError | None:
+    def _refusal(self, previous: RngUsage, usage: RngUsage) -> RuntimeError | None:
         concurrent = self.threads or self.pairs
-        if usage.recomputes and not known.recomputes and concurrent and (usage.draws or self.pairs):
+        if usage.recomputes and not previous.recomputes and concurrent and (usage.draws or self.pairs):
             text = "a backward recomputed a forward, or drew random numbers itself,"
-        elif usage.draws and not known.draws and (self.seed is not None or usage.recomputes):
+        elif usage.draws and not previous.draws and (self.seed is not None or usage.recomputes):
             text = "random numbers were drawn from torch's default generator"
         else:
             return None
         return RuntimeError(
-            f"{text} in this step, which was not so in the first step of its kind; gradients or random numbers of "
+            f"{text} in this step, but not in the first step of its kind; gradients or random numbers of "
             "this step may be wrong, so zero the gradients and call step again: from now on it is taken into account"
         )
 
     def done(self, training: bool) -> None:
-        """A step has ended well everywhere."""
+        """After a step that succeeded on all ranks."""
         self.step_count += training
 
     def call_text(self) -> str:
-        """What must be the same on every rank in a step."""
+        """The part of a step's call that must agree on all ranks, as text."""
         return "" if self.seed is None else f" and step_count={self.step_count}"
 
 
 def describe_random(seed: int) -> str:
-    """Where random numbers come from, in one line."""
-    return f"numbers of every stage and microbatch their own, from the seed {seed} and the number of the step"
+    """One line for `Pipeline.describe`."""
+    return f"a random state for every stage and microbatch, from seed {seed} and the number of the step"

@@ -1,7 +1,7 @@
 """Stage: one slice of the model on one rank; forward and backward of one microbatch.
 
-``run`` is the module call and, on the last stage, the loss: the only Python that either executor needs. The rest is
-autograd, which the native executor does in C++ and the Python executor through the methods and records here.
+``run`` calls the module and, on the last stage, the loss: the only Python code that both executors need. The rest is
+autograd, which the native executor runs in C++, and the Python executor by the methods and records here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
-from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, plan_tensor, plan_text, to_tensors
+from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors, treespec_tensor, treespec_text
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
 from fastpipe.runtime.stage.pairs import fuse, method_of
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class _Entry(torch.autograd.Function):
-    """Where a received tensor enters a stage's graph: catches the gradient as autograd made it.
+    """Entry of a received tensor into a stage's graph; catches the gradient with autograd's own layout.
 
-    The gradient of a leaf would be laid out like the leaf, and with it what the previous stage computes.
+    The gradient of a leaf would get the layout of the leaf, which changes what the previous stage computes.
     """
 
     @staticmethod
@@ -49,14 +49,14 @@ class _Entry(torch.autograd.Function):
 
 
 def enter(tensor: torch.Tensor, caught: dict[int, torch.Tensor], index: int) -> torch.Tensor:
-    """A received tensor as the stage sees it; its gradient goes to ``caught[index]``."""
+    """A received tensor as an input of the stage; its gradient is stored in ``caught[index]``."""
     entered: torch.Tensor = _Entry.apply(tensor, caught, index)  # type: ignore[no-untyped-call]
     return entered
 
 
 @dataclass
 class Record:
-    """What a forward leaves for its backward."""
+    """State that a forward keeps for its backward."""
 
     inputs: Tensors
     outputs: Tensors
@@ -65,8 +65,8 @@ class Record:
 
     def input_grads(self) -> Tensors:
         """After the backward: the gradients of the inputs that require one."""
-        needing = [(i, t) for i, t in enumerate(self.inputs) if t.requires_grad]
-        return tuple(self.caught[i] if i in self.caught else torch.zeros_like(t) for i, t in needing)
+        differentiable = [(i, t) for i, t in enumerate(self.inputs) if t.requires_grad]
+        return tuple(self.caught[i] if i in self.caught else torch.zeros_like(t) for i, t in differentiable)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -76,30 +76,30 @@ class Stage:
     """One slice of the model.
 
     Args:
-        index: its place in the model.
+        index: index of the stage.
         module: the slice.
-        num_stages: how many slices there are.
+        num_stages: number of stages of the model.
         loss_fn: ``loss_fn(output, target)`` on the last stage.
-        recompute: what it does not keep for the backward; see `fastpipe.runtime.model.chain`.
-        contexts: what the user puts around every F, and around every B, I and W.
+        recompute: what is recomputed in the backward; see `fastpipe.runtime.model.chain`.
+        contexts: the user's contexts for F, and for B, I and W.
 
     Attributes:
-        accepts: the keyword arguments that the module's forward takes; None for any.
+        accepts: keyword arguments that the module's forward takes; None for any.
         later: those that later stages take; None for any.
-        context: what is current in its actions.
-        running: the microbatch whose forward has begun and not ended, if any.
+        context: the current action and the user's contexts.
+        running: microbatch whose forward has begun and not ended; None if there is none.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
-        has_split: whether an I has run, so that `deferred` is known.
-        peak_held_bytes: the most memory that waited for W at any time.
-        random: what is done about random numbers in this step; None where there is nothing to do.
-        losses: what it adds to the loss and, on the last stage, the loss.
-        parallel: what the stage does with its replicas; None where its module is not wrapped.
+        has_split: whether an I has run, so that `deferred` is valid.
+        peak_held_bytes: peak memory held for W.
+        random: guards random numbers in this step; None if not needed.
+        losses: its added losses and, on the last stage, the loss.
+        parallel: data parallelism of the stage; None if its module is not wrapped.
         modules: the layers of a chain, or the one module.
-        fuses: whether it brings a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
-        plans: of the trees that it hands on and is given, on a device with streams; None elsewhere.
-        why_one_tensor: why it may hand on no more than one tensor; empty where it may.
-        bare: whether it was to have replicas, and had no parameters to wrap.
-        grad_dtype: what its gradients are, where that is not its parameters' dtype; None otherwise.
+        fuses: whether it has a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
+        plans: treespecs that it sends and receives, on a device with streams; None elsewhere.
+        why_one_tensor: why it may return only one tensor; empty if it may return more.
+        bare: whether it was to be wrapped for data parallelism and has no parameters.
+        grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class Stage:
         self.deferred: frozenset[int] = frozenset()
         self.has_split = False
         self.peak_held_bytes = 0
-        self._looks: tuple[bool, ...] | None = None
+        self._grad_flags: tuple[bool, ...] | None = None
         self._records: dict[int, Record] = {}
-        self._survey = SplitReport()
+        self._split_report = SplitReport()
         self._waiting: dict[int, tuple[WeightGradients, int]] = {}
 
     @property
     def work(self) -> StageWork:
-        """Of the step that runs."""
+        """Work of the running step."""
         return self.losses.work
 
     def begin(self, work: StageWork) -> None:
-        """Take the work of a new step."""
+        """Begin a step with this work."""
         self.end()
         self.losses.work = work
         self.running = None
@@ -154,15 +154,13 @@ class Stage:
     def run(self, microbatch: int, inputs: Tensors) -> Tensors:
         """Call the module; on the last stage also the loss.
 
-        Args:
-            microbatch: which one.
-            inputs: what the previous stage handed on; not looked at by the first stage.
+        The inputs are the tensors of the previous stage; ignored on the first stage.
 
         Returns:
-            The tensors for the next stage; on the last stage the loss, scaled, or the outputs when their gradients
-            are given or nothing is to be differentiated.
+            The tensors for the next stage. On the last stage the scaled loss, or the outputs if their gradients are
+            given or there is nothing to differentiate.
         """
-        # stays set when something is raised, so that of two overlapped actions it is known which one failed
+        # stays set after an exception: of two overlapped actions it shows which one failed
         self.running = microbatch
         with self._rng(microbatch), self.context.around_forward():
             outputs = self._call(microbatch, inputs)
@@ -172,7 +170,7 @@ class Stage:
         return outputs
 
     def _rng(self, microbatch: int) -> AbstractContextManager[None]:
-        """Around a forward: what is to be done about random numbers."""
+        """Around a forward: the guard of random numbers."""
         if self.random is None or not self.random.guards_forward:
             return _NOTHING
         return self.random.forward(self.index, microbatch)
@@ -191,58 +189,54 @@ class Stage:
             raise ValueError(reason) from error
         if self.is_last:
             return self._finish(microbatch, output)
-        outputs = self._hand_on(microbatch, output, carried)
+        outputs = self._pack_outputs(microbatch, output, carried)
         if self.fuses:
-            self._looks = tuple(tensor.requires_grad for tensor in outputs)
+            self._grad_flags = tuple(tensor.requires_grad for tensor in outputs)
         return outputs
 
-    def _hand_on(self, microbatch: int, output: Any, carried: Mapping[str, Any]) -> Tensors:
-        """The tensors for the next stage: the output, what is carried to later ones, and what was added to the loss.
-
-        Raises:
-            ValueError: for several tensors where each is a message of its own, and the next would hold up its rank.
-        """
+    def _pack_outputs(self, microbatch: int, output: Any, carried: Mapping[str, Any]) -> Tensors:
+        """The tensors for the next stage: output and carried values, with the added losses attached."""
         value, values = apart(output)
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
-        make = plan_tensor if self.plans is None else partial(self.plans.make, microbatch)
+        make = treespec_tensor if self.plans is None else partial(self.plans.make, microbatch)
         tensors = to_tensors(value, carried, self.index, make)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
-                f"stage {self.index} hands on {len(tensors)} tensors, and with more than one ranks can wait for each "
-                f"other for ever: {self.why_one_tensor}; or hand on one tensor and nothing else"
+                f"stage {self.index} returns {len(tensors)} tensors, and with more than one the ranks can deadlock: "
+                f"{self.why_one_tensor}; or return one tensor and nothing else"
             )
         return self.losses.attached(microbatch, tensors)
 
     def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The positional arguments of the module, and what earlier stages carry."""
+        """The positional arguments of the module, and the values carried from earlier stages."""
         if self.work.args is not None:
             return self.work.args[microbatch], {}
-        return from_tensors(inputs, plan_text if self.plans is None else partial(self.plans.read, microbatch))
+        return from_tensors(inputs, treespec_text if self.plans is None else partial(self.plans.read, microbatch))
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The keyword arguments of the module: of the step, and of what is carried those that it names."""
+        """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
         given = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
         return given if not carried else together(given, chosen(carried, self.accepts), self.index)
 
     @property
     def takes(self) -> frozenset[str] | None:
-        """What it takes of what earlier layers carry, for its layers or for the loss; None for any."""
+        """Carried values that its layers or its loss take; None for any."""
         return None if self.accepts is None else self.accepts | self.losses.names
 
     def fuses_with(self, pair: Stage) -> bool:
-        """Whether F of this stage and B of another one are left to the modules' own method in this step."""
+        """Whether the modules' own method runs F of this stage with B of ``pair`` in this step."""
         return self.fuses and type(self.modules[0]) is type(pair.modules[0]) and pair.fuses and self.work.kwargs is None
 
     def run_fused(
         self, microbatch: int, inputs: Tensors, pair: Stage, roots: Tensors, grads: Sequence[torch.Tensor] | None
     ) -> Tensors:
-        """As `run`, with the backward of another microbatch; see `fastpipe.runtime.stage.pairs.fuse`."""
+        """`run`, with the backward of another microbatch; see `fastpipe.runtime.stage.pairs.fuse`."""
         self.running = microbatch
         with self._rng(microbatch), self.context.around_forward(), AddedLosses() as self.losses.added:
             output, loss = fuse(self, microbatch, inputs, pair, roots, grads)
         if not self.is_last:
-            outputs = self._hand_on(microbatch, output, {})
+            outputs = self._pack_outputs(microbatch, output, {})
         elif loss is None:
             outputs = self._finish(microbatch, output)
         else:
@@ -253,19 +247,19 @@ class Stage:
         self.running = None
         return outputs
 
-    def check_outputs(self, outputs: Sequence[torch.Tensor], who: str) -> None:
-        """Refuse outputs of the modules' own method that are not like those of the forward."""
+    def check_outputs(self, outputs: Sequence[torch.Tensor], prefix: str) -> None:
+        """Raise ValueError if the outputs of the modules' own method do not match those of the forward."""
         found = tuple(tensor.requires_grad for tensor in outputs)
-        if not self.is_last and self._looks is not None and len(found) != len(self._looks):
+        if not self.is_last and self._grad_flags is not None and len(found) != len(self._grad_flags):
             raise ValueError(
-                f"{who} {len(found)} outputs, and the forward of the stage {len(self._looks)}: return as many"
+                f"{prefix} {len(found)} outputs, and the forward of the stage {len(self._grad_flags)}: return as many"
             )
-        expected = self._looks or (any(p.requires_grad for p in self.module.parameters()),)
+        expected = self._grad_flags or (any(p.requires_grad for p in self.module.parameters()),)
         if any(expected) and not any(found):
-            raise ValueError(f"{who} outputs without a graph: leave out detach() and no_grad()")
+            raise ValueError(f"{prefix} outputs without a graph: leave out detach() and no_grad()")
 
     def _dtype_reason(self, args: Sequence[Any]) -> str | None:
-        """What is wrong when a dtype does not fit the stage; None when it does."""
+        """The error text if the arguments' dtype does not match the parameters; None if it does."""
         parameters = list(self.module.parameters())
         if not parameters or torch.is_autocast_enabled(parameters[0].device.type):
             return None
@@ -287,24 +281,18 @@ class Stage:
         return self.losses.roots(microbatch, output)
 
     def forward(self, microbatch: int, inputs: Tensors, *, splits: bool = False) -> Tensors:
-        """Run one microbatch, and keep what its backward needs unless gradients are off.
-
-        Args:
-            microbatch: which one.
-            inputs: what the previous stage handed on.
-            splits: whether its backward will come in two parts.
-        """
-        with self.context.noted(Op.F, microbatch):
+        """Run F; unless gradients are off, keep the state for B, or for I and W with ``splits``."""
+        with self.context.as_current(Op.F, microbatch):
             return self._forward(microbatch, inputs, splits)
 
-    def may_run_beside(self, pair: Stage) -> bool:
-        """Whether F of this stage and B of another one may run at the same time."""
+    def can_overlap(self, pair: Stage) -> bool:
+        """Whether F of this stage and B of ``pair`` may run at the same time."""
         if self.parallel is not None or pair.parallel is not None:
-            return False  # replicas meet in the order of the actions
+            return False  # collectives must have the same order on all replicas
         if self.random is None:
             return True
         guard = self.random.guard
-        # what is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too
+        # a recompute writes buffers again, BatchNorm's for example, and so does an F of the same stage
         return not guard.exclusive and not (guard.recomputes and self is pair)
 
     def forward_backward(
@@ -317,10 +305,10 @@ class Stage:
         *,
         splits: bool = False,
     ) -> tuple[Tensors, Tensors] | None:
-        """F of one microbatch and B of another stage's by the modules' own method.
+        """F of one microbatch and B of another, by the modules' own method.
 
         Returns:
-            What `forward` and what `backward` return; None where there is nothing for the method to go backward from.
+            The results of `forward` and `backward`; None if the backward has no roots.
         """
         record = pair._records[pair_microbatch]
         roots = tuple(output for output in record.outputs if output.requires_grad)
@@ -331,7 +319,7 @@ class Stage:
         def run(microbatch: int, entered: Tensors) -> Tensors:
             return self.run_fused(microbatch, entered, pair, roots, root_grads)
 
-        with self.context.noted(Op.F, microbatch):
+        with self.context.as_current(Op.F, microbatch):
             outputs = self._forward(microbatch, inputs, splits, run)
         del pair._records[pair_microbatch]
         return outputs, record.input_grads()
@@ -343,7 +331,7 @@ class Stage:
             return (run or self.run)(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
         entered = tuple(enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
-        weights = make_weight_gradients(self._survey, self.fused_weight_grad) if splits else None
+        weights = make_weight_gradients(self._split_report, self.fused_weight_grad) if splits else None
         if weights is None:
             outputs = (run or self.run)(microbatch, entered)
         else:
@@ -351,23 +339,19 @@ class Stage:
                 with weights.armed(backward=False, fused=run is not None):
                     outputs = (run or self.run)(microbatch, entered)
                 weights.split([t for t in outputs if t.requires_grad], [t for t in entered if t.requires_grad])
-            except BaseException:  # raised again: until it is split, the graph and what is noted of it hold each other
+            except BaseException:  # raised again; before the split, graph and records form a cycle
                 weights.clear()
                 raise
         self._records[microbatch] = Record(inputs, outputs, caught, weights)
         return outputs
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
-        """Full backward of one microbatch: adds to the parameters' ``.grad``.
+        """Run B, which adds to the parameters' ``.grad``.
 
-        Args:
-            microbatch: which one.
-            grads: the gradients of the outputs that require one; not looked at by the last stage.
-
-        Returns:
-            The gradients of the inputs that require one.
+        Takes the gradients of the outputs that require one (ignored on the last stage), and returns those of the
+        inputs that require one.
         """
-        with self.context.noted(Op.B, microbatch), self.context.around_backward():
+        with self.context.as_current(Op.B, microbatch), self.context.around_backward():
             return self._differentiate(microbatch, grads)
 
     def _differentiate(self, microbatch: int, grads: Tensors) -> Tensors:
@@ -390,11 +374,11 @@ class Stage:
         return [grad for grad, output in zip(given, outputs, strict=True) if output.requires_grad]
 
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
-        """All of the backward but what linears can leave for `backward_weight`."""
+        """Run I: the backward without the weight gradients of linears that `backward_weight` computes."""
         weights = self._records[microbatch].weights
-        assert weights is not None, "its forward was not told that the backward is split"
-        # what is recomputed now are linears, too
-        with self.context.noted(Op.I, microbatch), self.context.around_backward(), weights.armed(backward=True):
+        assert weights is not None, "its forward ran without splits=True"
+        # linears that are recomputed now are split, too
+        with self.context.as_current(Op.I, microbatch), self.context.around_backward(), weights.armed(backward=True):
             found = self._differentiate(microbatch, grads)
         self.deferred = self.deferred or frozenset(weights.leaves())
         self.has_split = True
@@ -403,22 +387,20 @@ class Stage:
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        """Backward for the weights that were left."""
+        """Run W: the deferred weight gradients."""
         weights, _ = self._waiting.pop(microbatch)
         region = contextlib.nullcontext() if self.random is None else self.random.guard.backward(whole=False)
-        # a weight may come from a checkpoint, whose recompute must be what its forward was
+        # a weight may be computed in a checkpoint, whose recompute must equal its forward
         armed = weights.armed(backward=True)
-        with self.context.noted(Op.W, microbatch), self.context.around_backward(), region, armed:
+        with self.context.as_current(Op.W, microbatch), self.context.around_backward(), region, armed:
             weights.compute()
         if self.parallel is not None and self.parallel.folds:
             self.parallel.fold()
 
-    def meet(self, op: int, failed: bool) -> None:
-        """UNSHARD, RESHARD or REDUCE_GRAD, or the last B or W before that; nothing where the stage has no replicas.
+    def run_collective(self, op: int, failed: bool) -> None:
+        """Run UNSHARD, RESHARD or REDUCE_GRAD, or prepare the last B or W before it; no-op without replicas.
 
-        Args:
-            op: which.
-            failed: the step failed on this rank: the replicas are met all the same, as they wait.
+        A rank on which the step ``failed`` takes part all the same, as its replicas wait.
         """
         if self.parallel is None:
             return
@@ -430,27 +412,26 @@ class Stage:
             self.parallel.reduce_grad(failed)
         elif op == Op.B:
             self.parallel.last_backward(lambda _: True)
-        elif self.has_split:  # else it is not known yet which gradients come in W
+        elif self.has_split:  # before the first I it is unknown which gradients W computes
             self.parallel.last_backward(self.waits)
 
     def waits(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of a parameter is computed in W."""
+        """Whether W computes the gradient of a parameter."""
         leaf = parameter if self.parallel is None else self.parallel.leaf(parameter)
         return torch_private.address_of(leaf) in self.deferred
 
     def shaped(self, signature: int, announce: bool) -> None:
-        """What the step's shapes are called, and whether they are new.
+        """Set the signature of the step's shapes; ``announce`` if they are new.
 
-        Then something else may have changed, too, which weights are frozen say: what was found out of the graph is
-        forgotten.
+        New shapes reset the analysis of the graph, as other things may have changed, too, frozen weights for example.
         """
         if announce:
-            self._survey = SplitReport()
+            self._split_report = SplitReport()
         if self.plans is not None:
             self.plans.begin(signature, announce)
 
     def end(self) -> None:
-        """Let go of all that a step left behind, the batch too."""
+        """Release the state of a step, including the batch."""
         self.losses.work, self.losses.carried = StageWork(), {}
         for weights in [r.weights for r in self._records.values()] + [found for found, _ in self._waiting.values()]:
             if weights is not None:

@@ -1,13 +1,12 @@
-"""Deferred weight gradients: what a linear's backward leaves for W.
+"""Deferred weight gradients: the part of a linear's backward that W computes.
 
-In F of a microbatch whose backward is split, every ``aten::linear`` of the thread leaves a node in the graph that can
-do without its weight: in I it queues its input and its output's gradient, and W computes the weight's gradient from
-them and enters the graph at the weight. No module is changed, so a subclass, a parametrisation or a direct
-``F.linear`` is split like any ``nn.Linear``. The kernel is the native extension's where there is one, whichever
-executor runs; else the one here.
+In F of a microbatch whose backward is split, every ``aten::linear`` of the thread creates a node that does not need its
+weight: in I it queues its input and its output's gradient, and W computes the weight's gradient from them and enters
+the graph at the weight. Modules are unchanged, so subclasses, parametrizations and direct calls of ``F.linear`` are
+split like any ``nn.Linear``. With the extension both executors use its kernel, else the one here.
 
-With ``fused_weight_grad`` W adds the gradient to ``.grad`` by the matrix product that makes it
-(``csrc/torch/weight_grad.h`` is the same for the native kernel).
+With ``fused_weight_grad`` W accumulates into ``.grad`` by the matrix product itself (native kernel:
+``csrc/torch/weight_grad.h``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fastpipe.runtime.common import is_dtensor, local_part, torch_private, versi
 
 @dataclass
 class Use:
-    """What one linear leaves for W."""
+    """Tensors that one linear queues for W."""
 
     inputs: torch.Tensor
     grad: torch.Tensor
@@ -40,7 +39,7 @@ class Use:
         self.versions = version_of(self.inputs), version_of(self.grad)
 
     def require_unchanged(self) -> None:
-        """Refuse what has been changed in place since I: a whole backward would have read it before."""
+        """Raise RuntimeError if a tensor was changed in place since I."""
         for what, tensor, version in zip(
             ("input", "output's gradient"), (self.inputs, self.grad), self.versions, strict=True
         ):
@@ -54,16 +53,16 @@ class Use:
 
 
 def accumulate_in_place(node: Any, uses: Sequence[Use]) -> bool:
-    """Add what a weight's uses make to its parameter's gradient.
+    """Add the products of a weight's uses to its parameter's gradient.
 
     Args:
-        node: of autograd's graph, where the weight's gradient enters.
-        uses: inputs, and gradients of the outputs, of the linears that used it.
+        node: node of autograd's graph where the weight's gradient enters.
+        uses: inputs and output gradients of the linears that used it.
 
     Returns:
-        False, and nothing is done, where that is for the engine: no gradient to add to yet, one of another layout, a
-        weight that is more than a parameter or its copy in another dtype, hooks that want to see a contribution, or
-        operands of 16 bits where no product adds to 32.
+        False, with nothing done, if the engine has to do it: no gradient or one of another layout, a weight that is
+        neither a parameter nor its cast to another dtype, hooks that see each contribution, or 16-bit operands without
+        a product that accumulates in 32 bits.
     """
     leaf = _leaf_of(node)
     total = None if leaf is None else leaf.grad
@@ -83,11 +82,11 @@ def accumulate_in_place(node: Any, uses: Sequence[Use]) -> bool:
 
 with torch.inference_mode(False), torch.enable_grad():
     _CAST: Any = type(torch.zeros((), requires_grad=True).to(torch.float64).grad_fn)
-"""What the nodes are that another dtype leaves in the graph."""
+"""Node type of a cast to another dtype."""
 
 
 def _leaf_of(node: Any) -> Any:
-    """The parameter; None where what leads there is more than a cast, as autocast makes one."""
+    """The parameter, also behind a cast (autocast); None for anything else, or with hooks."""
     if isinstance(node, _CAST):
         node = node.next_functions[0][0]
     leaf = torch_private.leaf_of(node)
@@ -95,7 +94,7 @@ def _leaf_of(node: Any) -> Any:
 
 
 def _widens(total: torch.Tensor, grad: torch.Tensor) -> bool:
-    """Of a product of two 16-bit matrices that is added to a matrix of 32 bits: cuBLAS has it."""
+    """Whether a product of 16-bit matrices can accumulate into a 32-bit one, as cuBLAS supports."""
     return grad.dtype in (torch.bfloat16, torch.float16) and total.dtype == torch.float32 and total.is_cuda
 
 
@@ -107,42 +106,42 @@ def _can_accumulate(total: torch.Tensor, inputs: torch.Tensor, grad: torch.Tenso
 
 
 class WeightGradients(Protocol):
-    """The weight gradients of one microbatch of one stage, between its F, its I and its W."""
+    """The weight gradients of one microbatch of one stage, from F to W."""
 
     def armed(self, backward: bool, fused: bool = False) -> AbstractContextManager[Any]:
-        """While F, or I, runs in this thread: linears may leave their weights for W.
+        """While F or I runs in this thread: linears may defer their weights to W.
 
         Args:
-            backward: I.
-            fused: F, in which another microbatch's backward runs. What that recomputes was not armed in its forward,
-                and must not be now: a checkpoint takes what is saved by its order.
+            backward: I instead of F.
+            fused: F in which another microbatch's backward runs. Its recompute was not armed in its forward, and must
+                not be now, as a checkpoint matches saved tensors by order.
         """
 
     def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """At the end of F: decide by the graph between inputs and outputs which weights wait."""
+        """At the end of F: decide by the graph from inputs to outputs which weights are deferred."""
 
     def compute(self) -> None:
-        """W: add to the parameters' ``.grad``, and let go of what was held."""
+        """W: add to the parameters' ``.grad``, and release what was held."""
 
     def held_bytes(self) -> int:
-        """The memory that waits for W."""
+        """Bytes held for W."""
 
     def leaves(self) -> list[int]:
         """``_cdata`` of the tensors whose gradients wait for W."""
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all tensors."""
 
 
 @dataclass
 class SplitReport:
-    """What a stage's first F tells the pure-Python kernel.
+    """Analysis of a stage's first F, for the pure-Python kernel.
 
     Attributes:
-        done: whether there has been one.
-        whole: the leaves that I reaches by another way than as a linear's weight: their gradients do not wait.
-        waits: the leaves of weights that wait; what F did not use is not among them, nor is what it made itself. The
-            tensors are kept, as others could take the place in memory by which they are known.
+        done: whether it has run.
+        whole: leaves that I reaches by another way than as a linear's weight; they are not deferred.
+        waits: leaves of the deferred weights, without those that F did not use or made itself. Kept alive, as they are
+            identified by address.
     """
 
     done: bool = False
@@ -150,24 +149,22 @@ class SplitReport:
     waits: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def make_weight_gradients(survey: SplitReport, fused: bool = False) -> WeightGradients:
-    """By the extension, which looks at every graph; or in Python, which looks at a stage's first one.
+def make_weight_gradients(report: SplitReport, fused: bool = False) -> WeightGradients:
+    """Made by the extension, which analyzes every graph; or in Python, which analyzes a stage's first one.
 
-    Args:
-        survey: of the stage.
-        fused: W adds to ``.grad`` by the matrix products themselves, where that can be.
+    With ``fused`` W accumulates into ``.grad`` by the matrix products themselves, where possible.
     """
     runtime: Any = native.load()
     if runtime is not None:
         made: WeightGradients = runtime.WeightGradients(fused)
         return made
     _register()
-    return PythonWeightGradients(survey, fused)
+    return PythonWeightGradients(report, fused)
 
 
 @dataclass
 class _Pending:
-    """What one weight's linears have queued."""
+    """Uses queued by the linears of one weight."""
 
     weight: torch.Tensor
     edge: GradientEdge
@@ -176,23 +173,23 @@ class _Pending:
 
 
 class PythonWeightGradients:
-    """The same without the extension; see `WeightGradients`."""
+    """`WeightGradients` without the extension."""
 
-    def __init__(self, survey: SplitReport, fused: bool = False) -> None:
-        self.survey, self.fuses = survey, fused
+    def __init__(self, report: SplitReport, fused: bool = False) -> None:
+        self.report, self.fuses = report, fused
         self.backward = self.fused = False
-        self._surveys = not survey.done
-        self._asked: list[Any] = []
+        self._is_first = not report.done
+        self._differentiated: list[Any] = []
         self._pending: list[_Pending] = []
         self._group: GraphExecGroup | None = None
 
     @contextmanager
     def armed(self, backward: bool, fused: bool = False) -> Iterator[None]:
-        """While F, or I, runs in this thread."""
+        """See `WeightGradients.armed`."""
         self.backward, self.fused = backward, fused
         before = _thread.armed
         _thread.armed = self
-        # I and W are to torch's checkpoint one backward: what I recomputed is there in W
+        # for torch's checkpoint I and W are one backward: W reuses what I recomputed
         group = self._group if backward else None
         try:
             with nullcontext() if group is None else group:
@@ -201,48 +198,48 @@ class PythonWeightGradients:
             _thread.armed = before
 
     def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """After the first F: find the weights that wait. Later ones are split already."""
-        if not self._surveys:
+        """After the first F: find the deferred weights. Later ones are split already."""
+        if not self._is_first:
             return
         kept: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs}
-        _reach([*(get_gradient_edge(tensor).node for tensor in outputs), *self._asked], kept)
+        _reach([*(get_gradient_edge(tensor).node for tensor in outputs), *self._differentiated], kept)
         weights = _weights_of(kept) - kept
         while whole := [node for node in weights if not _separate(node, kept, weights)]:
             _reach(whole, kept)
             weights = _weights_of(kept) - kept
-        # a linear that makes another's weight is whole: W comes to it through that weight
+        # a linear that computes another's weight is not deferred: W reaches it through that weight
         makers = set(_leaves(_weights_of(_all_reached(weights))))
-        self.survey.done = True
-        self.survey.whole = {_cdata(node) for node in kept if _is_leaf(node)}
-        self.survey.waits = {leaf: t for leaf, t in _leaves(weights).items() if leaf not in makers}
-        self._asked.clear()
+        self.report.done = True
+        self.report.whole = {_cdata(node) for node in kept if _is_leaf(node)}
+        self.report.waits = {leaf: t for leaf, t in _leaves(weights).items() if leaf not in makers}
+        self._differentiated.clear()
 
     def waits(self, weight: torch.Tensor) -> bool:
-        """Whether a linear that is computed now leaves this weight for W."""
-        if self._surveys or (self.backward and not _in_reentrant_checkpoint()):
+        """Whether a linear that runs now defers this weight to W."""
+        if self._is_first or (self.backward and not _in_reentrant_checkpoint()):
             return False
         leaves = _leaves({get_gradient_edge(weight).node}, past_linears=False)
         if self.backward:
-            # The checkpoint's inputs are leaves of the graph made anew, and their gradients are wanted at once. What a
-            # checkpoint within it makes, W would make again: it is too late to have this run of the engine in a group.
+            # A checkpoint's inputs are leaves of the recomputed graph, and their gradients are needed in I. W would
+            # recompute a nested checkpoint again: this run of the engine can no longer join a group.
             if _in_checkpoint() and not weight.is_leaf:
                 return False
             parameters = all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves.values())
-            return bool(leaves) and parameters and self.survey.whole.isdisjoint(leaves)
-        return bool(leaves) and leaves.keys() <= self.survey.waits.keys()
+            return bool(leaves) and parameters and self.report.whole.isdisjoint(leaves)
+        return bool(leaves) and leaves.keys() <= self.report.waits.keys()
 
-    def leave(self, weight: torch.Tensor) -> None:
-        """In F: a linear has left this weight for W."""
+    def note_deferred(self, weight: torch.Tensor) -> None:
+        """In F: a linear has deferred this weight to W."""
         if self._group is None and _in_checkpoint() and not weight.is_leaf:
             self._group = GraphExecGroup()
 
     def differentiated(self, node: Any) -> None:
-        """In F: the model differentiates a linear itself, and may ask for the gradient of the weight of this node."""
-        self._asked.append(node)
+        """In F: the model itself differentiates a linear, perhaps for the weight of this node."""
+        self._differentiated.append(node)
 
     def add(self, weight: torch.Tensor, edge: GradientEdge, use: Use) -> None:
-        """In I: queue what one linear leaves."""
-        # the edge was looked up in F: that makes a node of autograd, by which a recompute is told
+        """In I: queue the tensors of one linear."""
+        # the edge is from F: getting it creates a node, and new nodes are how a recompute is detected
         task = torch_private.graph_task()
         for pending in self._pending:
             if pending.task == task and pending.edge[:2] == edge[:2]:
@@ -251,18 +248,18 @@ class PythonWeightGradients:
         self._pending.append(_Pending(weight, edge, task, [use]))
 
     def compute(self) -> None:
-        """W: one run of the engine, as in I, so that weights made of the same parameter are summed first."""
+        """W: one run of the engine per run in I, so that weights made of one parameter are summed first."""
         while self._pending:
             task = self._pending[0].task
             group = [pending for pending in self._pending if pending.task == task]
             self._pending = [pending for pending in self._pending if pending.task != task]
-            # the engine goes from the node made last to the one made first
+            # the engine runs nodes from last to first created
             rest = [one for one in group if not (self.fuses and accumulate_in_place(one.edge.node, one.uses))]
             sources = [_source(pending) for pending in reversed(rest)]
             torch.autograd.backward(sources, [torch.empty_like(source) for source in sources])
 
     def held_bytes(self) -> int:
-        """The memory that waits for W."""
+        """Bytes held for W."""
         uses = [use for pending in self._pending for use in pending.uses]
         held = [local_part(tensor).untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
@@ -272,13 +269,13 @@ class PythonWeightGradients:
         return list(_leaves({get_gradient_edge(pending.weight).node for pending in self._pending}))
 
     def clear(self) -> None:
-        """Let go of all."""
-        self._asked.clear()
+        """Release all tensors."""
+        self._differentiated.clear()
         self._pending.clear()
 
 
 _WEIGHT = 1
-"""The place of the weight among the inputs of a linear's node."""
+"""Index of the weight among the inputs of a linear's node."""
 
 
 class _Thread(local):
@@ -308,7 +305,7 @@ def _all_reached(nodes: Iterable[Any], *, past_linears: bool = True) -> set[Any]
 
 
 def _reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool = False) -> None:
-    """Add what a backward from these nodes comes to; from linears to their weights only if that is wanted."""
+    """Add the nodes that a backward from these reaches; follows linears to their weights only with ``past_linears``."""
     stack = list(nodes)
     while stack:
         node = stack.pop()
@@ -320,13 +317,13 @@ def _reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool = Fals
 
 
 def _weights_of(nodes: Iterable[Any]) -> set[Any]:
-    """Where the weights of linears enter, of those that are among these nodes."""
+    """The weights' nodes of the linears among these nodes."""
     linears = (node for node in nodes if torch_private.function_of(node) is _Linear)
     return {linear.next_functions[_WEIGHT][0] for linear in linears} - {None}
 
 
 def _separate(node: Any, kept: set[Any], weights: set[Any]) -> bool:
-    """Whether a weight is reached by linears alone, and not made by a linear of a weight that others use in I."""
+    """Whether only linears reach a weight, and it is computed from leaves by no linear of ``weights``."""
     reached = _all_reached([node])
     ends = (end for end in reached if not end.next_functions)
     made_by = _all_reached(_weights_of(reached))
@@ -334,18 +331,18 @@ def _separate(node: Any, kept: set[Any], weights: set[Any]) -> bool:
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Whether the graph made now is run at once, by an engine's run of its own; any other one made in I is thrown away,
-    or may be asked for the weight's gradient itself."""
+    """Whether the graph made now is run at once by a nested run of the engine. Other graphs made in I are dropped, or
+    may be differentiated for the weight itself."""
     return torch_private.function_of(torch_private.current_node()) is CheckpointFunction
 
 
 def _in_checkpoint() -> bool:
-    """Whether what autograd saves now may be computed again, as far as can be told: something is done to it."""
+    """Whether saved tensors have hooks, so that they may be recomputed."""
     return torch_private.saved_tensors_hook() is not None
 
 
 def _weight_gradient(inputs: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """By autograd's own formula for mm, which depends on the weight's layout."""
+    """Autograd's formula for mm, which depends on the weight's layout."""
     if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
         return grad.t().mm(inputs)
     return inputs.t().mm(grad).t()
@@ -360,8 +357,8 @@ def _input_gradient(inputs: torch.Tensor, grad: torch.Tensor, weight: torch.Tens
 class _Linear(torch.autograd.Function):
     """``addmm(bias, inputs, weight.t())``, or ``mm``.
 
-    If the weight waits for W it comes without its graph, which is in ``later``. Where nothing else in the linear
-    requires a gradient then, an ``anchor`` does: without one there would be no node.
+    A deferred weight is detached; ``later`` has its graph. If then no input requires a gradient, ``anchor`` does, so
+    that there is a node.
     """
 
     @staticmethod
@@ -374,7 +371,7 @@ class _Linear(torch.autograd.Function):
         later: tuple[torch.Tensor, GradientEdge] | None,
         anchor: torch.Tensor | None,
     ) -> torch.Tensor:
-        # not in the order of autograd's own node: a checkpoint that ran with that one sees by the shapes that it is not
+        # another order than in autograd's node, so that a checkpoint detects by shapes when the two are mixed
         ctx.save_for_backward(weight, inputs)
         ctx.weights, ctx.later = weights, later
         return torch.mm(inputs, weight.t()) if bias is None else torch.addmm(bias, inputs, weight.t())
@@ -394,7 +391,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Source(torch.autograd.Function):
-    """Where a weight's deferred gradient enters the graph: computed only when the engine comes to it."""
+    """Source of a weight's deferred gradient; computed when the engine reaches it."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
@@ -423,7 +420,7 @@ def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """What is wrong or rare is left to torch, with its messages."""
+    """Whether the kernel supports these; torch runs all else and raises its errors."""
     if not weight.requires_grad or weight.dim() != 2 or inputs.dim() < 1 or inputs.size(-1) != weight.size(1):
         return False
     if bias is not None and (bias.shape != weight.shape[:1] or not _plain(bias, weight)):
@@ -436,7 +433,7 @@ def _multiply(
 ) -> torch.Tensor:
     later = anchor = None
     if weights.waits(weight):
-        weights.leave(weight)
+        weights.note_deferred(weight)
         later, weight = (weight, get_gradient_edge(weight)), weight.detach()
         if not inputs.requires_grad and (bias is None or not bias.requires_grad):
             anchor = weight.new_empty(()).requires_grad_()
@@ -445,7 +442,7 @@ def _multiply(
 
 
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """aten::linear at the autograd key, by the very operators that torch's own uses: bits depend on them."""
+    """aten::linear at the autograd key, by the same operators as torch's, so that bits are equal."""
     weights = _thread.armed
     if weights is not None and weights.fused and torch_private.graph_task() != -1:
         weights = None
@@ -466,10 +463,10 @@ _libraries: list[torch.library.Library] = []
 
 
 def _register() -> None:
-    """Put the kernel under ``aten::linear``, once; it stays."""
+    """Register the kernel for ``aten::linear``, once per process."""
     if not _libraries:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        with warnings.catch_warnings():  # torch says once that a kernel of its own is replaced, as is meant
+        with warnings.catch_warnings():  # torch warns once that its kernel is replaced
             warnings.filterwarnings("ignore", message="(?s).*(previously registered|only once for all operators)")
             library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
         _libraries.append(library)

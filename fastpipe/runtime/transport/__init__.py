@@ -1,8 +1,8 @@
 """Moves tensors from rank to rank, in the order of each channel.
 
-Promises: messages of a channel arrive in order; a send's memory is free once it was waited for; a lost peer raises
+Promises: messages of a channel arrive in order; a send's memory may be reused after its wait; a lost peer raises
 `FailureError` with its rank.
-Uses: `coordination` (who shares a host), `common`.
+Uses: `coordination` (which ranks share a host), `common`.
 """
 
 from __future__ import annotations

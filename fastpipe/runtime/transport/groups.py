@@ -1,4 +1,4 @@
-"""Process groups: the place of this process in one, the groups that a pipeline makes, and how they are aborted."""
+"""Process groups: membership of this process, the groups that a pipeline creates, and their aborts."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 @dataclass(frozen=True)
 class Membership:
-    """This process's place among the processes of a pipeline.
+    """This process as a member of a pipeline's processes.
 
     Attributes:
-        rank: its rank.
-        size: how many processes there are.
-        group: the process group; None when the process is alone.
-        ranks: the members' global ranks.
-        device: what they compute on.
-        timeout: seconds to wait for the others.
-        lost: what keeps one of them from coming; asked in a wait for the others to connect.
+        rank: rank of this process in the group.
+        size: number of processes.
+        group: the process group; None for a single process.
+        ranks: global ranks of the members.
+        device: device of this process.
+        timeout: seconds to wait for other members.
+        lost: returns the failure of a member, if any; polled while waiting for members to connect.
     """
 
     rank: int = 0
@@ -64,18 +64,18 @@ class Membership:
     timeout: float = 600.0
 
     def store(self) -> Any:
-        """A part of the group's store for one pipeline. The members make their pipelines in the same order."""
+        """The group's store with a prefix for one pipeline. Members must create pipelines in the same order."""
         return distributed_c10d.PrefixStore(_new_name(self.ranks), torch_private.default_store())
 
     def identity(self, rank: int) -> Identity | None:
-        """Who a member is; None if it has never begun to build a pipeline."""
+        """Identity of a member; None if it has not started to create a pipeline."""
         store, key = _default_store(self.timeout), _process_key(self.ranks[rank])
         found: Identity | None = json.loads(store.get(key)) if store.check([key]) else None
         return found
 
 
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
-    """The ranks that compute on this process's host."""
+    """The ranks on this process's host."""
     if not dist.is_initialized():
         return RanksPerHost(None, 0)
     return RanksPerHost(_default_store(timeout), dist.get_rank())
@@ -86,16 +86,17 @@ def _default_store(timeout: float) -> Any:
 
 
 def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Membership:
-    """Find this process's place.
+    """The membership of this process.
 
     Args:
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
-        device: what the pipeline computes on; decides the backend when a group has to be made.
-        timeout: seconds to wait for the others.
+        device: device of the pipeline; decides the backend if a group is created.
+        timeout: seconds to wait for other processes.
 
     Raises:
         FailureError: when the process group's store does not answer.
-        ValueError: for a mesh of several dimensions, or a group that this process is not in.
+        TypeError: for another type of group.
+        ValueError: for a mesh of several dimensions, a fake backend, or a group without this process.
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -103,10 +104,10 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
         _make_group(device, timeout)
     if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(_from_mesh(group))):
         raise ValueError(
-            "group: its backend is 'fake', which sends nothing, and a pipeline sends; make a group of gloo or nccl, or "
+            "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
         )
-    if dist.is_initialized():  # before anything can fail: from now on the others can see when this process ends
+    if dist.is_initialized():  # before anything can fail, so that other processes can detect the end of this one
         _default_store(timeout).set(_process_key(dist.get_rank()), json.dumps(identify()))
     group = _from_mesh(group)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -116,13 +117,13 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
 
 
 def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
-    """Another group of the same processes, which torch's collectives take. The members make them in the same order."""
+    """Another group of the same processes, for torch's collectives. Members must create them in the same order."""
     ranks = dist.get_process_group_ranks(group)
     return torch_private.registered_group(ranks, backend, _new_name(tuple(ranks)), timeout)
 
 
 def _new_name(ranks: tuple[int, ...]) -> str:
-    """The same on all of these processes, and never twice."""
+    """A name that is unique, and the same on all of these processes."""
     members = hashlib.sha1(repr(ranks).encode()).hexdigest()[:12]
     number = _made[ranks]
     _made[ranks] += 1
@@ -149,34 +150,34 @@ def _from_mesh(group: Any) -> Any:
 
 
 def _make_group(device: torch.device, timeout: float) -> None:
-    """The default process group, ended at exit. Torch would wait for the others for 30 minutes."""
+    """Create the default process group with our timeout instead of torch's 30 minutes; destroyed at exit."""
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
     atexit.register(_end_group, ForkGuard())
 
 
-def _end_group(home: ForkGuard) -> None:
-    if home.here and dist.is_initialized():
+def _end_group(guard: ForkGuard) -> None:
+    if guard.here and dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Aborts:
-    """Aborts of several groups, which have all begun when this is there; nobody has waited for any.
+    """Starts to abort several groups at once, in a thread each.
 
-    One after the other they might wait for each other for ever: NCCL may wait for the whole device before it frees what
-    a communicator had, and there a kernel of the next group waits for the lost rank. Torch waits for an abort as long
-    as the group's timeout, too, and NCCL until every CUDA graph with a message of the group is gone.
+    In sequence they could deadlock: NCCL may synchronize the device before it frees a communicator, while a kernel of
+    the next group waits for the lost rank. An abort takes up to the group's timeout in torch, and in NCCL until every
+    CUDA graph with a message of the group is freed.
 
     Args:
-        backends: of the groups.
+        backends: backends of the groups.
     """
 
     def __init__(self, backends: Iterable[Any]) -> None:
         self._threads = aside([functools.partial(_abort, backend) for backend in backends], "fastpipe-abort")
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all have come to their end, no longer than so many seconds; whether they have."""
+        """Wait at most ``seconds`` for all aborts; returns whether they ended."""
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -188,7 +189,7 @@ def _abort(backend: Any) -> None:
         backend.abort()
     except Exception as error:  # logged
         logger.warning(
-            "a process group could not be aborted (%s); if the device does not come to its end, end this process",
+            "a process group could not be aborted (%s); if the device does not finish, end this process",
             first_line(error),
         )
 
@@ -198,28 +199,28 @@ _WATCHDOG = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "10",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""What the watchdogs of own groups do when NCCL fails or a message takes longer than the timeout: they abort the group,
-and fastpipe says which rank it was. Torch's own way is to end the process after a minute. To a dump of what was under
-way they leave four times the milliseconds for every message; who drops a group waits for them.
+"""Settings of NCCL's watchdogs in our groups. If NCCL fails or a message exceeds the timeout, they abort the group, and
+fastpipe reports the rank; torch's default ends the process after a minute. The watchdog waits four times the
+milliseconds per message for a dump of open messages, and dropping a group waits for the watchdog.
 
-They also call for that dump. The first group of NCCL's in a process, whosever it is, makes it, and ends the process
-after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. One of these makes none. Where it is the user's only the user can see
-to that, before it is made (docs/guide.md)."""
+They also request that dump. The first NCCL group of a process, which may be the user's, writes it, and ends the process
+after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. Our groups write none. For a group of the user's only the user can
+change that, before it is created (docs/guide.md)."""
 
 _CLOSING = 10.0
-"""Seconds that a device is given to finish when groups are closed; a peer that died keeps it for ever."""
+"""Seconds to wait for a device when groups are closed; with a dead peer it never finishes."""
 
 
 class OwnGroups:
-    """Groups of the same processes as the pipeline's. All of them make them at once.
+    """Groups that a pipeline creates of its own processes. Collective: all processes create them together.
 
     Args:
-        member: this process's place.
-        names: one a group.
-        timeout: for a peer.
+        member: membership of this process.
+        names: a name per group.
+        timeout: limit of waits for a peer.
 
     Attributes:
-        groups: in the order of the names; empty when they have ended.
+        groups: the groups in order of the names; empty after the end.
     """
 
     def __init__(self, member: Membership, names: Iterable[str], timeout: timedelta) -> None:
@@ -232,37 +233,36 @@ class OwnGroups:
         self._aborts: Aborts | None = None
 
     def close(self) -> None:
-        """End them, on a GPU when the devices of all ranks are done with their messages."""
+        """End the groups; on a GPU first wait until the devices of all ranks have finished their messages."""
         try:
             self.settle()
         finally:
             self.end()
 
     def settle(self) -> bool:
-        """Wait until the devices of all ranks are done with their messages; False when this rank's does not end.
+        """Wait until the devices of all ranks have finished their messages; False if this rank's does not.
 
-        NCCL may still have to send what a device has handed to it, and ending a group drops that. When a rank is lost,
-        so is that already, and the store may be gone.
+        Ending a group drops messages that NCCL has not sent yet. After an abort there is nothing to wait for.
         """
         device = self._member.device
         if not self.groups or self._aborts is not None or device.type == "cpu":
             return True
         if not wait_until_done(device, self._seconds):
             return False
-        meet(self._store, self._member.rank, self._member.size, self._seconds)
+        wait_for_all(self._store, self._member.rank, self._member.size, self._seconds)
         return True
 
     def abort(self) -> None:
-        """Begin to abort NCCL's messages, of all groups at once. From any thread, and more than once."""
+        """Start to abort NCCL's messages in all groups; from any thread, and more than once."""
         device = self._member.device
         with self._lock:
             if self._aborts is None and device.type == "cuda":
                 self._aborts = Aborts([torch_private.backend_for(group, device) for group in self.groups])
 
     def end(self) -> None:
-        """End them, whatever is under way; where several are ended, `abort` all of them before.
+        """End the groups without waiting for messages; to end several objects, `abort` all of them first.
 
-        NCCL's destructor would abort them as well, and warn that the default group was not ended.
+        NCCL's destructor would abort them, too, but warn that the default group was not destroyed.
         """
         self.abort()
         groups, self.groups = self.groups, []
@@ -270,27 +270,27 @@ class OwnGroups:
             self._aborts.wait(self._seconds)
 
 
-def meet(store: Any, rank: int, size: int, seconds: float) -> None:
-    """Wait until as many ranks have come here, but no longer than so many seconds; without the store not at all."""
+def wait_for_all(store: Any, rank: int, size: int, seconds: float) -> None:
+    """Wait at most ``seconds`` until all ranks call this; returns at once if the store fails."""
 
-    def come() -> None:
+    def wait() -> None:
         with contextlib.suppress(RuntimeError):
-            own = store.clone()  # which takes minutes where the store is gone
+            own = store.clone()  # takes minutes if the store is lost
             own.set(f"closing/{rank}", "")
             own.wait([f"closing/{other}" for other in range(size)], timedelta(seconds=seconds))
 
-    for thread in aside([come], "fastpipe-closing"):
+    for thread in aside([wait], "fastpipe-closing"):
         thread.join(seconds)
 
 
 def make_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
     """Another group of the same processes.
 
-    A Gloo group stays outside torch's registry, which has two merits: it ends when nobody holds it, and
-    a wait for the others to make it ends when one is dead.
+    A Gloo group is not in torch's registry: so it ends with its last reference, and the wait for other processes to
+    create it ends if one is dead.
     """
     if member.device.type == "cuda":
-        # a connection of its own: who waits there for a peer's word, at a first message, lets nobody else ask anything
+        # a separate connection: NCCL's wait for a peer at a first message blocks all other requests on it
         own = attended(store.clone, member.lost, timeout)
         return _nccl_group(member, distributed_c10d.PrefixStore(name, own), name, timeout)
     if (backend := backend_of(member)) != "gloo":
@@ -303,21 +303,21 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
 
 
 def backend_of(member: Membership) -> str:
-    """What carries a pipeline's messages: NCCL on a GPU, otherwise as in the group it was given, or Gloo if that has
-    nothing for tensors of the CPU."""
+    """The backend of a pipeline's messages: NCCL on a GPU, else the CPU backend of the given group, or Gloo if it has
+    none."""
     if member.device.type == "cuda":
         return "nccl"
-    # "cpu:gloo,cuda:nccl"
+    # for example "cpu:gloo,cuda:nccl"
     devices = dict(one.split(":") for one in dist.get_backend_config(member.group).split(","))
     return devices.get("cpu", "gloo")
 
 
 def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
-    """Gloo's connections with all others, made over a connection of its own to the store, as the thread that makes them
-    may be left alone. (To make one takes minutes where the store is gone.)
+    """Connect to all members by Gloo, in a thread that may be abandoned, with a separate connection to the store.
+    (To a lost store it takes minutes.)
 
     Raises:
-        FailureError: when one is dead or silent, or does not build the pipeline, or they cannot be made.
+        FailureError: when a member is dead, silent or does not create the pipeline, or they cannot connect.
     """
 
     def make() -> Any:
@@ -332,7 +332,7 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
             raise
 
     try:
-        return attended(make, member.lost, 2 * timeout)  # Gloo ends first, and says more
+        return attended(make, member.lost, 2 * timeout)  # Gloo times out first, with a better message
     except FailureError:
         raise
     except RuntimeError as error:
@@ -341,7 +341,7 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
 
 @contextlib.contextmanager
 def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables of the environment, for a while, those that somebody has set, by their old names too, as they are."""
+    """Set environment variables temporarily, except those already set, also by their old names."""
     added = [name for name in variables if not {name, name.removeprefix("TORCH_")} & os.environ.keys()]
     os.environ.update({name: variables[name] for name in added})
     try:
@@ -352,11 +352,11 @@ def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
-    """The same with NCCL, and with Gloo for what is on the host.
+    """A group of NCCL, with Gloo for tensors on the host.
 
-    It is not bound to its device: a bound one has one communicator, and with it one stream, for all pairs of ranks;
-    this one makes one for a pair when they first speak. Its streams are of high priority so that none of them is a
-    stage's, too: torch hands out those of either priority in turns. Nothing has been run on a GPU yet.
+    It is not bound to its device: a bound group has one communicator, and so one stream, for all pairs of ranks; this
+    one creates one per pair at their first message. Its streams have high priority, so that none is also a stage's:
+    torch allots streams round-robin per priority. Not yet run on a GPU.
     """
     options = dist.ProcessGroupNCCL.Options()
     torch_private.set_timeout(options, timeout)

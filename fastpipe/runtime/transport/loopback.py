@@ -1,8 +1,8 @@
-"""Loopback: the ranks are threads of one process. Strict FIFO, unbuffered, with lanes as a real transport has them.
+"""Loopback: the ranks are threads of one process. Strict FIFO, unbuffered, with the lanes of a real transport.
 
-It is for one process and for tests. Every rank has a queue of its operations for each lane; the heads of the two
-ends match when one sends what the other receives, and only then are the tensors copied: a sender that overwrites or
-frees too early is found out. ``delay`` makes every send wait before it may match.
+Used for one process and for tests. Every rank has a queue of operations per lane. The heads of two queues match when
+one sends what the other receives; only then the tensors are copied, so a sender that overwrites or frees too early is
+detected. ``delay`` seconds must pass before a send may match.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class _Hub:
         self.changed = threading.Condition()
 
     def post(self, rank: int, channel: int, sends: bool, message: Message, tensors: Tensors | None) -> _Operation:
-        """Put an operation at the end of its queue."""
+        """Append an operation to its queue."""
         due = time.monotonic() + self.delay if sends and self.delay else 0.0
         operation = _Operation(channel, sends, message, tensors, due)
         lane = self.lane_of[channel]
         with self.changed:
             self.queues.setdefault((lane, rank), deque()).append(operation)
             if self._match(lane, rank) is not None:
-                # whoever waits for a delayed send must learn until when
+                # threads that wait for a delayed send need its due time
                 self.changed.notify_all()
         return operation
 
@@ -69,10 +69,10 @@ class _Hub:
                 self.changed.wait(min(deadline, due or deadline) - now)
 
     def _match(self, lane: int, rank: int) -> float | None:
-        """Complete what stands at both heads, and wake who may wait for it.
+        """Complete matching heads and wake waiting threads.
 
         Returns:
-            The time at which a delayed send at the head may go; None when there is none.
+            The due time of a delayed send at the head; None if there is none.
         """
         pending = [rank]
         while pending:
@@ -102,7 +102,7 @@ class _Hub:
         send.done = receive.done = True
 
     def clear(self) -> None:
-        """Forget what a dead rank left behind."""
+        """Drop the operations of a dead rank."""
         with self.changed:
             self.queues.clear()
 
@@ -140,11 +140,11 @@ class _LoopbackEndpoint(Endpoint):
 
 
 class Loopback(Transport):
-    """The ranks are threads of this process.
+    """Transport between threads of this process.
 
     Args:
-        lanes: ``"directed"`` (every channel by itself) or ``"pair"`` (all that two ranks exchange, in one order).
-        delay: seconds that every send waits before it may complete.
+        lanes: ``"directed"`` (an order per channel) or ``"pair"`` (one order for all messages of two ranks).
+        delay: seconds before a send may complete.
     """
 
     kind = "loopback"
@@ -161,12 +161,12 @@ class Loopback(Transport):
         self._native_hubs: dict[int, tuple[Program, Any]] = {}
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """One rank's side; ranks of the same program meet in one hub."""
+        """See `Transport.endpoint`; the ranks of a program share a hub."""
         _, hub = self._hubs.setdefault(id(program), (program, _Hub(program, self.lanes, self.delay)))
         return _LoopbackEndpoint(hub, rank, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
-        """One rank's side in C++."""
+        """See `Transport.native`."""
         if id(program) not in self._native_hubs:
             lanes = lane_numbers(self.lanes, program.channels)
             channels = [tuple(map(int, channel)) for channel in program.channels]
@@ -174,5 +174,5 @@ class Loopback(Transport):
         return self._native_hubs[id(program)][1]
 
     def describe(self) -> str:
-        """One line for `Pipeline.describe`."""
+        """See `Transport.describe`."""
         return super().describe() + (f", sends delayed by {self.delay:g} s" if self.delay else "")

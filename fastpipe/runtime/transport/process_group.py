@@ -1,16 +1,16 @@
-"""The process-group transports: any c10d backend; each message by itself, or coalesced.
+"""The process-group transports: any c10d backend, with separate or coalesced messages.
 
-``"process_group"`` has one group for each kind and direction (activation | gradient, to a higher | to a lower rank),
-so that every channel is an in-order stream of its own on backends that ignore tags. The tag is always 0. A step that
-announces its messages sends a header before each; in other steps the receiver knows what comes and posts its receives
-ahead. On a GPU (NCCL) waiting for a message makes the current stream wait, and the host goes on. The groups' own
-timeout and TORCH_NCCL_* then decide when a silent peer is given up.
+``"process_group"`` has four groups, one per kind and direction (activation | gradient, to a higher | to a lower rank),
+so that every channel is an in-order stream even on backends that ignore tags. The tag is always 0. A step that
+announces its messages sends a header before each; in other steps the receiver knows the shapes and posts its receives
+ahead. On a GPU (NCCL) a wait for a message blocks the current stream, not the host; the groups' timeout and
+TORCH_NCCL_* then decide when a silent peer is lost.
 
-``"process_group_coalesced"`` makes one operation of a send and a receive that two ranks both begin side by side, as
-`torch.distributed.batch_isend_irecv` does on NCCL: one kernel moves both ways, on one communicator for each two
-ranks. The price is that neither is done before the other. So receives are posted when their messages are made
-(`fastpipe.lower`), and a program is proved with that rule (`fastpipe.machine`). In a step that announces its messages
-these go one by one, through the four groups. Gloo has no such operations; there the parts of one are begun together.
+``"process_group_coalesced"`` joins a send and a receive that two ranks start side by side into one operation, as
+`torch.distributed.batch_isend_irecv` does on NCCL: one kernel moves both ways, on one communicator per pair of ranks.
+Neither is done before the other; so receives are posted when their messages are made (`fastpipe.lower`), and programs
+are proved with that rule (`fastpipe.machine`). A step that announces its messages sends them one by one, through the
+four groups. Gloo cannot coalesce; there the parts of an operation are started together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of
 from fastpipe.runtime.transport.transport import Endpoint, Message, SpecBook, Transport
 
 HEADER = 512
-"""Numbers in a header."""
+"""Number of int64 values in a header."""
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -73,7 +73,7 @@ _POISON, _GOOD = 0, 1
 
 
 def write_header(specs: Specs | None) -> torch.Tensor:
-    """A header: good or poison, the number of tensors, then dtype, gradient flag, sizes and strides of each."""
+    """A header: good or poison, number of tensors; then dtype, gradient flag, dimensions, sizes and strides of each."""
     numbers = [_POISON, 0] if specs is None else [_GOOD, len(specs)]
     for spec in specs or ():
         if spec.dtype not in _DTYPES:
@@ -87,7 +87,7 @@ def write_header(specs: Specs | None) -> torch.Tensor:
 
 
 def read_header(header: torch.Tensor) -> Specs | None:
-    """The specs in a header; None when the sender has failed."""
+    """The specs in a header; None if the sender failed."""
     numbers = header.tolist()
     if numbers[0] == _POISON:
         return None
@@ -102,7 +102,7 @@ def read_header(header: torch.Tensor) -> Specs | None:
 
 
 class _Receive:
-    """A receive on its way: queued (announcing) or posted."""
+    """A pending receive: queued (announcing) or posted."""
 
     def __init__(self, message: Message, slot: int) -> None:
         self.message = message
@@ -175,7 +175,7 @@ class ProcessGroupEndpoint(Endpoint):
         elif ready is None:
             ready = tuple(spec.empty().zero_() for spec in self.book[message])
         parts += [flat(tensor) for tensor in ready or ()]
-        # the parts are kept beside their works: nothing else need keep them alive until they are sent
+        # keeps the parts alive until they are sent
         self.sends[number] = (channel, [(self._start("send", part, channel), part) for part in parts])
 
     def wait_send(self, number: int) -> None:
@@ -206,7 +206,7 @@ class ProcessGroupEndpoint(Endpoint):
                 self.transport.waits.wait(work, self.timeout.total_seconds())
         except RuntimeError as error:
             raise self._lost(channel, error) from error
-        except KeyboardInterrupt:  # raised again: the second one, after which no message is waited for
+        except KeyboardInterrupt:  # raised again: the second interrupt, after which no message is waited for
             self.broken |= {channel.peer_of(self.rank) for channel in self.channels if self.rank in channel[:2]}
             raise
 
@@ -218,10 +218,10 @@ class ProcessGroupEndpoint(Endpoint):
 
 
 class PlainWaits:
-    """Waits without the native extension: nothing but the timeout ends them. (Python's `Work` has no `abort`.)"""
+    """Waits without the extension: only the timeout ends them. (Python's `Work` has no `abort`.)"""
 
     def lose(self, rank: int) -> None:
-        """A rank is gone; see csrc/torch/process_group.h."""
+        """A rank is lost; see csrc/torch/process_group.h."""
 
     def wait(self, work: Any, seconds: float) -> None:
         """Wait for a message."""
@@ -229,7 +229,7 @@ class PlainWaits:
 
 
 def make_waits() -> Any:
-    """The waits of one rank for messages: they end when a rank is lost, and signals are handled meanwhile."""
+    """A rank's waits for messages: they end when a rank is lost, and handle signals meanwhile."""
     runtime: Any = native.load()
     if runtime is None:
         return PlainWaits()
@@ -239,7 +239,7 @@ def make_waits() -> Any:
 
 
 def wait_for(work: Any, waits: Any, timeout: timedelta, device: torch.device) -> None:
-    """Wait for a message; on a GPU only its current stream does. (With a time limit NCCL would block the host.)"""
+    """Wait for a message; on a GPU only the current stream waits. (With a time limit NCCL would block the host.)"""
     if device.type == "cpu":
         waits.wait(work, timeout.total_seconds())
     else:
@@ -249,19 +249,19 @@ def wait_for(work: Any, waits: Any, timeout: timedelta, device: torch.device) ->
 def swap(
     out: Any, back: Any, ranks: tuple[int, int], tensors: Sequence[torch.Tensor], waits: Any, timeout: timedelta
 ) -> list[torch.Tensor]:
-    """Send tensors to a peer, and receive as many that look like them.
+    """Exchange tensors of the same specs with a peer.
 
-    The rank that is less sends first, and the other one receives first. So both come to the two groups in one order:
-    NCCL connects a pair at its first message, for which it waits for the other end; and in one group a pair's messages
-    go one after the other, whichever way they go.
+    The lower rank sends first, the higher one receives first, so both enter the two groups in one order: NCCL connects
+    a pair at its first message, for which it waits for the peer; and a group runs a pair's messages one after the
+    other, in either direction.
 
     Args:
-        out: the group that sends.
-        back: the one that receives; it may be the same.
-        ranks: the own one, and the peer.
-        tensors: on any devices that the groups know.
-        waits: of this rank.
-        timeout: for the peer.
+        out: the group to send with.
+        back: the group to receive with; may be the same.
+        ranks: own rank and peer.
+        tensors: on any devices that the groups support.
+        waits: waits of this rank.
+        timeout: limit for the peer.
 
     Raises:
         FailureError: when the peer is dead or silent.
@@ -284,26 +284,26 @@ def swap(
 
 
 def dead_or_silent(peer: int, error: RuntimeError) -> FailureError:
-    """The error for what c10d raises of a peer, in many lines."""
+    """The error for an exception of c10d about a peer; keeps its first line."""
     return lost_peer(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
 
 
 def group_index(channel: Channel) -> int:
-    """Which of the four groups carries a channel."""
+    """Index of the group that carries a channel."""
     return int(channel.kind) * 2 + int(channel.destination < channel.source)
 
 
 _Way = tuple[int, int, int]
-"""A group, who sends there, and who receives."""
+"""Index of a group, sending rank, receiving rank."""
 
 
 class ProcessGroups(Transport):
-    """The ranks are processes, one each, of a c10d process group.
+    """Transport between the processes of a c10d process group, one rank each.
 
-    All of them make it at once.
+    Collective: all processes create it together.
 
     Args:
-        member: this process's place among them; its group is the one to imitate.
+        member: membership of this process; the new groups are modelled on its group.
         timeout: seconds to wait for a peer.
     """
 
@@ -318,7 +318,7 @@ class ProcessGroups(Transport):
         self.lost: Failure | None = None
         self.waits = make_waits()
         self._member = member
-        self._warm: set[_Way] = set()
+        self._connected: set[_Way] = set()
         names = ("activation up", "activation down", "gradient up", "gradient down")
         self._own = OwnGroups(member, names, self.timeout)
         has_streams = member.device.type != "cpu"
@@ -326,41 +326,41 @@ class ProcessGroups(Transport):
 
     @property
     def groups(self) -> list[Any]:
-        """The four of them."""
+        """The four groups; see `group_index`."""
         return self._own.groups
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """One rank's side."""
-        self._warm_up(program)
+        """See `Transport.endpoint`."""
+        self._connect_all(program)
         return ProcessGroupEndpoint(self, program.channels, rank, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
-        """One rank's side in C++."""
-        self._warm_up(program)
+        """See `Transport.native`."""
+        self._connect_all(program)
         together = self._together(program, rank)
         return runtime.over_process_groups(self.groups, self.waits, self.device, self._streams, **together)
 
     def _together(self, program: Program, rank: int) -> dict[str, Any]:
-        """What C++ needs to know of transfers that are one operation: here there are none."""
+        """Arguments for C++ about coalesced transfers; none here."""
         return {}
 
-    def _warm_up(self, program: Program) -> None:
-        """Where connections are made by the first message (NCCL), send one on every channel, all ranks in one order.
+    def _connect_all(self, program: Program) -> None:
+        """If the first message connects (NCCL), send one on every channel, in the same order on all ranks.
 
-        Made in a step, by two ranks while a third waits for one of them, they are a class of hangs of their own. As
-        every rank goes through the same list, the first channel in it that is not done has both its ends there.
+        Connecting within a step can deadlock, when two ranks connect while a third waits for one of them. Here it
+        cannot: all ranks follow the same list, so both ends reach the first unconnected channel.
         """
         self._connect([(group_index(channel), channel.source, channel.destination) for channel in program.channels])
 
     def _connect(self, ways: Sequence[_Way]) -> None:
-        """Send a message each way that this rank is an end of and that none has gone yet."""
-        own = [way for way in ways if way not in self._warm and way[1] != way[2] and self.rank in way[1:]]
+        """Send a first message on each way of this rank that has had none."""
+        own = [way for way in ways if way not in self._connected and way[1] != way[2] and self.rank in way[1:]]
         if self.device.type == "cpu" or not own:
             return
         for way in own:
             peer = way[2] if self.rank == way[1] else way[1]
             attended(functools.partial(self._first_message, way, peer), self._member.lost, self.timeout, peer)
-            self._warm.add(way)
+            self._connected.add(way)
 
     def _first_message(self, way: _Way, peer: int) -> None:
         group, source, _ = way
@@ -369,7 +369,9 @@ class ProcessGroups(Transport):
         wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self.timeout, self.device)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Swap tensors with another rank, between steps: its tensors, which look like these.
+        """Exchange tensors of the same specs with another rank, between steps; returns the peer's.
+
+        Used for the copies of a stage on two ranks, and for tied weights.
 
         Raises:
             FailureError: when the peer is dead or silent.
@@ -380,23 +382,23 @@ class ProcessGroups(Transport):
         return swap(out, back, (self.rank, peer), tensors, self.waits, self.timeout)
 
     def close(self) -> None:
-        """End the groups, on a GPU when all ranks' devices are done with their messages."""
+        """End the groups; on a GPU first wait until all ranks' devices have finished their messages."""
         try:
-            all(own.settle() for own in self._all())  # up to the first that finds the device at a standstill
+            all(own.settle() for own in self._all())  # stops at the first whose device does not finish
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """End the groups, whatever is under way."""
+        """End the groups without waiting for messages."""
         for own in self._all():
             own.abort()
         for own in self._all():
             own.end()
 
     def unblock(self, failure: Failure) -> None:
-        """See `Transport.unblock`. With NCCL it is streams that wait, and the host for these: it aborts the groups."""
+        """See `Transport.unblock`. Aborts NCCL's groups, whose messages block streams."""
         if self.device.type != "cpu" and self.lost is None:
-            # before that: whoever then finds that a stream has come on knows that there is no message
+            # set first: a thread that sees a stream unblocked must know that its message is missing
             self.lost = failure
         self.waits.lose(failure.number)
         for own in self._all():
@@ -404,11 +406,11 @@ class ProcessGroups(Transport):
                 own.abort()
 
     def _all(self) -> list[OwnGroups]:
-        """All that it has made, in the order in which they are ended."""
+        """All groups, in the order in which they are ended."""
         return [self._own]
 
     def describe(self) -> str:
-        """One line for `Pipeline.describe`."""
+        """See `Transport.describe`."""
         return f"{super().describe()}, four {self.backend} groups"
 
 
@@ -416,7 +418,7 @@ _BACKENDS = ("gloo", "nccl")
 
 
 class _Part:
-    """A transfer that is begun with the others of its operation."""
+    """A transfer of a coalesced operation."""
 
     def __init__(self, verb: str, tensor: torch.Tensor) -> None:
         self.verb = verb
@@ -458,7 +460,7 @@ class _CoalescedEndpoint(ProcessGroupEndpoint):
         super()._wait([work.work if isinstance(work, _Part) else work for work in works], channel)
 
     def _posted(self, channel: int) -> None:
-        """Note a transfer for its operation; with the last one of a batch its operations are begun."""
+        """Add a transfer to its operation; the last one of a batch starts the batch's operations."""
         peer = self._peer(channel)
         held, turn = self.held[peer], next(self.turns[peer])
         if self.fresh:
@@ -475,10 +477,10 @@ class _CoalescedEndpoint(ProcessGroupEndpoint):
 
 
 class CoalescedGroups(ProcessGroups):
-    """Process groups with one group more for each peer; see `ProcessGroups`.
+    """Process groups with an additional group per peer, for coalesced messages; see `ProcessGroups`.
 
     Raises:
-        ValueError: for a backend of which is not known what it does with several transfers at once.
+        ValueError: for a backend other than Gloo and NCCL.
     """
 
     kind = "process_group_coalesced"
@@ -487,24 +489,24 @@ class CoalescedGroups(ProcessGroups):
     def __init__(self, member: Membership, timeout: float = 600) -> None:
         if (backend := backend_of(member)) not in _BACKENDS:
             raise ValueError(
-                f"transport = {self.kind!r}: the process group's backend is {backend!r}, and this takes 'gloo' or "
+                f"transport = {self.kind!r}: the process group's backend is {backend!r}, but must be 'gloo' or "
                 "'nccl'; use 'process_group'"
             )
         super().__init__(member, timeout)
         self.pairs: dict[int, OwnGroups] = {}
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """One rank's side."""
-        self._warm_up(program)
+        """See `Transport.endpoint`."""
+        self._connect_all(program)
         return _CoalescedEndpoint(self, program, rank, timeout)
 
     def _together(self, program: Program, rank: int) -> dict[str, Any]:
         pairs = {peer: own.groups[0] for peer, own in self.pairs.items()}
         return {"pairs": pairs, "turns": turns(batches(program)[rank])}
 
-    def _warm_up(self, program: Program) -> None:
-        """The same for the groups of two: made by all ranks in one order, and their connections with them."""
-        super()._warm_up(program)
+    def _connect_all(self, program: Program) -> None:
+        """Also create and connect the groups of two, in the same order on all ranks."""
+        super()._connect_all(program)
         for channel in program.channels:
             peer = channel.peer_of(self.rank)
             if self.rank in channel[:2] and peer != self.rank and peer not in self.pairs:
@@ -531,18 +533,18 @@ class CoalescedGroups(ProcessGroups):
         return [*self.pairs.values(), *super()._all()]
 
     def describe(self) -> str:
-        """One line for `Pipeline.describe`."""
+        """See `Transport.describe`."""
         return f"{super().describe()}, and {len(self.pairs)} for pairs of ranks"
 
 
 def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.device) -> None:
-    """Begin an operation, as one where the backend knows such.
+    """Start an operation, coalesced if the backend supports it.
 
     Args:
-        group: of two ranks.
-        peer: the other one, in the group.
-        parts: what it consists of; each gets the work to wait for.
-        device: of the tensors.
+        group: group of two ranks.
+        peer: the other rank in the group.
+        parts: the transfers; each gets its work to wait for.
+        device: device of the tensors.
     """
     if not torch_private.backend_for(group, device).supports_coalescing:
         for part in parts:
@@ -556,7 +558,7 @@ def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.
 
 
 def _turns(program: Program, rank: int) -> Mapping[int, list[Turn]]:
-    """By peer: the turn of each transfer, in order."""
+    """The turn of each transfer, in order, by peer."""
     found: dict[int, list[Turn]] = {}
     for position, turn in sorted(turns(batches(program)[rank]).items()):
         channel = program.channels[program[rank][position].channel]

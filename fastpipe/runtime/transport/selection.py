@@ -1,8 +1,7 @@
-"""Which transport several processes use: they find out together which of them can share memory.
+"""Selects the transport of several processes, which agree on which of them can share memory.
 
-Where only some can, both ways run in one step of one program: between processes that share memory a message is one
-copy, between others it goes through process groups. ``csrc/core/mixed_transport.h`` says why the two cannot block
-each other.
+If only some can, a step uses both ways: a message is one copy between processes that share memory, and goes through
+process groups elsewhere. ``csrc/core/mixed_transport.h`` proves that the two cannot block each other.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from fastpipe.runtime.transport.shared_memory import CudaIpc, SharedMemory, Tria
 from fastpipe.runtime.transport.transport import Endpoint, Transport
 
 HostGroups = Sequence[Sequence[int]]
-"""Ranks that share memory with each other; every rank is in one, perhaps alone."""
+"""Groups of ranks that share memory; every rank is in one group, of one rank or more."""
 
 
 class Mixed(Transport):
     """Shared memory within groups of ranks, process groups between them; made by `select_transport`.
 
     Args:
-        shared: this rank's side of the shared memory; None where it is alone.
-        groups: the way to all others.
-        host_groups: who shares memory with whom, the same on all ranks.
+        shared: this rank's side of the shared memory; None if no rank shares memory with it.
+        groups: the transport to all other ranks.
+        host_groups: groups of ranks that share memory, the same on all ranks.
         own: this rank.
-        why: why not all do.
+        why: why not all ranks share memory.
     """
 
     kind = "mixed"
-    # of both halves, so a channel's lane is its own whichever half it belongs to
+    # both transports have this, so each channel has its own lane
     lanes = "directed"
 
     def __init__(
@@ -58,12 +57,12 @@ class Mixed(Transport):
         return source != destination and self._group_of[source] == self._group_of[destination]
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """One rank's side for the Python executor, which shares memory with nobody."""
+        """One rank's side for the Python executor, which uses process groups only."""
         assert self.shared is None
         return self.groups.endpoint(program, rank, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
-        """One rank's side in C++. Every rank makes those of its programs in the same order."""
+        """See `Transport.native`."""
         far = self.groups.native(runtime, program, rank, timeout)
         if self.shared is None:
             return far
@@ -71,19 +70,15 @@ class Mixed(Transport):
         return runtime.over_both(self.shared.link, *self.shared.native_arguments(program), near, far)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Swap tensors with another rank, between steps: its tensors, which look like these.
-
-        Raises:
-            FailureError: when the peer is dead or silent.
-        """
+        """See `ProcessGroups.exchange`."""
         return self.groups.exchange(peer, tensors)
 
     def close(self) -> None:
-        """Let go of the groups. The memory goes with the last tensor in it."""
+        """Close the groups. Shared memory is freed with the last tensor in it."""
         self.groups.close()
 
     def abort(self) -> None:
-        """The same when a rank is lost."""
+        """See `Transport.abort`."""
         self.groups.abort()
 
     def unblock(self, failure: Failure) -> None:
@@ -93,7 +88,7 @@ class Mixed(Transport):
             self.shared.unblock(failure)
 
     def describe(self) -> str:
-        """One line for `Pipeline.describe`."""
+        """See `Transport.describe`."""
         shared = ", ".join(f"({_listed(group)})" for group in self.host_groups if len(group) > 1)
         near = [rank for rank in self.host_groups[self._group_of[self.own]] if rank != self.own]
         far = [rank for rank in sorted(self._group_of) if rank not in (*near, self.own)]
@@ -113,14 +108,14 @@ Exchange = Callable[[str, dict[str, Any]], Sequence[dict[str, Any]]]
 
 _GROUPS = {made.kind: made for made in (ProcessGroups, CoalescedGroups)}
 CHOICES = ("shared_memory", "cuda_ipc", *_GROUPS)
-"""The transports of several processes that can be asked for by name."""
+"""Transports of several processes that can be selected by name."""
 _SAME = {
     "host": "they are not all on one host",
     "user": "they are not all of one user",
     "torch": "they do not all run the same torch",
     "machine": "they are not all of one machine type",
 }
-"""What must be the same on processes that share memory, and what is said if it is not."""
+"""What must be equal on processes that share memory, and the error text if it is not."""
 
 
 def select_transport(
@@ -132,22 +127,22 @@ def select_transport(
     num_ranks_here: int,
     by_python: bool = False,
 ) -> Transport:
-    """The transport for several processes. All call it, and all get the same answer.
+    """Select the transport of several processes. Collective, with the same result on all.
 
-    ``"auto"`` is shared memory between processes of one host that compute on CPUs by the native executor, and process
-    groups for all else. Copy engines are used only when asked for.
+    ``"auto"`` is shared memory between processes of one host with CPUs and the native executor, and process groups
+    otherwise. Copy engines are used only on request.
 
     Args:
-        choice: ``"auto"``, or one of ``CHOICES``; the same on all of them.
-        exchange: how they exchange messages: ``(phase, message) -> messages of all``.
-        member: this process's place.
-        device: what it computes on.
-        timeout: seconds to wait for the others.
-        num_ranks_here: how many ranks compute on this host: only where a core is free a rank looks before it sleeps.
-        by_python: whether this process has the Python executor, which knows process groups alone.
+        choice: ``"auto"``, or one of ``CHOICES``; the same on all processes.
+        exchange: ``(phase, message) -> messages of all processes``.
+        member: membership of this process.
+        device: device of this process.
+        timeout: seconds to wait for other processes.
+        num_ranks_here: number of ranks on this host; waits spin before they block only if a core is free.
+        by_python: whether this process has the Python executor, which supports only process groups.
 
     Raises:
-        ValueError: for ``"shared_memory"`` or ``"cuda_ipc"`` where it cannot be; it says why.
+        ValueError: for another choice, or ``"shared_memory"`` or ``"cuda_ipc"`` where it is not possible; says why.
     """
     if choice not in ("auto", *CHOICES):
         raise ValueError(f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto' or one of {', '.join(map(repr, CHOICES))}")
@@ -165,8 +160,8 @@ def select_transport(
     if len(host_groups) == member.size:
         groups.why = f"no shared memory: {why}"
         return groups
-    alone = [member.rank] in host_groups
-    return Mixed(None if alone else SharedMemory(link, member, timeout), groups, host_groups, member.rank, why)
+    is_single = [member.rank] in host_groups
+    return Mixed(None if is_single else SharedMemory(link, member, timeout), groups, host_groups, member.rank, why)
 
 
 def find_host_groups(
@@ -177,25 +172,19 @@ def find_host_groups(
     by_engine: bool,
     by_python: bool,
 ) -> tuple[Any, Trial | None, HostGroups, str]:
-    """Connect this process to those that it can share memory with.
+    """Connect this process to those that it can share memory with; with copy engines if ``by_engine``.
 
-    Args:
-        exchange: how they exchange messages.
-        member: this process's place.
-        device: what it computes on.
-        num_ranks_here: how many ranks compute on this host.
-        by_engine: whether devices are to copy messages into memory of theirs.
-        by_python: whether this process has the Python executor.
+    See `select_transport` for the other arguments.
 
     Returns:
-        Its side of the shared memory, its copy engine, who shares memory with whom, and why not all do.
+        Its side of the shared memory, its copy engine, the groups of ranks that share memory, and why not all do.
     """
     link, trial, offer = _offer(member, device, num_ranks_here, by_engine, by_python)
     offers = exchange("offer of shared memory", offer)
-    host_groups = _alike(offers)
-    mates = next(group for group in host_groups if member.rank in group)
-    # one may be forbidden what another is allowed, so they agree on the outcome, too
-    answers = exchange("connection by shared memory", {"why": _connect(link, trial, member.rank, mates, offers)})
+    host_groups = _group_by_host(offers)
+    host_ranks = next(group for group in host_groups if member.rank in group)
+    # permissions may differ between processes, so they agree on the result, too
+    answers = exchange("connection by shared memory", {"why": _connect(link, trial, member.rank, host_ranks, offers)})
     failed = [f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]]
     kept = []
     for group in host_groups:
@@ -207,7 +196,7 @@ def find_host_groups(
 def _offer(
     member: Membership, device: torch.device, num_ranks_here: int, by_engine: bool, by_python: bool
 ) -> tuple[Any, Trial | None, Offer]:
-    """This rank's side, and what the others need to know of it."""
+    """This rank's side of the shared memory, and the offer to other ranks."""
     runtime: Any = native.load()
     if runtime is None:
         return None, None, {"cannot": native.native_status()}
@@ -225,30 +214,30 @@ def _offer(
     return link, trial, identity | {"address": link.address()} | ticket
 
 
-def _alike(offers: Sequence[Offer]) -> list[list[int]]:
-    """The ranks that may share memory with each other, by the lowest of each."""
+def _group_by_host(offers: Sequence[Offer]) -> list[list[int]]:
+    """Groups of ranks that may share memory, in order of their lowest rank."""
     found: dict[Any, list[int]] = {}
     for rank, offer in enumerate(offers):
-        alone = "cannot" in offer or not offer["host"]
-        found.setdefault(rank if alone else tuple(offer[name] for name in _SAME), []).append(rank)
+        is_single = "cannot" in offer or not offer["host"]
+        found.setdefault(rank if is_single else tuple(offer[name] for name in _SAME), []).append(rank)
     return list(found.values())
 
 
 def _obstacle(offers: Sequence[Offer]) -> str:
-    """Why not all of them can share memory, or nothing."""
+    """Why not all ranks can share memory; empty if they can."""
     for rank, offer in enumerate(offers):
         if "cannot" in offer:
             return f"rank {rank}: {offer['cannot']}"
     for name, why in _SAME.items():
         if len({offer[name] for offer in offers}) > 1:
             return why
-    return "" if offers[0]["host"] else "this system does not tell which processes are on one host"
+    return "" if offers[0]["host"] else "this system cannot identify which processes are on one host"
 
 
-def _connect(link: Any, trial: Trial | None, own: int, mates: Sequence[int], offers: Sequence[Offer]) -> str:
-    """Open what the others of a host group offer; why it cannot be, or nothing."""
+def _connect(link: Any, trial: Trial | None, own: int, host_ranks: Sequence[int], offers: Sequence[Offer]) -> str:
+    """Open the memory that the other ranks of a host group offer; returns the error, or an empty text."""
     try:
-        for rank in mates:
+        for rank in host_ranks:
             if rank == own:
                 continue
             link.connect(rank, *offers[rank]["address"])

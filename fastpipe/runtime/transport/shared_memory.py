@@ -1,14 +1,14 @@
 """Transports within one host: shared memory on CPUs, and copy engines between GPUs (experimental).
 
-Shared memory: a message is one copy into memory that both processes map. The consumer computes on the message where
-it lies; the sender gets the memory back when the last tensor in it is gone. The memory has no name: it is made by
-`memfd_create`, sealed, and opened by the peers through /proc, so a killed process leaves nothing behind. All of it is
-C++; ``csrc/core/shared_memory_transport.h`` says why it cannot hang.
+Shared memory: a message is one copy into memory that both processes map. The consumer computes on it in place; the
+sender gets the memory back after the last tensor in it is freed. The memory has no name: it is created by
+`memfd_create`, sealed, and opened by peers through /proc, so a killed process leaves nothing behind. All of it is C++;
+``csrc/core/shared_memory_transport.h`` proves that it cannot hang.
 
-Copy engines (``transport="cuda_ipc"``): messages are copied from GPU to GPU by the devices' copy engines, which takes
-no SM. The receiver's memory is mapped by CUDA IPC. The streams of both processes wait for each other by flags in host
-memory that both map, and no host takes part once shapes are known (``csrc/core/copy_engine_transport.h``). It has not
-been run on a GPU yet, so ``"auto"`` never chooses it.
+Copy engines (``transport="cuda_ipc"``): the devices' copy engines copy messages from GPU to GPU, without SMs. The
+receiver's memory is mapped by CUDA IPC. The streams of both processes synchronize by flags in mapped host memory, and
+no host takes part once shapes are known (``csrc/core/copy_engine_transport.h``). Not yet run on a GPU, so ``"auto"``
+never selects it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fastpipe.runtime.transport.transport import Transport
 
 
 class SharedMemory(Transport):
-    """The ranks are processes of one host, with one user, on CPU; made by `select_transport`.
+    """Transport between processes of one host and user, on CPUs; made by `select_transport`.
 
     Args:
-        link: this rank's side, connected to the others.
-        member: this process's place.
+        link: this rank's side, connected to its peers.
+        member: membership of this process.
         timeout: seconds to wait for a peer between steps.
     """
 
@@ -49,23 +49,17 @@ class SharedMemory(Transport):
         self.waits = make_waits()
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
-        """One rank's side in C++. Every rank makes those of its programs in the same order."""
+        """See `Transport.native`."""
         return runtime.over_shared_memory(self.link, *self.native_arguments(program))
 
     @staticmethod
     def native_arguments(program: Program) -> tuple[list[tuple[int, ...]], list[Any]]:
-        """Channels and instructions of all ranks, as C++ takes them."""
+        """Channels and instructions of all ranks, for C++."""
         channels = [tuple(map(int, channel)) for channel in program.channels]
         return channels, [np.ascontiguousarray(of_rank.columns) for of_rank in program]
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Swap tensors with another rank, between steps: its tensors, which look like these.
-
-        It is for the copies of a stage that two ranks hold, of which every rank has some, and for tied weights.
-
-        Raises:
-            FailureError: when the peer is dead or silent.
-        """
+        """See `ProcessGroups.exchange`."""
         try:
             group = self._exchange_group()
         except RuntimeError as error:
@@ -73,7 +67,7 @@ class SharedMemory(Transport):
         return swap(group, group, (self.member.rank, peer), tensors, self.waits, self.timeout)
 
     def prepare_exchange(self) -> None:
-        """Make the group that exchanges take, which needs every rank."""
+        """Create the group of exchanges; collective."""
         self._exchange_group()
 
     def _exchange_group(self) -> Any:
@@ -82,13 +76,13 @@ class SharedMemory(Transport):
         return self._own.groups[0]
 
     def close(self) -> None:
-        """Let go of the group. The memory goes with the last tensor in it."""
+        """Close the group. Shared memory is freed with the last tensor in it."""
         if self._own is not None:
             self._own.close()
         self._own = None
 
     def abort(self) -> None:
-        """The same when a rank is lost."""
+        """See `Transport.abort`."""
         if self._own is not None:
             self._own.end()
         self._own = None
@@ -99,7 +93,7 @@ class SharedMemory(Transport):
         self.link.lose(failure.number)
 
     def describe(self) -> str:
-        """One line for `Pipeline.describe`."""
+        """See `Transport.describe`."""
         return f"{super().describe()}, {self.member.size} processes of one host"
 
 
@@ -116,22 +110,22 @@ def _cuda_engine(runtime: Any, device: torch.device) -> Any:
 
 
 ENGINES: dict[str, Callable[[Any, torch.device], Any]] = {"cuda": _cuda_engine}
-"""What makes the copy engine of a type of device: ``(extension, device) -> engine``. It raises RuntimeError with the
-reason where it cannot."""
+"""Factories of copy engines by device type: ``(extension, device) -> engine``; RuntimeError with the reason if there is
+none."""
 
 
 class Trial:
-    """This process's copy engine, and a little memory for the others to try to open.
+    """This process's copy engine, and a small allocation that peers open as a test.
 
     Args:
         runtime: the extension.
-        device: what this process computes on.
+        device: device of this process.
 
     Attributes:
-        engine: for `CudaIpc`.
+        engine: the engine for `CudaIpc`.
 
     Raises:
-        RuntimeError: with the reason, where there is no copy engine that can be used.
+        RuntimeError: with the reason, if no copy engine is usable.
     """
 
     def __init__(self, runtime: Any, device: torch.device) -> None:
@@ -144,25 +138,25 @@ class Trial:
         self._memory = self.engine.allocate(_TRIAL_BYTES)
 
     def ticket(self) -> str:
-        """By which the others open the memory."""
+        """The handle by which peers open the memory."""
         return str(self.engine.ticket(self._memory).hex())
 
     def connect(self, ticket: str) -> None:
-        """Open another process's memory, and close it again.
+        """Open and close a peer's memory.
 
         Raises:
-            RuntimeError: where it cannot be opened: no peer access between the devices, for one.
+            RuntimeError: if it cannot be opened, for example without peer access between the devices.
         """
         self.engine.open(bytes.fromhex(ticket))
 
 
 class CudaIpc(SharedMemory):
-    """The ranks are processes of one host, each on a GPU, shared or its own; made by `select_transport`.
+    """Transport between processes of one host, on GPUs that may be shared; made by `select_transport`.
 
     Args:
-        link: this rank's side of the host's shared memory, connected to the others.
+        link: this rank's side of the host's shared memory, connected to its peers.
         engine: its copy engine.
-        member: this process's place.
+        member: membership of this process.
         timeout: seconds to wait for a peer between steps.
     """
 
@@ -174,19 +168,19 @@ class CudaIpc(SharedMemory):
         self._copies: Any = runtime.CopyEngineLink(link, engine, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
-        """One rank's side in C++. Every rank makes those of its programs in the same order."""
+        """See `Transport.native`."""
         return runtime.over_copy_engines(self._copies, *self.native_arguments(program), self.member.device)
 
     def close(self) -> None:
-        """Give back what the device has for messages, when what was sent has arrived."""
+        """Free the device's memory for messages after all sends have arrived."""
         self._copies = None
         super().close()
 
     def abort(self) -> None:
-        """The same when a rank is lost; peers waiting for this one are unblocked."""
+        """See `Transport.abort`; unblocks peers that wait for this rank."""
         self._copies = None
         super().abort()
 
     def describe(self) -> str:
-        """One line for `Pipeline.describe`."""
+        """See `Transport.describe`."""
         return f"{super().describe()}, copied by their devices"

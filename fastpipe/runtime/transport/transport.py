@@ -1,7 +1,7 @@
-"""Transport: moves tensors between ranks, in the order of each channel. The interface, and the choice.
+"""The interfaces: `Transport` moves tensors between ranks, in the order of each channel.
 
-A `Transport` is chosen once for a pipeline and shared by the ranks of this process; an `Endpoint` is one rank's side
-of it, for one program. The Python executor uses the endpoint; the native executor makes its own from the same choice.
+A pipeline has one `Transport`, shared by the ranks of this process; an `Endpoint` is one rank's side of it for one
+program. The Python executor uses the endpoint; the native executor creates its own from the transport.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fastpipe.runtime.common import Failure, Specs, Tensors, alike, dense_all, s
 
 
 class Message(NamedTuple):
-    """Which tensors: those of one boundary and microbatch.
+    """Identifies the tensors of one boundary and microbatch.
 
     Attributes:
         kind: activations or gradients.
-        stage: the stage that consumes them.
-        microbatch: the microbatch.
+        stage: the consuming stage.
+        microbatch: index of the microbatch.
     """
 
     kind: ChannelKind
@@ -35,9 +35,9 @@ class Message(NamedTuple):
 
 
 class SpecBook:
-    """What the tensors of every message look like, by the signature of a step.
+    """Tensor specs of every message, by signature of a step.
 
-    In a step that announces, whatever is sent is written down; in the others, it must look as written.
+    A step that announces records what is sent; in other steps messages must match the record.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class SpecBook:
         self.announcing = True
 
     def begin(self, signature: Hashable, announce: bool) -> None:
-        """Open the page of a step; a page that announces starts empty."""
+        """Select the specs of a signature; a step that announces clears them."""
         if announce:
             self._books[signature] = {}
         self._open = self._books.setdefault(signature, {})
@@ -59,14 +59,14 @@ class SpecBook:
         return message in self._open
 
     def write(self, message: Message, specs: Specs) -> None:
-        """Note what a message looks like."""
+        """Record the specs of a message."""
         self._open[message] = specs
 
     def prepare(self, message: Message, tensors: Tensors) -> Tensors:
-        """What is to be sent, dense, and as announced.
+        """The tensors to send, dense and checked.
 
         Raises:
-            ValueError: when it looks otherwise than when it was announced.
+            ValueError: if they differ from the announced specs.
         """
         ready = dense_all(tensors)
         found = specs_of(ready)
@@ -86,40 +86,40 @@ class Endpoint(ABC):
 
     @abstractmethod
     def begin(self, signature: Hashable, announce: bool) -> None:
-        """Start a step; ``announce`` when the shapes of this signature are not known yet."""
+        """Start a step; ``announce`` if the signature is new."""
 
     @abstractmethod
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
-        """Say where the channel's next message goes."""
+        """Post the receive of the channel's next message into a slot."""
 
     @abstractmethod
     def wait_recv(self, channel: int, slot: int) -> Tensors | None:
-        """The tensors of a posted receive; None when the sender has failed."""
+        """Wait for a posted receive; returns its tensors, or None if the sender failed."""
 
     @abstractmethod
     def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
-        """Send, without waiting; None stands in for what a failed rank has not computed.
+        """Start a send; None sends the placeholder of a failed rank.
 
         Raises:
-            ValueError: when the tensors look otherwise than announced; nothing is sent then.
+            ValueError: if the tensors differ from the announced specs; then nothing is sent.
         """
 
     @abstractmethod
     def wait_send(self, number: int) -> None:
-        """Wait until nothing reads the tensors of a send any more."""
+        """Wait until the memory of a send may be reused."""
 
-    def end(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let go of what a step left."""
+    def end(self) -> None:  # noqa: B027 - optional
+        """Release the state of a step."""
 
 
 NATIVE_ALONE = ("shared_memory", "cuda_ipc")
-"""Transports that are C++ alone."""
+"""Transports without a Python endpoint."""
 
 
 def why_not_python(kind: str) -> str:
-    """Why the Python executor does not go with a transport that is C++ alone."""
+    """The error text for the Python executor with one of `NATIVE_ALONE`."""
     return (
-        f"executor = 'python': transport = {kind!r} is for the native executor alone; set executor='native', or "
+        f"executor = 'python': transport = {kind!r} requires the native executor; set executor='native', or "
         "transport='process_group'"
     )
 
@@ -129,8 +129,8 @@ class Transport(ABC):
 
     Attributes:
         kind: its name.
-        lanes: which channels it executes in one order.
-        why: why it was chosen, where something else would have been better.
+        lanes: which channels share one order.
+        why: why a faster transport was not chosen; empty if none is faster.
     """
 
     kind: str
@@ -141,31 +141,29 @@ class Transport(ABC):
         """One rank's side, for the Python executor.
 
         Raises:
-            ValueError: for a transport that is C++ alone.
+            ValueError: for a transport in `NATIVE_ALONE`.
         """
         raise ValueError(why_not_python(self.kind))
 
     @abstractmethod
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
-        """One rank's side as an object of the extension ``runtime``."""
+        """One rank's side as an object of the extension ``runtime``; all ranks create theirs in the same order."""
 
-    def prepare_exchange(self) -> None:  # noqa: B027 - most have what they need
-        """Called on every rank before some of them swap tensors between steps."""
+    def prepare_exchange(self) -> None:  # noqa: B027 - optional
+        """Prepare to exchange tensors between steps; called on every rank."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Let go of connections. Called once, when the pipeline is gone."""
+    def close(self) -> None:  # noqa: B027 - optional
+        """Close connections; called once, at the end of the pipeline."""
 
     def abort(self) -> None:
-        """The same when a rank is lost, without waiting for anybody; `close` is still called."""
+        """Close after the loss of a rank, without waiting for other ranks; `close` is still called."""
         self.close()
 
     def unblock(self, failure: Failure) -> None:  # noqa: B027 - ranks in threads are not lost
-        """A rank is lost: end all waits for messages, as no step can be completed any more.
-
-        From any thread, and more than once.
+        """End all waits for messages after the loss of a rank; from any thread, and more than once.
 
         Args:
-            failure: its failure; the rank is None where that is not known.
+            failure: its failure; with rank None if it is unknown.
         """
 
     def describe(self) -> str:
