@@ -221,7 +221,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a state of another model": (
         {},
         lambda p: p.load_state_dict({**p.state_dict(), "9.weight": X}),
-        "has '9.weight', which is of no stage",
+        "has '9.weight', which no stage has",
     ),
     "weights that sum to 0": (
         {"loss_reduction": lambda t: 0.0},
