@@ -379,8 +379,8 @@ def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
             without = [rank for rank, values in found.items() if not all(values)]
             others = [rank for rank in found if rank not in without]
             raise ValueError(
-                f"{name}: it is None on ranks {without}, and not, or for other microbatches, on ranks "
-                f"{others or without}; stages of all of them take it: give it alike on each"
+                f"{name} is None on ranks {without}, and not (or for other microbatches) on ranks "
+                f"{others or without}; stages on all of them take it: give the same on each"
             )
 
 

@@ -131,8 +131,8 @@ def _split_leaf(
         return [leaf] * num_microbatches
     if leaf.layout is not torch.strided:
         raise ValueError(
-            f"{name} is a tensor of layout {leaf.layout}, which is not cut: give a list of microbatches, say how to "
-            f"split it with split={{{key!r}: function}}, or make it dense by to_dense()"
+            f"{name} is a tensor of layout {leaf.layout}, which cannot be split: give a list of microbatches, "
+            f"say how to split it with split={{{key!r}: function}}, or make it dense by to_dense()"
         )
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(

@@ -92,26 +92,26 @@ class OutputExchange:
         """Where outputs on a device are posted; None on a CPU, and in a single process."""
         return None if self._device.type == "cpu" else self._control.deferred
 
-    def report(self, found: StepOutputs) -> Reply:
+    def report(self, outputs: StepOutputs) -> Reply:
         """The message with this process's outputs, or the promise to post them, as packing waits for the device."""
         deferred = self._deferred
         wanted: Reply = {} if deferred is None else {"wanted": deferred.wanted()}
-        if not found:
+        if not outputs:
             return wanted
         if deferred is not None:
-            moment, ready = found.packed_later(self._device, self._events)
+            event, ready = outputs.packed_later(self._device, self._events)
             deferred.post(self._control.step, ready)
-            self._local = _ready(_LocalOutputs(found, moment))
+            self._local = _ready(_LocalOutputs(outputs, event))
         elif isinstance(self._control, Alone):
-            self._local = _ready(_LocalOutputs(found, None))
+            self._local = _ready(_LocalOutputs(outputs, None))
         else:
-            return {"found": found.packed()}
+            return {"outputs": outputs.packed()}
         return {"later": True} | wanted
 
     def parts(self, replies: Sequence[Reply]) -> list[Part]:
         """The outputs of every process, as functions that return them."""
         deferred = self._deferred
-        parts = [_ready(reply["found"]) for reply in replies if "found" in reply]
+        parts = [_ready(reply["outputs"]) for reply in replies if "outputs" in reply]
         for rank, reply in enumerate(replies):
             if "later" in reply and rank == self._control.rank:
                 parts.append(self._local)
@@ -122,39 +122,39 @@ class OutputExchange:
         return parts
 
 
-def _ready(found: Mapping[str, Any]) -> Part:
+def _ready(outputs: Mapping[str, Any]) -> Part:
     """Outputs that are available already."""
-    return _Ready(found)
+    return _Ready(outputs)
 
 
 @dataclass(frozen=True)
 class _Ready:
     """A class, unlike a lambda, can be pickled."""
 
-    found: Mapping[str, Any]
+    outputs: Mapping[str, Any]
 
     def __call__(self) -> Mapping[str, Any]:
-        return self.found
+        return self.outputs
 
 
 class _LocalOutputs(dict[str, Any]):
     """The outputs of this process, each packed when it is read."""
 
-    def __init__(self, found: StepOutputs, moment: DeviceEvent | None) -> None:
-        self._found, self._moment = found, moment
+    def __init__(self, outputs: StepOutputs, event: DeviceEvent | None) -> None:
+        self._outputs, self._event = outputs, event
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait()
         return vars(self)
 
     def _wait(self) -> None:
-        if (moment := self._moment) is not None:
-            moment.wait()
-            self._moment = None
+        if (event := self._event) is not None:
+            event.wait()
+            self._event = None
 
     def __missing__(self, name: str) -> Any:
         self._wait()
-        tensors = getattr(self._found, name)
+        tensors = getattr(self._outputs, name)
         self[name] = (packing if name in ("metrics", "added") else packing_tensors)(tensors)()
         return self[name]
 

@@ -86,7 +86,7 @@ class Programs:
             if made.num_microbatches != num_microbatches:
                 raise ValueError(
                     f"num_microbatches = {num_microbatches}: the schedule given has {made.num_microbatches}; pass that "
-                    "or the name of a schedule, which is made for any number"
+                    "or the name of a schedule, which allows any number"
                 )
         else:
             made = make_schedule(
@@ -198,7 +198,9 @@ def options_with_stages(
     chosen = dict(options or {})
     if isinstance(schedule, Schedule):
         if chosen:
-            raise ValueError(f"schedule_options = {chosen}: a Schedule is made already; give options with its name")
+            raise ValueError(
+                f"schedule_options = {chosen}: a Schedule has its options; give options with a schedule's name"
+            )
         found = len(schedule.placement.stages_of(0))
         if stages_per_rank not in (None, found):
             raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages a rank")

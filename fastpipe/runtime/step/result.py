@@ -232,7 +232,7 @@ class StepResult:
         reports: Reports | None = None,
     ) -> None:
         self._parts = parts
-        self.found = dict(outputs or {})
+        self.raw_outputs = dict(outputs or {})
         self._merge_rules = merge_rules
         self._program = program
         self._spans = spans
@@ -278,7 +278,11 @@ class StepResult:
 
         If a schedule has two routes, each of the two processes with the last stage has half of the microbatches.
         """
-        return merge([self.found[i] for i in sorted(self.found)], self._merge_rules) if self.found else None
+        return (
+            merge([self.raw_outputs[i] for i in sorted(self.raw_outputs)], self._merge_rules)
+            if self.raw_outputs
+            else None
+        )
 
     @cached_property
     def timeline(self) -> Timeline:

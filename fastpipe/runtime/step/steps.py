@@ -70,7 +70,7 @@ def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
         if names:
             raise ValueError(
                 f"data_parallel: stage {stage.index} had no parameters when the Pipeline was built, so it has no "
-                f"DistributedDataParallel, and now {listed(names)} are to be trained; build the Pipeline anew"
+                f"DistributedDataParallel, and {listed(names)} now require gradients; build a new Pipeline"
             )
     return any(found)
 
