@@ -286,7 +286,7 @@ class _Check:
         if result.loss is None:
             raise ValueError("pipe: its step has no loss; give it a loss_fn, or a last stage that returns a loss")
         drew = rewind()
-        self.found = _whole_gradients(self.pipe)
+        self.gradients = _whole_gradients(self.pipe)
         replies = all_gather("check_parity, gradients", lambda: self._beginning(drew))
         self.names = self._all_names(replies)
         self.sent = self._gather_gradients(replies)
@@ -317,7 +317,7 @@ class _Check:
         return {"has_model": self.model is not None, "parameters": parameters, "drew": drew}
 
     def _held(self) -> list[Held]:
-        grads = {(p.stage, p.name): (self.found[p.stage, p.name], p.is_echo) for p in _named(self.pipe)}
+        grads = {(p.stage, p.name): (self.gradients[p.stage, p.name], p.is_echo) for p in _named(self.pipe)}
         return [Held(*key, grad, is_echo) for key, (grad, is_echo) in grads.items() if grad is not None]
 
     def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
@@ -333,7 +333,7 @@ class _Check:
         """Send the gradients of ranks without the model to the first rank with it."""
         if all(reply["has_model"] for reply in replies):
             return {}
-        own = [[*key, _packed(grad)] for key, grad in self.found.items()] if self.model is None else []
+        own = [[*key, _packed(grad)] for key, grad in self.gradients.items()] if self.model is None else []
         sent = self.pipe._steps.all_gather("check_parity, gradients sent", lambda: {"gradients": own})
         if self.pipe.rank != next(rank for rank, reply in enumerate(replies) if reply["has_model"]):
             return {}
@@ -356,7 +356,7 @@ class _Check:
         found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
         found += _compare_losses(result, reference) + _compare_reports(result, reference)
         found += compared("norm", "", None, norm, expected_norm)
-        for (stage, name), grad in {**self.found, **self.sent}.items():
+        for (stage, name), grad in {**self.gradients, **self.sent}.items():
             found += compared("gradient", name, stage, grad, parameters[stage, name].grad)
         return {
             "differences": [asdict(difference) for difference in found],

@@ -136,7 +136,7 @@ def _places_by_name(model: nn.Module, tie: Tie) -> dict[int, Places]:
     places: dict[int, Places] = {}
     for name, (stage, _) in zip(tie.names, tie.members, strict=True):
         if parameter_of(model, name, name) is not first:
-            raise ValueError(f"model: {name} and {tie.names[0]} are one weight in the pipeline and not in the model")
+            raise ValueError(f"model: {name} and {tie.names[0]} are one weight in the pipeline but not in the model")
         owner, _, attribute = name.rpartition(".")
         places.setdefault(stage, []).append((model.get_submodule(owner), attribute))
     return places
