@@ -137,13 +137,13 @@ class BatchArguments:
         if loss_fn is not None and not callable(loss_fn):
             raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
         if isinstance(loss_fn, type):
-            raise ValueError(f"loss_fn = {loss_fn.__name__}: that is a class; give one of it, {loss_fn.__name__}()")
+            raise ValueError(f"loss_fn = {loss_fn.__name__}: that is a class; give an instance, {loss_fn.__name__}()")
         check_reduction(self.loss_reduction)
         check_rules(self.metrics)
         if self.rng not in (None, PER_MICROBATCH):
             raise ValueError(
                 f"rng = {self.rng!r}: use None (torch's generators, in the order of the actions) or "
-                f"{PER_MICROBATCH!r} (a state of its own for every stage and microbatch)"
+                f"{PER_MICROBATCH!r} (a separate state for every stage and microbatch)"
             )
         check_split_and_merge(self.split, self.merge_rules)
 
@@ -231,7 +231,7 @@ class ExecutionArguments:
                 raise ValueError(
                     f"mesh has {wanted} replicas of stage {stage.index} ({replicated}), and its gradients would be "
                     f"averaged over {found}: wrap it in fully_shard over these dimensions, pass data_parallel=, or "
-                    "leave the dimension out of the mesh if you average yourself"
+                    "leave the dimension out of the mesh if the script averages"
                 )
 
     @property

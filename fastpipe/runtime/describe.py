@@ -104,7 +104,7 @@ def split_text(stages: Sequence[Stage]) -> str:
     held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
     return (
         f"split: {sum(waits for _, waits in named)} of {len(named)} parameters wait for W{in_place}; whole in I "
-        f"(stage.name): {listed or 'none'}; at most waiting (MiB), by stage: {held}"
+        f"(stage.name): {listed or 'none'}; peak memory waiting for W (MiB), by stage: {held}"
     )
 
 

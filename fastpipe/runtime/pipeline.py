@@ -287,8 +287,8 @@ class Pipeline:
         """
         if self._programs.parallel and self.schedule.placement.num_routes > 1:
             raise ValueError(
-                f"no_sync: {self.schedule.name} holds every stage twice, and a step's gradients are summed over the "
-                "holders apart from those of earlier steps; let every step reduce, or use a schedule with one route"
+                f"no_sync: {self.schedule.name} holds every stage twice, and sums a step's gradients over the holders "
+                "separately from those of earlier steps; let every step reduce, or use a schedule with one route"
             )
         before, self._reduces = self._reduces, False
         try:
@@ -351,7 +351,7 @@ class Pipeline:
             raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
         result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
-            result.found = gather(self._steps, self._world.member, self.device, result.found)
+            result.raw_outputs = gather(self._steps, self._world.member, self.device, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:
@@ -566,7 +566,7 @@ class Pipeline:
         with steps.replicas.in_place():
             text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
         if self._programs.queues is not None:
-            text += f"\nqueues      proved for {self._programs.queues} of the hardware's ({VARIABLE})"
+            text += f"\nqueues      proved for {self._programs.queues} hardware queues ({VARIABLE})"
         if where := str(self._world.cores):
             text += f"\ncores       {where}"
         if self._world.control.remark:

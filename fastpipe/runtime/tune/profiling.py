@@ -67,13 +67,13 @@ class Meters:
         trains: whether there are backwards.
 
     Attributes:
-        found: by stage, the costs of its layers in order, or of the whole stage.
+        units: by stage, the costs of its layers in order, or of the whole stage.
     """
 
     def __init__(self, stages: Sequence[Stage], *, by_layer: bool, trains: bool) -> None:
         self.by_layer = by_layer
         self.trains = trains
-        self.found: dict[int, dict[int, Unit]] = {}
+        self.units: dict[int, dict[int, Unit]] = {}
         # With two routes both first forwards may be concurrent and would disturb each other. The lock is reentrant
         # because the metered forwards call the hook again.
         self._lock = threading.RLock()
@@ -96,18 +96,18 @@ class Meters:
 
     def _catch(self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         with self._lock:
-            if stage.index in self.found:
+            if stage.index in self.units:
                 return
             parts = children_of(module) if self.by_layer else {"": module}
             ends = next(iter(parts)), next(reversed(parts))
-            self.found[stage.index] = {}
+            self.units[stage.index] = {}
             for number, (name, part) in enumerate(parts.items()):
                 assert part is not None
                 inner = Chain({name: part}) if self.by_layer else part
                 place = _place(stage.is_first and name == ends[0], stage.is_last and name == ends[1])
                 probe = _Probe(stage, Stage(place[0], inner, place[1], stage.losses.loss_fn), args, kwargs)
                 with torch.set_grad_enabled(self.trains), probe.restored():
-                    self.found[stage.index][number] = probe.unit()
+                    self.units[stage.index][number] = probe.unit()
                 args, carried = from_tensors(probe.outputs)
                 kwargs = {**kwargs, **carried}
 
@@ -366,7 +366,7 @@ def _message(meters: Meters) -> Reply:
     return {
         "units": [
             [stage, [[part, *(getattr(unit, name) for name in names)] for part, unit in units.items()]]
-            for stage, units in meters.found.items()
+            for stage, units in meters.units.items()
         ]
     }
 
