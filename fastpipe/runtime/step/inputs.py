@@ -36,18 +36,12 @@ _SAMPLE = 4096
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one step.
+    """The arguments of one step; attributes as of `fastpipe.Pipeline.step`.
 
     Attributes:
-        args: positional arguments of the model.
-        kwargs: keyword arguments of the model.
-        target: the loss function's second argument.
-        output_grad: gradients of the outputs, instead of a loss.
-        num_microbatches: the number of microbatches.
         training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
         gathers_outputs: whether every rank gets the outputs.
-        index: the number of the batch in the user's count.
     """
 
     args: tuple[Any, ...]
@@ -147,7 +141,7 @@ def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
     """Refuse a step if ranks were given different batches.
 
     Args:
-        digests: the result of `batch_digests` on every rank. Arguments of different types are not compared.
+        digests: of every rank, from `batch_digests`. Arguments of different types are not compared.
 
     Raises:
         ValueError: naming the argument and the ranks.
@@ -365,10 +359,7 @@ def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
 
 
 def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
-    """Refuse a keyword argument that some stages get and others do not.
-
-    Args:
-        given: the result of `Inputs.given` on every rank.
+    """Refuse a keyword argument that some stages get and others do not; ``given`` has the `Inputs.given` of every rank.
 
     Raises:
         ValueError: naming the argument and the ranks.
@@ -398,7 +389,7 @@ def stage_works(
         inputs: of this process.
         stages: the local ones.
         request: of the user.
-        weights: of the microbatches, agreed between the processes.
+        weights: of the microbatches, the same on all ranks.
         keep_outputs: whether to keep the last stage's outputs.
         loss_scale: multiplies the roots of the backward.
     """

@@ -180,8 +180,8 @@ def count_rows(
 
     Args:
         targets: by microbatch, if any.
-        columns: the positional arguments, each by microbatch.
-        named: the keyword arguments, each by microbatch.
+        columns: each positional argument by microbatch.
+        named: each keyword argument by microbatch.
         rules: how they were split.
     """
     places: list[tuple[tuple[int, int], Sequence[Any], str | int]] = [((0, 0), targets or [], "target")]

@@ -116,16 +116,11 @@ _MAX_SIGNATURES = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """How inputs are split and results merged; see `fastpipe.Pipeline`.
+    """How inputs are split and results merged; attributes as of `fastpipe.Pipeline`.
 
     Attributes:
-        loss_fn: of the last stage.
-        reduction: of the microbatches' losses.
-        split: how arguments are split.
-        merge: how outputs are merged.
+        reduction: ``loss_reduction``.
         keep_outputs: whether outputs are kept.
-        metrics: how metrics of the loss function are reduced.
-        device: of the stages.
         cores: where steps run.
     """
 
@@ -345,12 +340,12 @@ class Steps:
         """Gather a message from every process, between steps.
 
         Args:
-            call: the name of the call, which must be the same on every rank.
+            call: the name of the call, the same on every rank.
             make: returns the message; an exception is an error on every rank.
             then: called with the messages, for collective work; see `attend`.
 
         Raises:
-            StepError: if another process could not give its message, or is dead or silent.
+            StepError: if another process failed, is dead or is silent.
             ValueError: if the ranks make different calls.
         """
         with self._calls.entered(), self._exchanging():
