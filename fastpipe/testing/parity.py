@@ -1,8 +1,7 @@
 """check_parity: compare one step of a pipeline with the same step of the unsplit model, on every rank.
 
 Every process runs the pipeline's step; processes with the model also run the model's, and compare. Results, and the
-gradients of processes without the model, are exchanged over the control plane, so a failure on one rank is an error on
-all.
+gradients of processes without the model, go over the control plane, so a failure on one rank is an error on all.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def reference_step(
         schedule: gives the number and order of microbatches.
         loss_fn: ``loss_fn(output, target)``; without it the model returns its loss (a scalar, or a dict with
             ``"loss"``).
-        loss_reduction: as for `fastpipe.Pipeline`.
+        loss_reduction, metrics: as for `fastpipe.Pipeline`.
         split_rules: as ``split`` of `fastpipe.Pipeline`.
         kwargs: keyword arguments of the model.
         rng: ``"per_microbatch"`` for the random numbers of a Pipeline with this ``rng``. The model must then be the
@@ -201,7 +201,6 @@ def reference_step(
         partition: with ``rng``: as for `fastpipe.Pipeline`.
         ties: tied weights whose uses are summed stage by stage, like in a pipeline (its ``_ties``). Without them
             autograd sums a microbatch's uses first, which differs only by rounding.
-        metrics: as for `fastpipe.Pipeline`.
         loss_scale: multiplies each share of the loss before its backward, like `fastpipe.GradScaler`.
         grad_dtype: as for `fastpipe.Pipeline`; the model's parameters keep it.
     """
@@ -261,14 +260,7 @@ class _Microbatches:
 
 
 class _StepOfMicrobatches:
-    """Runs the unsplit model's microbatches one after the other, and keeps their results.
-
-    Args:
-        cut: the microbatches.
-        loss_fn: as for `reference_step`.
-        reduction: its ``loss_reduction``.
-        loss_scale: as for `reference_step`.
-    """
+    """Runs the unsplit model's microbatches one after the other, and keeps their results; see `reference_step`."""
 
     def __init__(
         self,
