@@ -247,8 +247,8 @@ def build_stages(
         model: with a partition that does not depend on costs.
         loss_fn: see `fastpipe.Pipeline`.
         schedule: assigns stages to ranks.
-        plan: the agreed plan.
-        world: where the stages are built.
+        plan: agreed.
+        world: of the stages.
 
     Raises:
         TypeError, ValueError: naming the argument.

@@ -29,11 +29,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         pipe: the pipeline to scale. One pipeline has one scaler.
-        init_scale: the first scale.
-        growth_factor: multiplies the scale after ``growth_interval`` consecutive steps without an infinity.
-        backoff_factor: multiplies it after a step with one.
-        growth_interval: see ``growth_factor``.
-        enabled: if false, the scaler does nothing.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for `torch.amp.GradScaler`.
 
     Raises:
         TypeError: if ``pipe`` is not a Pipeline.

@@ -78,4 +78,4 @@ def test_processes_refuse_what_they_cannot_do(group_of: GroupOf) -> None:
         assert "plan: rank 1 has a different one than rank 0" in differ
         assert "plan = None on rank 0" in nothing
         assert "plan is a str" in wrong, rank
-        assert "other stages recompute" in again and "recompute=plan.recompute" in again
+        assert "which stages recompute" in again and "recompute=plan.recompute" in again

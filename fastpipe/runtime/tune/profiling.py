@@ -313,7 +313,7 @@ def profile(
         call: runs a step, or an `eval_step` if its first argument is false; the second says whether to trace it.
         modules: whose buffers are restored.
         parameters: whose gradients are restored.
-        inputs: all inputs of the call.
+        inputs: of the call.
         num_steps: the number of traced steps.
         by_layer: meter layers instead of stages.
         num_microbatches: of a step.
