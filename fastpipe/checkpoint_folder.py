@@ -1,17 +1,17 @@
 """The folder of a checkpoint: complete or absent at every instant, with the size and the checksum of each file.
 
-A save writes into ``.<name>.<token>.saving`` beside its target. When every process has synced its files, one of them
+A save writes into ``.<name>.<token>.saving`` next to its target. When every process has synced its files, one of them
 
 1. writes the manifest and syncs it,
 2. renames an existing target to ``.<name>.replaced``,
 3. renames the new folder to the target, and
 4. removes the replaced one.
 
-Killed before step 2 or after step 3, there is a complete target; between them `locate` finds the one that was to be
-replaced. The next save of the same target removes what a killed one has left; the folder of a save that still runs is
-known by the lock on its manifest. Nothing is deleted that is not a file of a checkpoint.
+If killed before step 2 or after step 3, the target is complete; in between, `locate` returns the replaced one. The next
+save of the same target removes the folders of killed saves; a lock on the manifest marks a running save. Only files of
+checkpoints are deleted.
 
-The files themselves are those of ``torch.distributed.checkpoint``, but nothing here needs torch.
+The files are those of ``torch.distributed.checkpoint``, but this module does not need torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 FILE_PREFIX = "rank{}_"
-"""Of the data files of a rank. Those of a save without a manifest begin with ``__``, by which they are told apart."""
+"""Of the data files of a rank. Those of a save without a manifest begin with ``__`` instead."""
 
 _OWN = re.compile(r"(rank|__)\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json")
 _UNPROVED = re.compile(r"__\d+_\d+\.distcp")
@@ -45,13 +45,13 @@ logger = logging.getLogger("fastpipe")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a save has written.
+    """The content of a save.
 
     Attributes:
-        saved: when, in nanoseconds since the epoch; later than that of every checkpoint in the same folder before.
-        step: the pipeline's count of steps.
-        ranks: how many processes have written it.
-        files: the name of each file to its size and its CRC-32.
+        saved: nanoseconds since the epoch; later than every older checkpoint in the same folder.
+        step: the pipeline's step count.
+        ranks: the number of processes that wrote it.
+        files: the size and CRC-32 of each file, by name.
     """
 
     saved: int
@@ -60,16 +60,16 @@ class Manifest:
     files: Mapping[str, tuple[int, int]]
 
     def to_json(self) -> str:
-        """With a checksum of its own."""
+        """JSON text with a checksum of its own."""
         content = asdict(self)
         return json.dumps({**content, "crc32": _content_crc(content)}, indent=1)
 
     @classmethod
     def of(cls, folder: Path) -> Manifest | None:
-        """That of a folder; None where there is none.
+        """Read the manifest of a folder; None if there is none.
 
         Raises:
-            ValueError: for one that has been altered.
+            ValueError: if it was altered.
         """
         try:
             text = (folder / MANIFEST).read_bytes()
@@ -89,31 +89,31 @@ def _content_crc(content: Mapping[str, Any]) -> int:
 
 
 def damaged(folder: Path, name: str, what: str) -> ValueError:
-    """The error for a file that is not as it was saved."""
+    """The error for a file that differs from what was saved."""
     return ValueError(
-        f"{folder / name} {what}: the checkpoint is damaged; load another one, which fastpipe.latest_checkpoint finds "
-        f"when {folder} is removed"
+        f"{folder / name} {what}: the checkpoint is damaged; load another one; fastpipe.latest_checkpoint "
+        f"returns it when {folder} is removed"
     )
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """Where a checkpoint is: at its path, unless a save into the same path was killed just before it was complete."""
+    """The folder of a checkpoint: its path, or the replaced one if a save into it was killed before completion."""
     target = Path(os.path.realpath(path))
     replaced = _replaced(target)
     if not target.exists() and replaced.is_dir():
-        logger.warning("a save of %s was killed when it was about to replace it; this is the one before it", target)
+        logger.warning("a save of %s was killed before it was complete; the previous checkpoint is used", target)
         return replaced
     return target
 
 
 def check_files(folder: Path) -> Manifest | None:
-    """Every file of a checkpoint is there, with its size; of one without a manifest, none is newer than its metadata.
+    """Check presence and size of every file; without a manifest, that no file is newer than the metadata.
 
     Returns:
-        The manifest; None for a checkpoint that was written without one, by DCP alone or an earlier fastpipe.
+        The manifest; None for a checkpoint without one (of DCP alone, or an earlier fastpipe).
 
     Raises:
-        FileNotFoundError: when there is no complete checkpoint.
+        FileNotFoundError: if there is no complete checkpoint.
         ValueError: for a file that is missing or has another size, and for files of different saves.
     """
     manifest = Manifest.of(folder)
@@ -126,7 +126,7 @@ def check_files(folder: Path) -> Manifest | None:
 
 
 def check_size(folder: Path, name: str, size: int) -> None:
-    """A file is there, and has that size; otherwise ValueError."""
+    """Raise ValueError unless a file exists with that size."""
     try:
         found = (folder / name).stat().st_size
     except FileNotFoundError:
@@ -136,10 +136,10 @@ def check_size(folder: Path, name: str, size: int) -> None:
 
 
 def check_contents(folder: Path, files: Mapping[str, tuple[int, int]], part: int = 0, parts: int = 1) -> None:
-    """Files have the checksums that they had; of all files one part in so many, of about the same size.
+    """Verify the checksums of files: part number ``part`` of ``parts`` parts of about the same size.
 
     Raises:
-        ValueError: with the name of one that has been altered.
+        ValueError: naming a file that was altered.
     """
     buffer = memoryview(bytearray(_CHUNK))
     for name in sorted(files, key=lambda name: (-files[name][0], name))[part::parts]:
@@ -152,7 +152,7 @@ def check_contents(folder: Path, files: Mapping[str, tuple[int, int]], part: int
 
 
 def _check_unproved(folder: Path) -> None:
-    """What can be said without a manifest: DCP writes its metadata last."""
+    """Check a folder without a manifest: DCP writes its metadata last."""
     if not (folder / METADATA).is_file():
         what = "this folder has no complete checkpoint" if folder.is_dir() else "there is no such folder"
         raise FileNotFoundError(f"path = {str(folder)!r}: {what}; give one that save_checkpoint has filled")
@@ -169,16 +169,16 @@ def _check_unproved(folder: Path) -> None:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder, to be loaded by `load_checkpoint`.
+    """The newest complete checkpoint in a folder, for `load_checkpoint`.
 
-    Reads no more than names, sizes and manifests, in any process; `load_checkpoint` compares the checksums. What has a
-    file that is missing or truncated is passed over, with a warning in the log.
+    Works in any process. It reads only names, sizes and manifests; `load_checkpoint` verifies the checksums. A
+    checkpoint with a missing or truncated file is skipped, with a warning in the log.
 
     Args:
-        folder: in which `save_checkpoint` was given paths, ``folder / f"step{step}"`` for example.
+        folder: the parent of the paths given to `save_checkpoint`, such as ``folder / f"step{step}"``.
 
     Returns:
-        The path of the checkpoint that was saved last; None where there is none, or no such folder.
+        The path of the checkpoint that was saved last; None if there is no checkpoint, or no such folder.
     """
     found: dict[Path, int] = {}
     for path in _places(Path(folder)):
@@ -186,14 +186,14 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
             manifest = check_files(path)
             found[path] = manifest.saved if manifest else (path / METADATA).stat().st_mtime_ns
         except FileNotFoundError:
-            continue  # another folder than a checkpoint's, or removed since it was listed
+            continue  # not a checkpoint, or removed since it was listed
         except (ValueError, OSError) as error:
-            logger.warning("%s is passed over: %s", path, error)
+            logger.warning("%s is skipped: %s", path, error)
     return max(found, key=lambda path: (found[path], path.name), default=None)
 
 
 def _places(folder: Path) -> list[Path]:
-    """The folders in a folder that may be checkpoints: those of saves that run or were killed are not."""
+    """Folders that may be checkpoints; excludes those of running and killed saves."""
     paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     replaced = {path: match for path in paths if (match := _REPLACED.fullmatch(path.name))}
     left = {path for path, match in replaced.items() if not (folder / match[1]).exists()}
@@ -201,10 +201,10 @@ def _places(folder: Path) -> list[Path]:
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """A path can be saved to: there is nothing, or nothing but a checkpoint, which the new one is to replace.
+    """Check that a path can be saved to: it does not exist, or has only files of a checkpoint.
 
     Raises:
-        ValueError: when there is something else.
+        ValueError: if there is something else.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
@@ -213,8 +213,8 @@ def check_target(path: str | os.PathLike[str]) -> None:
     foreign = [name for name in names if not _OWN.fullmatch(name)]
     if foreign:
         raise ValueError(
-            f"path = {str(path)!r}: the folder has {foreign[0]!r}, which is no file of a checkpoint, and a save "
-            "replaces the folder as a whole; give a new one, in this folder for example"
+            f"path = {str(path)!r}: the folder has {foreign[0]!r}, which is not a file of a checkpoint, and a "
+            "save replaces the whole folder; give a new one, in this folder for example"
         )
 
 
@@ -225,7 +225,7 @@ class Save:
         target: the path of the checkpoint.
 
     Attributes:
-        folder: where all processes write until then.
+        folder: the temporary folder that all processes write into.
     """
 
     def __init__(self, target: Path) -> None:
@@ -237,20 +237,20 @@ class Save:
                 _remove(path)
         self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.saving"
         self.folder.mkdir()
-        self._manifest = open(self.folder / MANIFEST, "w")  # noqa: SIM115 - its lock says that this save runs
+        self._manifest = open(self.folder / MANIFEST, "w")  # noqa: SIM115 - its lock marks the save as running
         _lock(self._manifest)
 
     def complete(self, step: int, ranks: int, files: Mapping[str, tuple[int, int]], keep: int | None) -> None:
-        """Put the new folder in place, when all files are on disk.
+        """Rename the new folder to the target. All files are on disk.
 
         Args:
-            step: for the manifest, as the next two.
-            ranks: how many have written.
-            files: what they have written.
-            keep: how many checkpoints remain in the parent folder, with this one; None for all of them.
+            step: for the manifest, like the next two.
+            ranks: the number of processes that wrote.
+            files: the files they wrote.
+            keep: the number of checkpoints to keep in the parent folder, including this one; None for all.
 
         Raises:
-            ValueError: when the target has got a file meanwhile that is not a checkpoint's.
+            ValueError: if the target now has a file that is not a checkpoint's.
         """
         check_target(self._target)
         others = self._others()
@@ -272,19 +272,19 @@ class Save:
                 _remove(path)
 
     def discard(self) -> None:
-        """It has failed: remove what was written. What others still write the next save removes."""
+        """Remove the files of a failed save. The next save removes what other processes still write."""
         self._manifest.close()
         _remove(self.folder)
 
     def _others(self) -> dict[Path, Manifest]:
-        """The other checkpoints in the same folder that have a manifest, whether they are complete or not."""
+        """The other checkpoints in the same folder that have a manifest, complete or not."""
         found = {}
         for path in _places(self._target.parent):
             try:
                 skipped = path in (self._target, _replaced(self._target)) or path.is_symlink()
                 manifest = None if skipped else Manifest.of(path)
             except (ValueError, OSError) as error:
-                logger.warning("%s is passed over: %s", path, error)
+                logger.warning("%s is skipped: %s", path, error)
                 continue
             if manifest is not None:
                 found[path] = manifest
@@ -292,7 +292,7 @@ class Save:
 
 
 def _older(checkpoints: Mapping[Path, Manifest], keep: int) -> list[Path]:
-    """All that were saved before the newest complete ones, of which so many are kept."""
+    """The checkpoints older than the ``keep`` newest complete ones."""
     kept = 0
     older = []
     for path in sorted(checkpoints, key=lambda path: checkpoints[path].saved, reverse=True):
@@ -315,7 +315,7 @@ def _replaced(target: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint that is no longer needed: the manifest last, by which a rest of it is found again."""
+    """Remove a checkpoint, its manifest last, so that an interrupted removal can be resumed."""
     if not folder.is_dir():
         return
     try:
@@ -325,11 +325,11 @@ def _remove(folder: Path) -> None:
                 (folder / name).unlink()
         folder.rmdir()
     except OSError as error:
-        logger.warning("%s, which is no longer needed, was not removed: %s", folder, error)
+        logger.warning("the old checkpoint %s was not removed: %s", folder, error)
 
 
 def _lock(file: Any) -> None:
-    """Until the file is closed, or the process has ended; a forked process does not hold it, as it would flock's."""
+    """Lock until the file is closed or the process ends. Unlike with flock, forked processes do not hold the lock."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -337,7 +337,7 @@ def _lock(file: Any) -> None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether the save runs; also where a file system has no locks, and it cannot be told."""
+    """Whether the save is running; true if the file system has no locks."""
     try:
         with open(path, "r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -349,7 +349,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are on disk."""
+    """Sync the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""Everything that runs a Program. The only part of fastpipe, beside `fastpipe.testing`, that imports torch.
+"""Runs programs. Only this package and `fastpipe.testing` import torch.
 
-Each package below has its contract in its docstring. Imports go down only: `Pipeline` and what is built on it,
-``tune``, ``step``, ``executor``, ``stage``, ``transport``, ``split``, ``model``, ``data_parallel``, ``coordination``,
-``common``; and `native`, which loads the extension and imports none of them.
+The docstring of each package is its contract. Imports go down only: `Pipeline` and what is built on it, ``tune``,
+``step``, ``executor``, ``stage``, ``transport``, ``split``, ``model``, ``data_parallel``, ``coordination``,
+``common``. `native` loads the extension and imports none of them.
 """

@@ -1,4 +1,4 @@
-"""The arguments of a Pipeline in four groups, and what can be wrong with them before anything is built."""
+"""The arguments of a Pipeline in four groups, and their checks before anything is built."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from fastpipe.runtime.transport import (
 from fastpipe.schedule import Schedule
 
 _LONGEST = 1e9
-"""Seconds. Much more overflows what locks, process groups and sockets count time in."""
+"""Seconds. Larger timeouts overflow in locks, process groups and sockets."""
 
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """What is trained and how it is cut; the attributes are those of `fastpipe.Pipeline`."""
+    """The model and its partition; attributes as of `fastpipe.Pipeline`."""
 
     stages: Stages
     partition: str | Sequence[int]
@@ -49,7 +49,7 @@ class ModelArguments:
     device: str | torch.device | None
 
     def check(self) -> None:
-        """Refuse what cannot be right whatever the model.
+        """Check what does not depend on the model.
 
         Raises:
             ValueError: naming the argument.
@@ -61,7 +61,7 @@ class ModelArguments:
 
 @dataclass(frozen=True)
 class ScheduleArguments:
-    """What the order of work is made from; the attributes are those of `fastpipe.Pipeline`."""
+    """The schedule; attributes as of `fastpipe.Pipeline`."""
 
     schedule: str | Schedule
     num_microbatches: int | None
@@ -72,10 +72,10 @@ class ScheduleArguments:
     recv_lookahead: int | str
 
     def find_num_ranks(self, num_processes: int) -> int:
-        """How many ranks there are: as the schedule or the user says, else as many as processes.
+        """The number of ranks: that of the schedule or of the user; default: the number of processes.
 
         Raises:
-            ValueError: for a number that is none, or that the processes cannot be.
+            ValueError: for an invalid number, or one that does not match the processes.
         """
         wanted = self.schedule.num_ranks if isinstance(self.schedule, Schedule) else self.num_ranks
         if wanted is None:
@@ -87,15 +87,15 @@ class ScheduleArguments:
         if num_processes > 1 and wanted != num_processes:
             raise ValueError(
                 f"num_ranks = {wanted}: the group has {num_processes} processes, each one rank; start {wanted} "
-                "processes, or one alone, whose ranks are then threads"
+                "processes, or a single one, whose ranks are threads"
             )
         return int(wanted)
 
     def find_num_microbatches(self) -> int:
-        """How many microbatches a batch has: as the user or the schedule says.
+        """The number of microbatches per batch, from the user or the schedule.
 
         Raises:
-            ValueError: when neither does.
+            ValueError: if neither gives it.
         """
         if self.num_microbatches is not None:
             return self.num_microbatches
@@ -106,7 +106,7 @@ class ScheduleArguments:
 
 @dataclass(frozen=True)
 class BatchArguments:
-    """How a batch is cut, weighed and joined; the attributes are those of `fastpipe.Pipeline`."""
+    """How a batch is split, weighted and merged; attributes as of `fastpipe.Pipeline`."""
 
     loss_fn: Callable[..., Any] | None
     loss_reduction: str | Callable[[Any], float]
@@ -117,18 +117,18 @@ class BatchArguments:
 
     @property
     def merge_rules(self) -> Rules:
-        """How outputs are joined."""
+        """How outputs are merged."""
         return None if isinstance(self.merge, bool) else self.merge
 
     def settings(self, device: torch.device, cores: Cores) -> Settings:
-        """The same for steps on a device, and on such cores."""
+        """The settings of steps on a device and on these cores."""
         keeps_outputs = self.merge is not False
         return Settings(
             self.loss_fn, self.loss_reduction, self.split, self.merge_rules, keeps_outputs, self.metrics, device, cores
         )
 
     def check(self) -> None:
-        """Refuse what cannot be right whatever the model.
+        """Check what does not depend on the model.
 
         Raises:
             ValueError: naming the argument.
@@ -137,34 +137,34 @@ class BatchArguments:
         if loss_fn is not None and not callable(loss_fn):
             raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
         if isinstance(loss_fn, type):
-            raise ValueError(f"loss_fn = {loss_fn.__name__}: that is a class; give one of it, {loss_fn.__name__}()")
+            raise ValueError(f"loss_fn = {loss_fn.__name__}: that is a class; give an instance, {loss_fn.__name__}()")
         check_reduction(self.loss_reduction)
         check_rules(self.metrics)
         if self.rng not in (None, PER_MICROBATCH):
             raise ValueError(
                 f"rng = {self.rng!r}: use None (torch's generators, in the order of the actions) or "
-                f"{PER_MICROBATCH!r} (a state of its own for every stage and microbatch)"
+                f"{PER_MICROBATCH!r} (a separate state for every stage and microbatch)"
             )
         check_split_and_merge(self.split, self.merge_rules)
 
     def check_loss_parameters(self, schedule: Schedule) -> None:
-        """Refuse a loss with parameters where two ranks compute it: nobody would add up its gradients.
+        """Refuse a loss with parameters if two ranks compute it: their gradients would not be summed.
 
         Raises:
-            ValueError: with what to do.
+            ValueError: with the remedy.
         """
-        learns = isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters())
-        if learns and schedule.placement.num_routes > 1:
+        is_trained = isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters())
+        if is_trained and schedule.placement.num_routes > 1:
             raise ValueError(
-                f"loss_fn has parameters, and {schedule.name} computes the loss on two ranks, of which each would have "
-                "a part of their gradients: make it the last layer, which takes the target by a keyword of step and "
+                f"loss_fn has parameters, and {schedule.name} computes the loss on two ranks, each with a part of "
+                "their gradients: make it the last layer, which takes the target by a keyword of step and "
                 "returns the loss, or use a schedule with one route"
             )
 
 
 @dataclass(frozen=True)
 class ExecutionArguments:
-    """Who runs it and by what means; the attributes are those of `fastpipe.Pipeline`."""
+    """Executor, transport and process groups; attributes as of `fastpipe.Pipeline`."""
 
     executor: str
     transport: str | Transport
@@ -177,7 +177,7 @@ class ExecutionArguments:
     cuda_graph: bool
 
     def check(self) -> None:
-        """Refuse what cannot be right whatever the model.
+        """Check what does not depend on the model.
 
         Raises:
             ValueError: naming the argument.
@@ -186,10 +186,10 @@ class ExecutionArguments:
         _check_switch("cuda_graph", self.cuda_graph)
 
     def checked_timeout(self) -> float:
-        """Seconds to wait; infinity is allowed.
+        """The timeout in seconds; infinity is allowed.
 
         Raises:
-            ValueError: for what is no time, with what to give.
+            ValueError: for an invalid timeout, with what to give.
         """
         timeout = self.timeout
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
@@ -197,10 +197,10 @@ class ExecutionArguments:
         return min(timeout, _LONGEST)
 
     def pipeline_group(self) -> Any:
-        """The group of the pipeline's processes: as given, or along the mesh's dimension ``"pp"``; None for all.
+        """The pipeline's processes: ``group``, or dimension ``"pp"`` of the mesh; None for all.
 
         Raises:
-            ValueError: for a mesh without that dimension, or beside a group.
+            ValueError: for a mesh without that dimension, or together with a group.
         """
         if self.mesh is None:
             return self.group
@@ -216,10 +216,10 @@ class ExecutionArguments:
         return self.mesh["pp"]
 
     def check_replicas(self, stages: Iterable[Stage]) -> None:
-        """Refuse stages whose gradients nobody would average over the mesh's replicas.
+        """Refuse stages whose gradients would not be averaged over the mesh's replicas.
 
         Raises:
-            ValueError: naming the stage, the mesh's dimensions and what to do.
+            ValueError: naming the stage, the mesh's dimensions and the remedy.
         """
         names = () if self.mesh is None else self.mesh.mesh_dim_names
         replicated = {name: self.mesh[name].size() for name in names if name.startswith("dp") or name == "cp"}
@@ -231,45 +231,45 @@ class ExecutionArguments:
                 raise ValueError(
                     f"mesh has {wanted} replicas of stage {stage.index} ({replicated}), and its gradients would be "
                     f"averaged over {found}: wrap it in fully_shard over these dimensions, pass data_parallel=, or "
-                    "leave the dimension out of the mesh if you average yourself"
+                    "leave the dimension out of the mesh if the script averages"
                 )
 
     @property
     def chosen_transport(self) -> Any:
-        """As the user says, or else the environment; ``"auto"`` where neither does."""
+        """The user's transport, or that of the environment; default ``"auto"``."""
         return os.environ.get("FASTPIPE_TRANSPORT", "auto") if self.transport == "auto" else self.transport
 
     def lanes(self, num_ranks: int, num_processes: int) -> Lanes:
-        """What the transport executes in one order.
+        """The lanes of the transport: operations that it executes in order.
 
         Raises:
-            ValueError: for a transport that cannot be here, with what to use instead.
+            ValueError: for a transport that is impossible here, with the alternatives.
         """
-        transport, alone = self.transport, num_processes == 1
+        transport, is_single_process = self.transport, num_processes == 1
         if isinstance(transport, Transport):
-            if not alone and isinstance(transport, Loopback):
+            if not is_single_process and isinstance(transport, Loopback):
                 raise ValueError("transport: loopback connects threads of one process; use 'process_group' or 'auto'")
             return transport.lanes
         if transport not in ("auto", "loopback", *CHOICES):
             listed = ", ".join(map(repr, CHOICES))
             raise ValueError(f"transport = {transport!r}: use 'auto', 'loopback' or one of {listed}")
-        if not alone and transport == "loopback":
+        if not is_single_process and transport == "loopback":
             raise ValueError("transport = 'loopback': there are several processes; use 'process_group' or 'auto'")
-        if alone and transport in CHOICES and num_ranks > 1:
+        if is_single_process and transport in CHOICES and num_ranks > 1:
             raise ValueError(
                 f"transport = {transport!r}: there is one process for {num_ranks} ranks; start one a rank with "
                 "torchrun, or use 'loopback' or 'auto'"
             )
-        if alone:
+        if is_single_process:
             return Loopback.lanes
         if self.executor == "python" and self.chosen_transport in NATIVE_ALONE:
             raise ValueError(why_not_python(self.chosen_transport))
         return (CoalescedGroups if self.chosen_transport == CoalescedGroups.kind else ProcessGroups).lanes
 
     def queues(self, device: torch.device, num_processes: int) -> int | None:
-        """How many hardware queues the transport's streams are dealt over; None where it has none on CUDA.
+        """The number of hardware queues that the transport's streams share; None if it has no streams on CUDA.
 
-        Ranks that are threads wait for nothing but what was queued before, and copy engines take all queues or nothing.
+        The loopback transport waits only for work queued earlier. Copy engines need all queues or none.
         """
         if isinstance(self.transport, Transport):
             has_groups = isinstance(self.transport, ProcessGroups)
@@ -280,7 +280,7 @@ class ExecutionArguments:
 
 @dataclass(frozen=True)
 class Arguments:
-    """All of them."""
+    """All arguments of a Pipeline."""
 
     model: ModelArguments
     schedule: ScheduleArguments
@@ -288,7 +288,7 @@ class Arguments:
     execution: ExecutionArguments
 
     def check(self) -> None:
-        """Refuse what cannot be right whatever the model.
+        """Check what does not depend on the model.
 
         Raises:
             ValueError: naming the argument.
@@ -299,12 +299,12 @@ class Arguments:
 
     @property
     def signature(self) -> str:
-        """Of these what has to be the same on every rank, in words; nothing for defaults."""
+        """The arguments that must be the same on every rank, as text; empty for defaults."""
         where, reduction = self.execution.chosen_transport, self.batch.loss_reduction
-        said = [f"transport {where}"] if isinstance(where, str) and where != "auto" else []
-        said += [f"loss_reduction {reduction}"] if isinstance(reduction, str) and reduction != "mean" else []
-        said += [f"grad_dtype {self.model.grad_dtype}"] if self.model.grad_dtype is not None else []
-        return "".join(f", {text}" for text in said)
+        texts = [f"transport {where}"] if isinstance(where, str) and where != "auto" else []
+        texts += [f"loss_reduction {reduction}"] if isinstance(reduction, str) and reduction != "mean" else []
+        texts += [f"grad_dtype {self.model.grad_dtype}"] if self.model.grad_dtype is not None else []
+        return "".join(f", {text}" for text in texts)
 
 
 def _check_switch(name: str, value: Any) -> None:

@@ -1,17 +1,15 @@
 """Checkpoints: a thin layer over `torch.distributed.checkpoint` (DCP).
 
-Keys are those of the unsplit model, so a checkpoint does not know how the model was cut: any schedule, any number of
-ranks and the plain model can load it. DCP does the rest: every rank writes what it holds, what several hold is
-written once, and each reads what it needs. What is checked here first is agreed on by all ranks, as DCP's own
-exchange would wait for a rank that raised.
+Keys are those of the unsplit model, so any schedule, any number of ranks and the plain model can load a checkpoint.
+A value on several ranks is written once, and each rank reads only what it needs. All ranks agree on the checks before
+they call DCP, whose own exchange would wait for a rank that raised.
 
-How a folder becomes complete, and what is checked of its files, is `fastpipe.checkpoint_folder`; `_Writer` and
-`_Reader` have DCP do it. DCP's first rank completes a save, when it has got from all others what they have written.
+`fastpipe.checkpoint_folder` defines when a folder is complete and how its files are checked; `_Writer` and `_Reader`
+connect it to DCP. DCP's first rank completes a save, after it received the results of all others.
 
-The state of an optimizer goes by the names of its parameters, so that it survives another cut. The form is the
-flattened one of `torch.distributed.checkpoint.state_dict`: ``"state.<name>.<key>"`` and
-``"param_groups.<name>.<key>"``, hyperparameters once a parameter. How parameters are grouped may differ between
-ranks.
+Optimizer states are keyed by parameter name, in the flattened form of `torch.distributed.checkpoint.state_dict`:
+``"state.<name>.<key>"`` and ``"param_groups.<name>.<key>"``, with hyperparameters once per parameter. Parameter groups
+may differ between ranks.
 """
 
 from __future__ import annotations
@@ -65,11 +63,11 @@ Names = Mapping[int, str]
 
 _GROUPS = "param_groups"
 _LOCAL = ("params", "param_names")
-"""What a group says of its parameters, which is another on every rank."""
+"""Entries of a group that differ between ranks."""
 
 
 def flat_state(optimizers: Optimizers, names: Names) -> dict[str, Any]:
-    """The state of the optimizers.
+    """The flattened state of the optimizers.
 
     Raises:
         ValueError: for a parameter that is not the pipeline's, or a state that is neither tensor nor plain value.
@@ -81,18 +79,18 @@ def flat_state(optimizers: Optimizers, names: Names) -> dict[str, Any]:
         for (section, key), value in values.items():
             if isinstance(value, Mapping | list) or not isinstance(key, str) or "." in key:
                 raise ValueError(
-                    f"optimizer: {section} of {name} has {key!r}, a {type(value).__name__}: what is saved are tensors "
-                    "and plain values, under names without a dot"
+                    f"optimizer: {section} of {name} has {key!r}, a {type(value).__name__}: only tensors and plain "
+                    "values can be saved, under names without a dot"
                 )
             flat[f"{section}.{name}.{key}"] = value
     return flat
 
 
 def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Empty places for what a checkpoint has of the optimizers' parameters.
+    """Empty tensors for the optimizer state that a checkpoint has.
 
     Args:
-        optimizers: whose state is to be loaded.
+        optimizers: the optimizers to load.
         names: of their parameters.
         saved: the checkpoint's metadata by flattened key.
 
@@ -111,7 +109,7 @@ def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> 
 
 
 def _by_parameter(flat: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Section and name to what belongs to that parameter."""
+    """Entries by section and parameter name."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for path, value in flat.items():
         section, _, rest = path.partition(".")
@@ -125,16 +123,16 @@ def _empty(parameter: nn.Parameter, entry: Any) -> Any:
         return None
     dtype = entry.properties.dtype
     if entry.size == parameter.shape:
-        # spread over processes where the parameter is
+        # sharded like the parameter
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(entry.size, dtype=dtype)
 
 
-def put_back(optimizers: Optimizers, names: Names, flat: Mapping[str, Any]) -> None:
-    """Give the optimizers a loaded state.
+def load_flat_state(optimizers: Optimizers, names: Names, flat: Mapping[str, Any]) -> None:
+    """Load a state into the optimizers.
 
     Raises:
-        ValueError: when parameters that are in one group now had other hyperparameters.
+        ValueError: if parameters of one group were saved with different hyperparameters.
     """
     index = _by_parameter(flat)
     for optimizer in optimizers:
@@ -150,7 +148,7 @@ def put_back(optimizers: Optimizers, names: Names, flat: Mapping[str, Any]) -> N
 
 
 def _agreed(found: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The hyperparameters of one group, which are those of each of its parameters."""
+    """The hyperparameters of one group, which must be equal for its parameters."""
     first = next(iter(found), "")
     for name, values in found.items():
         for key, value in values.items():
@@ -176,17 +174,17 @@ def _parameters(
                 yield group, names[id(parameter)], parameter, optimizer
 
 
-# one process without a group is no mistake, which DCP warns of, also from threads of its own
+# a single process without a group is supported; DCP warns of it, also from its own threads
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 logger = logging.getLogger("fastpipe")
 _side_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _pending: list[_Writing] = []
-"""Saves in the background; the next one waits for them, as both would talk in the same group."""
+"""Saves in the background. The next save waits for them, as both use the same group."""
 
 
 class _Writing(Future[Any]):
-    """A save in the background, and whether the script has asked how it went."""
+    """A save in the background, and whether the caller has read its outcome."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -201,8 +199,8 @@ class _Writing(Future[Any]):
         self.is_read = True
         return super().exception(timeout)
 
-    def settle(self, writing: Future[Any]) -> None:
-        """It has come to its end."""
+    def copy_outcome(self, writing: Future[Any]) -> None:
+        """Copy the outcome of the finished task."""
         error = writing.exception()
         if error is None:
             return self.set_result(writing.result())
@@ -211,7 +209,7 @@ class _Writing(Future[Any]):
 
 
 class _SyncedFile(io.FileIO):
-    """A file that is on disk when it is closed, with the size and the checksum of all that went in."""
+    """A file that is synced when closed, with the size and CRC-32 of its content."""
 
     size = crc32 = 0
 
@@ -229,10 +227,10 @@ class _SyncedFile(io.FileIO):
 
 
 class _Files(FileSystem):
-    """DCP's file system, which notes what is written.
+    """DCP's file system, which records the files written.
 
     Attributes:
-        written: the name of each file to its size and its CRC-32.
+        written: the size and CRC-32 of each file, by name.
     """
 
     def __init__(self) -> None:
@@ -251,24 +249,24 @@ class _Files(FileSystem):
 
 
 @dataclass
-class _Place:
-    """Where a rank writes: what DCP's first rank tells the others with their plans."""
+class _WriteLocation:
+    """Where a rank writes; DCP's first rank sends it with the plans."""
 
     prefix: str
     folder: Path
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer into the folder of a `Save`, which its first rank begins and completes.
+    """DCP's writer into the folder of a `Save`, which DCP's first rank begins and completes.
 
     Args:
         path: of the checkpoint.
-        step: the pipeline's count of steps.
-        keep: how many checkpoints remain; None for all.
+        step: the pipeline's step count.
+        keep: the number of checkpoints to keep; None for all.
     """
 
     def __init__(self, path: Path, step: int, keep: int | None) -> None:
-        super().__init__(path, sync_files=False)  # _SyncedFile does it, and flushes before
+        super().__init__(path, sync_files=False)  # _SyncedFile syncs, after a flush
         self.fs = self._files = _Files()
         self._target, self._step, self._keep = path, step, keep
         self._save: Save | None = None
@@ -279,7 +277,9 @@ class _Writer(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._save = Save(self._target)
         folder = self._save.folder
-        return [replace(plan, storage_data=_Place(FILE_PREFIX.format(i), folder)) for i, plan in enumerate(plans)]
+        return [
+            replace(plan, storage_data=_WriteLocation(FILE_PREFIX.format(i), folder)) for i, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         self.path = plan.storage_data.folder
@@ -299,17 +299,17 @@ class _Writer(FileSystemWriter):
         self._save.complete(self._step, len(results), files, self._keep)
 
     def discard(self) -> None:
-        """The save has failed."""
+        """Remove the files of a failed save."""
         if self._save is not None:
             self._save.discard()
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader of a folder whose files are proved before anything is read from them: by each rank a part.
+    """DCP's reader, which verifies the checksums of the files before it reads them; each rank verifies a part.
 
     Args:
-        folder: it.
-        files: the name of each file to its size and its CRC-32; none for a checkpoint that was saved without.
+        folder: of the checkpoint.
+        files: the size and CRC-32 of each file, by name; empty for a checkpoint without a manifest.
         group: the processes that load together.
     """
 
@@ -323,13 +323,13 @@ class _Reader(FileSystemReader):
 
 
 def _place_in(group: Any) -> tuple[int, int]:
-    """This process's rank in a group, and how many there are."""
+    """This process's rank in a group, and the group's size."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 @contextlib.contextmanager
 def _errors_of_dcp(call: str, group: Any) -> Iterator[None]:
-    """What went wrong on a rank within DCP is raised there as it is, and as a StepError on the others."""
+    """Raise an error of DCP unchanged on the rank where it occurred, and as StepError on the others."""
     try:
         yield
     except CheckpointException as error:
@@ -352,50 +352,51 @@ def save_checkpoint(
     keep: int | None = None,
     group: Any = None,
 ) -> Future[Any] | None:
-    """Write the model, and the optimizer, into a folder that all ranks see. Called on every rank alike.
+    """Save the model, and optionally the optimizer, in a folder on a shared file system. Collective: call it on every
+    rank.
 
-    The folder is complete or absent at every instant: the ranks write into another one beside it, and rank 0 renames
-    that when all files are on disk. A checkpoint that is there already is replaced only then, as a whole.
+    The folder is complete or absent at every instant. The ranks write into a temporary folder next to it, which rank 0
+    renames when all files are on disk. An existing checkpoint is replaced only then, as a whole.
 
-    In the folder are ``model.<key of the unsplit model>``, ``optimizer.<...>`` in the flattened form of
-    `torch.distributed.checkpoint.state_dict`, ``extra``, and the state of each process's random generator. A stage
-    that two ranks hold is written once; of its buffers those of one holder. The size and the checksum of each file are
-    in ``manifest.json``.
+    The folder has ``model.<key of the unsplit model>``, ``optimizer.<...>`` in the flattened form of
+    `torch.distributed.checkpoint.state_dict`, ``extra``, and the state of each process's random generator. A stage that
+    two ranks hold is written once, with the buffers of one holder. ``manifest.json`` has the size and the checksum of
+    each file.
 
     Args:
-        path: a folder: a new one, an empty one, or that of a checkpoint, which is replaced. The folder that it is in
-            must be writable.
-        pipe: whose model.
+        path: a folder: new, empty, or an existing checkpoint, which is replaced. Its parent folder must be writable.
+        pipe: the pipeline.
         optimizer: one or several, of `pipe.parameters()`.
-        extra: what else the script needs to go on, the same on every rank: the number of the step, the state of a
-            learning-rate scheduler. Anything that can be pickled.
-        asynchronous: return when all is copied, and write in the background.
-        keep: how many checkpoints remain in the folder that `path` is in, with this one: those that were saved before
-            the last ones are removed when this one is complete. All of them unless given.
-        group: the processes that save together; all of them unless given. Replicas of a pipeline save together.
+        extra: other state of the script, the same on every rank: the step, the state of a learning-rate scheduler. Any
+            object that can be pickled.
+        asynchronous: return when the state is copied, and write in the background.
+        keep: the number of checkpoints to keep in the parent folder, including this one; older ones are removed when
+            this one is complete. Default: all.
+        group: the processes that save together; default: all. Replicas of a pipeline save together.
 
     Returns:
-        None; or a future whose ``result()`` says that the checkpoint is complete, or raises what went wrong.
+        None; or a future whose ``result()`` returns when the checkpoint is complete, or raises the error.
 
     Raises:
-        ValueError: for an optimizer of other parameters, or whose state cannot be saved, and on every rank when some
-            give one and others none; for a path that has something else than a checkpoint; for a `keep` below 1.
-        OSError: when the files cannot be written here.
-        StepError: when another rank cannot save, or dies meanwhile.
-        RuntimeError: when the last one in the background failed, and nobody has asked its future.
+        ValueError: for an optimizer of other parameters, or with state that cannot be saved; on every rank if some
+            ranks give an optimizer and others none; for a path with files other than a checkpoint's; for `keep` below
+            1.
+        OSError: if the files cannot be written on this rank.
+        StepError: if another rank cannot save, or exits during the save.
+        RuntimeError: if the last save in the background failed and its future was not read.
     """
     optimizers = _listed(optimizer)
     state: dict[str, Any] = {}
-    call, alone = f"save_checkpoint of {os.fspath(path)}", not dist.is_initialized()
+    call, no_dist = f"save_checkpoint of {os.fspath(path)}", not dist.is_initialized()
     writer = _Writer(Path(os.path.realpath(path)), pipe.step_count, keep)
 
     def gather() -> Reply:
         _await_pending()
         if keep is not None and keep < 1:
-            raise ValueError(f"keep = {keep}: at least the checkpoint that is saved remains; give 1 or more")
+            raise ValueError(f"keep = {keep}: the new checkpoint counts; give 1 or more")
         check_target(path)
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-        # a tuple is one value to DCP, whatever is in it
+        # DCP saves a tuple as one value
         state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe), steps=(pipe.step_count,))
         state.update(optimizer=flat_state(optimizers, names))
         return {"optimizes": _optimizes(pipe, optimizers)}
@@ -403,8 +404,8 @@ def save_checkpoint(
     def write(saved: dict[str, Any], members: Any) -> Any:
         try:
             with _errors_of_dcp(call, members):
-                return save(saved, storage_writer=writer, process_group=members, no_dist=alone)
-        except BaseException:  # raised again, when what was written is removed
+                return save(saved, storage_writer=writer, process_group=members, no_dist=no_dist)
+        except BaseException:  # raised again, after the files are removed
             writer.discard()
             raise
 
@@ -418,9 +419,9 @@ def save_checkpoint(
         return None
     copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
     assert isinstance(copy, dict)
-    thread = ThreadPoolExecutor(1, "fastpipe-save")  # which an interpreter that exits waits for
+    thread = ThreadPoolExecutor(1, "fastpipe-save")  # joined when the interpreter exits
     _pending.append(_Writing(os.fspath(path)))
-    thread.submit(write, copy, _side_group(group)).add_done_callback(_pending[-1].settle)
+    thread.submit(write, copy, _side_group(group)).add_done_callback(_pending[-1].copy_outcome)
     thread.shutdown(wait=False)
     return _pending[-1]
 
@@ -432,34 +433,34 @@ def load_checkpoint(
     *,
     group: Any = None,
 ) -> Any:
-    """Read what `save_checkpoint` wrote, whatever wrote it: another number of ranks, another schedule.
+    """Load a checkpoint of `save_checkpoint`, written with any number of ranks and any schedule. Collective.
 
-    Called on every rank alike. Parameters are filled in place, and `Pipeline.step_count` is set. Random generators are
-    set where as many processes load as had saved; otherwise they stay as they are. With ``rng="per_microbatch"`` random
-    numbers go on in any case, if `torch.manual_seed` was called as when it was saved.
+    Parameters are loaded in place, and `Pipeline.step_count` is set. Random generators are restored if as many
+    processes load as saved; otherwise they are unchanged. With ``rng="per_microbatch"`` random numbers continue in any
+    case, if `torch.manual_seed` was called with the same seed.
 
-    Before anything is changed every file is compared with the size and the checksum that it was saved with, by each
-    rank a part. For a checkpoint without a manifest (of DCP alone, or an earlier fastpipe) a warning is logged.
+    Before anything changes, the size and the checksum of every file are verified, a part on each rank. A checkpoint
+    without a manifest (written by DCP alone, or by an earlier fastpipe) logs a warning.
 
-    A checkpoint is trusted like code: `torch.distributed.checkpoint` reads its metadata with pickle. Load only what you
-    or somebody you trust has written.
+    Checkpoints must come from a trusted source: `torch.distributed.checkpoint` reads its metadata with pickle, which
+    can execute code.
 
     Args:
         path: the folder.
         pipe: a pipeline of the same model.
-        optimizer: one or several, of `pipe.parameters()`, as when it was saved; None leaves what was saved.
-        group: the processes that load together; all of them unless given.
+        optimizer: one or several, of `pipe.parameters()`, as when it was saved; None ignores the saved state.
+        group: the processes that load together; default: all.
 
     Returns:
-        What was given as ``extra``; None for a checkpoint that another program has written.
+        The ``extra`` of the save; None for a checkpoint of another program.
 
     Raises:
-        FileNotFoundError: when there is no complete checkpoint.
-        KeyError: when it lacks something that is needed here.
-        ValueError: when a file is missing or not as it was saved, or files of two saves are mixed; when the checkpoint
-            has something of the model that no rank takes, another shape, or other groups of parameters; and when some
-            ranks give an optimizer and others none.
-        StepError: when another rank cannot load.
+        FileNotFoundError: if there is no complete checkpoint.
+        KeyError: if it lacks a key that is needed here.
+        ValueError: if a file is missing or altered, or files of two saves are mixed; if the checkpoint has keys of the
+            model that no rank loads, other shapes, or other parameter groups; if some ranks give an optimizer and
+            others none.
+        StepError: if another rank cannot load.
     """
     optimizers = _listed(optimizer)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
@@ -475,7 +476,7 @@ def load_checkpoint(
         readers.append(_Reader(folder, files, group))
         saved.update(metadata.state_dict_metadata)
         state.update(model=pipe.state_dict())
-        state.update({name: None for name in ("extra", "steps") if name in saved})  # not where the plain model saved
+        state.update({name: None for name in ("extra", "steps") if name in saved})  # a plain model's save has neither
         _check_model(state["model"], saved, path)
         state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
         generators = _generators(pipe)
@@ -485,13 +486,13 @@ def load_checkpoint(
     def read(replies: Sequence[Reply]) -> None:
         _check_all_optimize(replies)
         _check_all_taken(_section(saved, "model"), replies, path)
-        alone = not dist.is_initialized()
+        no_dist = not dist.is_initialized()
         with _errors_of_dcp(call, group):
-            pipe._steps.attend(lambda: load(state, storage_reader=readers[0], process_group=group, no_dist=alone))
+            pipe._steps.attend(lambda: load(state, storage_reader=readers[0], process_group=group, no_dist=no_dist))
 
     pipe._steps.all_gather(call, prepare, read)
     pipe.load_state_dict(state["model"])
-    put_back(optimizers, names, state["optimizer"])
+    load_flat_state(optimizers, names, state["optimizer"])
     _set_generators(pipe, state["random"])
     if "steps" in state:
         (pipe.step_count,) = state["steps"]
@@ -509,7 +510,7 @@ def _listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] |
 
 
 def _optimizes(pipe: Pipeline, optimizers: Optimizers) -> bool | None:
-    """Whether this rank gives an optimizer; None for one that has nothing to optimize."""
+    """Whether this rank gives an optimizer; None if it has nothing to optimize."""
     trains = any(parameter.requires_grad for parameter in pipe.parameters())
     return bool(optimizers) if trains or optimizers else None
 
@@ -524,13 +525,13 @@ def _check_all_optimize(replies: Sequence[Reply]) -> None:
 
 
 def _checked(folder: Path, *, warns: bool) -> tuple[Mapping[str, tuple[int, int]], Metadata]:
-    """The files of a checkpoint, which are there, and what is in them; no files for one without a manifest."""
+    """The files of a checkpoint, checked for presence and size, and its metadata; no files without a manifest."""
     manifest = check_files(folder)
     if manifest is not None:
         check_contents(folder, {METADATA: manifest.files[METADATA]})
         return manifest.files, FileSystemReader(folder).read_metadata()
     if warns:
-        logger.warning("the checkpoint %s has no manifest: that its files are as they were saved is not known", folder)
+        logger.warning("the checkpoint %s has no manifest: its files cannot be verified", folder)
     metadata = FileSystemReader(folder).read_metadata()
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
@@ -566,7 +567,6 @@ def _check_all_taken(saved: Mapping[str, Any], replies: Sequence[Reply], path: s
 
 
 def _generators(pipe: Pipeline) -> dict[str, torch.Tensor]:
-    """The states of this process's random generators."""
     rank, size = _place_in(None)
     states = {f"{rank}_of_{size}": torch.get_rng_state()}
     if pipe.device.type == "cuda":
@@ -583,7 +583,7 @@ def _set_generators(pipe: Pipeline, states: Mapping[str, torch.Tensor]) -> None:
 
 
 def _side_group(group: Any) -> Any:
-    """A group of the same processes for saves in the background: the script goes on to use the other one."""
+    """A group of the same processes for saves in the background, as the script uses the other one."""
     if not dist.is_initialized():
         return None
     group = dist.group.WORLD if group is None else group
@@ -593,10 +593,10 @@ def _side_group(group: Any) -> Any:
 
 
 def _await_pending() -> None:
-    """What was saved in the background is complete, or failed.
+    """Wait for saves in the background.
 
     Raises:
-        RuntimeError: when it failed, and nobody has asked its future.
+        RuntimeError: if one failed and its future was not read.
     """
     while _pending:
         writing = _pending.pop()

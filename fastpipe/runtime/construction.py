@@ -1,9 +1,9 @@
-"""How a Pipeline is built: each function takes what the one before it returned, and gives data.
+"""How a Pipeline is built. Each function takes what the previous one returned.
 
     Arguments ─► World ─► BuildPlan (all ranks agree) ─► LocalStages (all ranks agree) ─► Transport ─► Engine
 
-The processes agree twice: on the schedule and its program before there are stages, and on the stages before there are
-connections. Whatever raises on one rank is raised, as an error that names it, on all.
+The processes agree twice: on the schedule and its program before stages are built, and on the stages before
+connections are. An error on one rank is raised on all ranks and names that rank.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class World:
     """Where a pipeline is built.
 
     Attributes:
-        device: what is computed on.
+        device: the device of the computation.
         timeout: seconds to wait for another rank.
         member: this process's place among the processes.
-        ranks_per_host: how many ranks compute on this host.
-        control: the way to the other processes.
-        cores: where steps run.
-        error: what was wrong with arguments that were needed to get here; raised once the others can be told.
+        ranks_per_host: the number of ranks that compute on this host.
+        control: the connection to the other processes.
+        cores: the cores of the steps.
+        error: the first error in the arguments evaluated so far; raised by `plan_build`, on all ranks.
     """
 
     device: torch.device
@@ -107,19 +107,19 @@ class World:
     error: Exception | None
 
     @property
-    def is_alone(self) -> bool:
-        """Whether there is one process, whose threads are the ranks."""
+    def is_single_process(self) -> bool:
+        """Whether the ranks are threads of a single process."""
         return self.member.size == 1
 
 
 def find_world(arguments: Arguments) -> World:
-    """This process's place, and its connections to the others."""
+    """Find this process's place, and connect to the other processes."""
     errors: list[Exception] = []
 
     def valid(find: Callable[[], Any], instead: Any) -> Any:
         try:
             return find()
-        except Exception as error:  # raised by `plan_build`, when the others can be told
+        except Exception as error:  # raised by `plan_build`, on all ranks
             errors.append(error)
             return instead
 
@@ -139,16 +139,16 @@ def find_world(arguments: Arguments) -> World:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What is known before there are stages; the same on every rank.
+    """What is determined before stages are built; the same on every rank.
 
     Attributes:
         num_ranks: the number of ranks.
         programs: the schedule, with its program proved for the transport's lanes.
-        num_microbatches: into how many microbatches a batch is cut.
-        costs: of the layers, by which they are cut; None where that needs none.
-        unit: what costs are counted in.
-        seed: of the random numbers of each stage and microbatch; None for torch's own generators.
-        contexts: what the user puts around forwards and backwards.
+        num_microbatches: the number of microbatches per batch.
+        costs: of the layers, for the partition; None if it needs none.
+        unit: of the costs.
+        seed: of the random numbers per stage and microbatch; None for torch's own generators.
+        contexts: the user's contexts of forwards and backwards.
     """
 
     num_ranks: int
@@ -161,11 +161,11 @@ class BuildPlan:
 
     @property
     def schedule(self) -> Schedule:
-        """What runs."""
+        """The schedule."""
         return self.programs.schedule(self.num_microbatches)
 
     def signature(self, arguments: Arguments, num_processes: int) -> str:
-        """What must be the same on every rank, in words."""
+        """Text that must be the same on every rank."""
         schedule = self.schedule
         text = f"{schedule.name} {dict(schedule.options)}, {self.num_microbatches} microbatches"
         text += (f", cut by {self.unit}" if self.unit else "") + arguments.signature
@@ -178,7 +178,7 @@ class BuildPlan:
 
 
 def plan_build(arguments: Arguments, world: World) -> BuildPlan:
-    """Check the arguments, make the schedule and prove its program; all ranks do the same, or all raise."""
+    """Check the arguments, make the schedule and prove its program. All ranks succeed, or all raise."""
 
     def make() -> tuple[BuildPlan, Reply]:
         if world.error is not None:
@@ -187,7 +187,7 @@ def plan_build(arguments: Arguments, world: World) -> BuildPlan:
         size, batch, wanted = world.member.size, arguments.batch, arguments.schedule
         contexts = checked_contexts(arguments.execution.forward_context, arguments.execution.backward_context)
         num_ranks = wanted.find_num_ranks(size)
-        world.ranks_per_host.join(num_ranks if world.is_alone else 1)
+        world.ranks_per_host.join(num_ranks if world.is_single_process else 1)
         lanes = arguments.execution.lanes(num_ranks, size)
         options = options_with_stages(wanted.schedule, wanted.schedule_options, wanted.stages_per_rank)
         queues = arguments.execution.queues(world.device, size)
@@ -214,13 +214,13 @@ class LocalStages:
 
     Attributes:
         modules: by stage.
-        copies: by rank and stage, where two ranks of this process hold a stage.
+        copies: by rank and stage, if two ranks of this process hold a stage.
         by_rank: the stages of every local rank, by index.
         ties: weights with several names.
-        cut: where the layers are cut, in words; empty for stages that came cut.
-        layer_counts: the number of layers of every stage; None for stages that came cut.
-        layers: the model's layers where they may be cut otherwise later.
-        declared_ties: those that the user named.
+        cut: the partition as text; empty for stages that the user split.
+        layer_counts: the number of layers of every stage; None for stages that the user split.
+        layers: the model's layers, if they can be split differently later.
+        declared_ties: the ties that the user named.
     """
 
     modules: dict[int, nn.Module]
@@ -234,28 +234,28 @@ class LocalStages:
 
     @property
     def stages(self) -> list[Stage]:
-        """All of them."""
+        """The stages of all local ranks."""
         return [stage for held in self.by_rank.values() for stage in held.values()]
 
 
 def build_stages(
     model: ModelArguments, loss_fn: Loss, schedule: Schedule, plan: BuildPlan, world: World
 ) -> LocalStages:
-    """Make the local stages, wrap them, and find what they share.
+    """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        model: with a partition that no longer depends on costs.
+        model: with a partition that does not depend on costs.
         loss_fn: see `fastpipe.Pipeline`.
-        schedule: says which stages are on which ranks.
-        plan: what all ranks have agreed on.
-        world: where the stages are made.
+        schedule: assigns stages to ranks.
+        plan: agreed.
+        world: of the stages.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
     placement = schedule.placement
     layers, tied = from_torch(model.stages, placement.num_stages, model.tied)
-    ranks = list(range(plan.num_ranks)) if world.is_alone else [world.member.rank]
+    ranks = list(range(plan.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
     cut = cut_text(layers, placement.num_stages, model.partition, plan.unit, plan.costs)
     counts = layer_counts(layers, placement.num_stages, model.partition)
@@ -277,9 +277,9 @@ def build_stages(
             if plan.programs.queues is not None and any(len(set(r[index : index + 2])) > 1 for r in placement.routes):
                 stage.why_one_tensor = why_too_few() or ""
             stages[rank][index] = _equipped(stage, model, world.device)
-    movable = layers if world.is_alone and counts is not None else None
+    movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied)
-    if world.is_alone:
+    if world.is_single_process:
         tell_later(made.stages, [names_message(made.stages)])
         return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
     return made
@@ -299,10 +299,10 @@ def _equipped(stage: Stage, model: ModelArguments, device: torch.device) -> Stag
 def agree_on_stages(
     arguments: Arguments, plan: BuildPlan, world: World
 ) -> tuple[ModelArguments, LocalStages, type[Executor]]:
-    """The local stages, which fit those of the other ranks, or all raise.
+    """Build the local stages and check them against those of the other ranks. All ranks succeed, or all raise.
 
     Returns:
-        The arguments of the model with the cut that was made, its local stages, and the class that runs their program.
+        The model's arguments with the resolved partition, the local stages, and the executor class.
     """
     schedule = plan.schedule
 
@@ -330,11 +330,11 @@ def agree_on_stages(
 
 
 def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
-    """The transport between the ranks. All processes come here together."""
+    """Create the transport between the ranks. Collective."""
     execution = arguments.execution
     if isinstance(execution.transport, Transport):
         return execution.transport
-    if world.is_alone:
+    if world.is_single_process:
         return Loopback()
     return select_transport(
         execution.chosen_transport,
@@ -354,7 +354,7 @@ class Engine:
     Attributes:
         steps: the steps of this process.
         pair_policy: how pairs of a forward and a backward run.
-        graph_refusal: why steps cannot be recorded as CUDA graphs; empty where they can.
+        graph_refusal: why steps cannot be recorded as CUDA graphs; empty if they can.
     """
 
     steps: Steps
@@ -372,7 +372,7 @@ def make_engine(
     transport: Transport,
     executor: type[Executor],
 ) -> Engine:
-    """Make of stages, programs and a transport what runs steps. All processes come here together."""
+    """Create the engine from stages, programs and a transport. Collective."""
     execution, device = arguments.execution, world.device
     placement = programs.schedule(num_microbatches).placement
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
@@ -391,13 +391,13 @@ def make_engine(
     replicas = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, copies)
     refusal = why_not(device, local.by_rank, transport, replicas)
     if execution.cuda_graph and refusal:
-        logger.warning("cuda_graph: %s; steps run as ever", refusal)
+        logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         local.by_rank, executor, transport, world.timeout, world.control.publish, policy.way, device, streams
     )
     forward_only = not programs.has_backward(num_microbatches)
     settings = arguments.batch.settings(device, world.cores)
     steps = Steps(settings, programs, ranks, world.control, replicas, random, forward_only=forward_only)
-    # until here not all ranks need all others, and no rank is to wait in a step for one that has no pipeline
+    # a barrier: no rank waits in a step for one whose construction failed
     world.control.exchange("joining", {})
     return Engine(steps, policy, refusal)

@@ -1,4 +1,4 @@
-"""What a pipeline says of itself."""
+"""The text of `Pipeline.describe`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(
     ties: Sequence[Tie],
     cut: str,
 ) -> str:
-    """The schedule, what is local, how it is run, and what to know about it."""
+    """The schedule, the local stages, their execution, and warnings."""
     options = ", ".join(f"{name}={value}" for name, value in schedule.options.items())
     name = f"{schedule.name} ({options})" if options else schedule.name
     held = "; ".join(f"rank {rank}: {', '.join(map(str, stages))}" for rank, stages in ranks.items())
@@ -55,7 +55,7 @@ def describe(
 
 
 def copies_text(stages: Sequence[Stage]) -> str:
-    """What is equal in the two copies of a stage, with a warning of what is not."""
+    """What the two copies of a stage share, with a warning about buffers."""
     whole = {stage.index: unwrapped(stage.module) for stage in stages}
     buffers = [
         state_prefix(module, i) + name for i, module in sorted(whole.items()) for name, _ in module.named_buffers()
@@ -65,13 +65,13 @@ def copies_text(stages: Sequence[Stage]) -> str:
         return text
     listed = ", ".join(buffers[:3]) + (f" and {len(buffers) - 3} more" if len(buffers) > 3 else "")
     return (
-        f"{text}. WARNING: buffers are each copy's own, and have seen half of the microbatches: {listed}; a checkpoint "
-        "has those of one copy"
+        f"{text}. WARNING: buffers differ between copies, each updated by half of the microbatches: {listed}; a "
+        "checkpoint has those of one copy"
     )
 
 
 def replica_texts(stages: Sequence[Stage]) -> list[str]:
-    """How the stages are parallelised, and when their replicas meet."""
+    """How the stages are parallelised, and when their gradients are averaged."""
     found: dict[str, list[str]] = {}
     for stage in stages:
         if stage.parallel is not None:
@@ -84,7 +84,7 @@ def replica_texts(stages: Sequence[Stage]) -> list[str]:
 
 
 def recompute_texts(stages: Sequence[Stage]) -> list[str]:
-    """Which stages recompute, by their way."""
+    """The stages that recompute, by kind."""
     found: dict[str, set[int]] = {}
     for stage in stages:
         found.setdefault(stage.recompute, set()).add(stage.index)
@@ -93,9 +93,9 @@ def recompute_texts(stages: Sequence[Stage]) -> list[str]:
 
 
 def split_text(stages: Sequence[Stage]) -> str:
-    """What waits for W, what does not, and how much memory waited."""
+    """Which parameters wait for W, which do not, and the peak of the memory that waited."""
     if not any(stage.has_split for stage in stages):
-        return "split: weights of linears wait for W; which ones is found at the first step"
+        return "split: weights of linears wait for W; the first step determines which"
     named = [(f"{stage.index}.{name}", stage.waits(p)) for stage in stages for name, p in trained(stage)]
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
     listed = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in whole.items())
@@ -104,12 +104,12 @@ def split_text(stages: Sequence[Stage]) -> str:
     held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
     return (
         f"split: {sum(waits for _, waits in named)} of {len(named)} parameters wait for W{in_place}; whole in I "
-        f"(stage.name): {listed or 'none'}; at most waiting (MiB), by stage: {held}"
+        f"(stage.name): {listed or 'none'}; peak memory waiting for W (MiB), by stage: {held}"
     )
 
 
 def trained(stage: Stage) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of a stage that get a gradient."""
+    """The parameters of a stage that require a gradient."""
     return [
         (name, parameter) for name, parameter in unwrapped(stage.module).named_parameters() if parameter.requires_grad
     ]
@@ -122,14 +122,14 @@ def pairs_text(
     counts: PairCounts,
     usage: RngUsage | None,
 ) -> str:
-    """How pairs of a forward and a backward run, and which run in order however it is.
+    """How pairs of a forward and a backward run, and which always run in order.
 
     Args:
-        policy: what the user and the machine make of it.
+        policy: by the user's choice and the machine.
         program: of a step.
         ranks: the stages of the local ranks, by index.
-        counts: what became of the pairs so far.
-        usage: what the stages do in steps with pairs; None before there was one.
+        counts: of the pairs that ran so far, by kind.
+        usage: of random numbers, in steps with pairs; None before the first one.
     """
     stages = [stage for held in ranks.values() for stage in held.values()]
     pairs = {pair for rank in ranks for pair in _pairs_in(program, rank)}
@@ -145,7 +145,7 @@ def pairs_text(
 
 
 def _pairs_in(program: Program, rank: int) -> set[tuple[int, int]]:
-    """The stages of the forward and of the backward of a rank's pairs."""
+    """The stages (forward, backward) of a rank's pairs."""
     op, stage, _, pair_stage, *_ = program.columns[rank]
     here = op == Op.OVERLAP_F_B
     return set(zip(stage[here].tolist(), pair_stage[here].tolist(), strict=True))
@@ -155,14 +155,14 @@ def _why_in_order(stages: Sequence[Stage], usage: RngUsage | None, pairs: Collec
     found = []
     replicated = {stage.index for stage in stages if stage.parallel is not None}
     if replicated:
-        found.append(f"stages {_listed(replicated)}, whose replicas meet in the order of the actions")
+        found.append(f"stages {_listed(replicated)}, whose replicas communicate in the order of the actions")
     if usage is None:
-        return [*found, "where random numbers or buffers meet a recompute, which the first step shows"]
+        return [*found, "where random numbers or buffers are used in a recompute, known after the first step"]
     own = {forward for forward, backward in pairs if forward == backward}
     if usage.draws and usage.recomputes:
         found.append("all, as stages of this process draw random numbers and recompute")
     elif usage.recomputes and own:
-        found.append(f"stages {_listed(own)} with themselves, as a recompute writes buffers like the forward")
+        found.append(f"stages {_listed(own)} with themselves, as both the forward and a recompute write buffers")
     return found
 
 

@@ -1,4 +1,4 @@
-"""GradScaler: torch's, with one scale and one verdict for all ranks of a pipeline."""
+"""GradScaler: torch's, with one scale for all ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,33 +11,28 @@ from fastpipe.runtime.pipeline import Pipeline
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Loss scaling for fp16: what `torch.amp.GradScaler` is to the unsplit model.
+    """Loss scaling for fp16: `torch.amp.GradScaler` for a pipeline.
 
-    From its making on, each step of the pipeline multiplies what its backward starts from by the scale: the loss, added
-    losses, and an ``output_grad``. `scale` is not called. The rest is as ever, on every rank alike::
+    Once created, it scales the roots of every backward of the pipeline: the loss, added losses, and ``output_grad``.
+    Do not call `scale`. Otherwise use it as usual, on every rank::
 
         scaler = fastpipe.GradScaler(pipe)
         with torch.autocast("cpu", torch.float16):
             result = pipe.step(x, target=target)
-        scaler.unscale_(optimizer)  # only if gradients are looked at, clipped say
+        scaler.unscale_(optimizer)  # only if gradients are read before the step, for clipping for example
         pipe.clip_grad_norm_(1.0)
         scaler.step(optimizer)
         scaler.update()
 
-    Where one rank finds a gradient that is infinite or NaN, all skip the optimizer's step and lower the scale, those of
-    other replicas too. To learn
-    that costs one exchange between the processes; `result.loss` is without the scale.
+    If one rank finds an infinite or NaN gradient, all ranks, of other replicas too, skip the optimizer's step and lower
+    the scale. This costs one exchange between the processes. `result.loss` is unscaled.
 
     Args:
-        pipe: the pipeline, whose steps are scaled from now on, by this scaler alone.
-        init_scale: the first scale.
-        growth_factor: by which it grows after ``growth_interval`` steps in a row without an infinity.
-        backoff_factor: by which it shrinks after one with.
-        growth_interval: see ``growth_factor``.
-        enabled: whether to do anything at all.
+        pipe: the pipeline to scale. One pipeline has one scaler.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for `torch.amp.GradScaler`.
 
     Raises:
-        TypeError: for a pipe that is none.
+        TypeError: if ``pipe`` is not a Pipeline.
     """
 
     def __init__(
@@ -56,17 +51,17 @@ class GradScaler(torch.amp.GradScaler):
         self._steps.loss_scale = self._loss_scale if enabled else None
 
     def _loss_scale(self) -> torch.Tensor:
-        """What the pipeline's next step multiplies by, on the pipeline's device."""
+        """The scale of the pipeline's next step, on its device."""
         scale: torch.Tensor = self.scale(torch.ones((), device=self._steps.settings.device))
         return scale
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """As torch's; whatever is found on a rank is found on all.
+        """Like torch's; an infinity on one rank is reported on all.
 
-        Of a gradient that `fully_shard` spread over replicas each unscales its shard, and torch shares what it found
-        over them; here that is shared over the pipeline of each, so that in the end all know it.
+        For gradients that `fully_shard` shards, torch reduces ``found_inf`` over the replicas; this method reduces it
+        over the pipeline of each replica, so all ranks get the same result.
         """
         found: dict[torch.device, torch.Tensor] = {}
 
@@ -79,7 +74,7 @@ class GradScaler(torch.amp.GradScaler):
         if not all(math.isclose(inverse, inverses[0]) for inverse in inverses):
             listed = ", ".join(f"{1 / inverse:g} on rank {rank}" for rank, inverse in enumerate(inverses))
             raise ValueError(f"the scale is {listed}: make the scaler and call update on every rank alike")
-        # a rank of which nothing is trained has no gradients, and torch asks each for a verdict
+        # a rank without trained parameters has no gradients, and torch needs found_inf of every rank
         found.setdefault(found_inf.device, found_inf)
         for flag in found.values():
             flag.fill_(float(any(reply["found"] for reply in replies)))

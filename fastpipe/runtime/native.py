@@ -1,9 +1,9 @@
-"""Loads the compiled extension, or says in one sentence why it is not there.
+"""Loads the compiled extension, or says in one sentence why it is not loaded.
 
-A library compiled against one torch and loaded beside another fails in ways that range from an undefined symbol to a
-wrong number, so the record that the build left in the package is compared with the installed torch *before* the library
-is loaded. Nothing here raises because of a missing or broken library, and torch is imported only to load a library that
-fits: without torch, ``native_status()`` still answers.
+A library compiled against another torch fails with anything from an undefined symbol to a wrong number. So the record
+that the build left in the package is compared with the installed torch *before* the library is loaded. A missing or
+broken library raises nothing here, and torch is imported only to load a matching library: ``native_status()`` works
+without torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLOOR = "2.11"
 
 @dataclass(frozen=True)
 class _Torch:
-    """As much of a torch build as decides whether a library fits it."""
+    """The properties of a torch build that a library must match."""
 
     version: str  # major.minor.patch
     backend: str  # "CPU", "CUDA 13.0", ...
@@ -46,12 +46,12 @@ class _Outcome:
 
 
 def load() -> ModuleType | None:
-    """Return the native extension, or None if there is none that fits; ``native_status()`` then says why."""
+    """Return the native extension, or None if none matches; ``native_status()`` then gives the reason."""
     return _outcome().module
 
 
 def native_status() -> str:
-    """Say in one sentence which native extension is loaded, or why none is and what to do about it."""
+    """Say in one sentence which native extension is loaded, or why none is and the remedy."""
     return _outcome().sentence
 
 
@@ -68,12 +68,12 @@ def _outcome() -> _Outcome:
 
 def _import(record: dict[str, Any]) -> _Outcome:
     try:
-        importlib.import_module("torch")  # its libraries must be in the process before ours asks for their symbols
-    except Exception as error:  # whoever wants it is told by `native_status`
+        importlib.import_module("torch")  # loads the libraries that define our symbols
+    except Exception as error:  # reported by `native_status`
         return _not_loaded(f"torch cannot be imported ({_one_line(error)})")
     try:
         module = importlib.import_module(f"fastpipe.{_LIBRARY}")
-    except Exception as error:  # ImportError for a missing symbol, but a module's own initialisation may raise anything
+    except Exception as error:  # a missing symbol, or any error of its initialisation
         return _not_loaded(f"loading it failed ({_one_line(error)}); {_rebuild()}")
     built_for = _torch_of(record)
     compiler = record["libraries"][_LIBRARY]["inputs"]["compiler"]
@@ -114,7 +114,7 @@ def _torch_of(record: dict[str, Any]) -> _Torch:
 
 
 def _installed_torch() -> _Torch | None:
-    """What torch says about itself in version.py, read as text: importing torch takes seconds and may fail."""
+    """The version and backend in torch's version.py, read as text: importing torch takes seconds and may fail."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -144,12 +144,12 @@ def _rebuild() -> str:
     source = _PACKAGE.parent
     if (source / "setup.py").exists():
         return f"run `make build` in {source}"
-    # Without --no-cache-dir pip may take a wheel that it built and kept when another torch was there.
+    # Without --no-cache-dir pip may reuse a wheel built for another torch.
     return f"run `pip install --force-reinstall --no-deps --no-cache-dir {_installed_from()}`"
 
 
 def _installed_from() -> str:
-    """The folder or archive pip was given, if it was given one."""
+    """The folder or archive that pip installed from, if any."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, KeyError):
         origin = json.loads(importlib.metadata.distribution("fastpipe").read_text("direct_url.json") or "{}")
         return str(origin["url"]).removeprefix("file://")

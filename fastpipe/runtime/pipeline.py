@@ -1,4 +1,4 @@
-"""Pipeline: the user's object, and the one place where planning meets running."""
+"""Pipeline: training, evaluation, profiling and replanning of a model that is split into stages."""
 
 from __future__ import annotations
 
@@ -58,88 +58,88 @@ __all__ = ["Pipeline", "StepResult"]
 
 
 class Pipeline:
-    """A model cut into stages, and the schedule that trains it.
+    """A model split into stages, and the schedule that trains it.
 
-    The same script runs alone (the ranks are threads), and as one process a rank under torchrun; it needs no
-    ``if rank ==``.
+    The same script runs in a single process, where the ranks are threads, and under torchrun with one process per
+    rank. It needs no ``if rank ==``.
 
     Args:
-        stages: the model's layers as a list or ``nn.Sequential``, split by ``partition``; or a function
-            ``stage_index -> nn.Module``, called for local stages only; or a dict of the local stages; or the local
-            ``PipelineStage`` objects of torch.distributed.pipelining, or its ``Pipe``.
-        schedule: a name of `fastpipe.list_schedules`, or a `fastpipe.Schedule`.
-        num_microbatches: how many microbatches a batch is cut into; a step may say otherwise.
-        loss_fn: ``loss_fn(output, target)``, and by name what layers `carry`: one number for a microbatch, or that and
-            metrics: ``(loss, dict)``, or all in one dict with ``"loss"``. Without it the last stage returns the loss
-            (alone, or in a dict under ``"loss"``), or `step` gets ``output_grad``.
-        num_ranks: the number of ranks; the size of the group unless given. More than there are processes only when
-            there is one process: its ranks are then threads.
-        stages_per_rank: how many stages a rank holds, for schedules with that option.
+        stages: the model's layers as a list or ``nn.Sequential``, split by ``partition``; a function
+            ``stage_index -> nn.Module``, called for local stages only; a dict of the local stages; or, of
+            torch.distributed.pipelining, the local ``PipelineStage`` objects or a ``Pipe``.
+        schedule: a name from `fastpipe.list_schedules`, or a `fastpipe.Schedule`.
+        num_microbatches: the number of microbatches per batch. `step` can override it.
+        loss_fn: ``loss_fn(output, target)``; values that layers `carry` are passed by name. It returns a scalar per
+            microbatch, ``(loss, dict of metrics)``, or a dict with ``"loss"``. Without it the last stage returns its
+            loss (a scalar, or such a dict), or `step` gets ``output_grad``.
+        num_ranks: the number of ranks. Default: the size of the group. Can exceed the number of processes only in a
+            single process, whose ranks are threads.
+        stages_per_rank: the number of stages per rank, for schedules with that option.
         schedule_options: other options of the schedule.
-        partition: ``"layers"`` (as many layers a stage as possible alike), ``"parameters"`` (the largest stage as small
-            as possible), ``"flops"``, ``"seconds"`` or ``"memory"`` (the same, by `fastpipe.layer_costs` of the
-            ``example``; rank 0's decide), the number of layers of every stage (``[3, 2, 2, 1]`` or ``"3,2,2,1"``), or
-            the ranges that `fastpipe.partition` returns.
-        example: one microbatch as the first layer takes it, or a tuple of arguments, where ``partition`` needs it.
-        loss_reduction: ``"mean"`` weighs a microbatch by its rows, ``"sum"`` does not; a function gives the weight of
-            a target (its tokens, say).
-        metrics: how the metrics of the loss function are reduced over microbatches, for all or by name: ``"mean"``
-            (weighed as a mean loss is), ``"sum"``, ``"list"``, or a function of the list.
-        split: how arguments are cut into microbatches, by name, position or ``"target"``: a dimension (0 unless
-            given), ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
-        merge: how outputs are joined, by name or position: a dimension, ``"replicate"`` or a function; False keeps no
-            outputs.
-        rng: None: torch's generators, so random numbers depend on the order of actions. ``"per_microbatch"``: a stage's
-            forward starts from a state derived from ``torch.initial_seed()`` (of now, the same on all ranks),
-            `step_count`, the stage and the microbatch, so that they do not depend on schedule, executor or number of
-            ranks; the generators are afterwards as they were.
+        partition: ``"layers"`` (equal numbers of layers, as far as possible); ``"parameters"``, ``"flops"``,
+            ``"seconds"`` or ``"memory"`` (smallest maximum over stages; the last three by `fastpipe.layer_costs` of
+            ``example`` on rank 0); the number of layers of every stage (``[3, 2, 2, 1]`` or ``"3,2,2,1"``); or the
+            ranges that `fastpipe.partition` returns.
+        example: one microbatch as the first layer takes it, or a tuple of arguments. Needed by some ``partition``.
+        loss_reduction: ``"mean"`` weights a microbatch by its rows, ``"sum"`` does not; a function maps a target to
+            its weight (its number of tokens, for example).
+        metrics: the reduction of the loss function's metrics over microbatches, for all or by name: ``"mean"``
+            (weighted like a mean loss), ``"sum"``, ``"list"``, or a function of the list.
+        split: how arguments are split into microbatches, by name, position or ``"target"``: a dimension (default 0),
+            ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
+        merge: how outputs are merged, by name or position: a dimension, ``"replicate"`` or a function. False discards
+            the outputs.
+        rng: None: torch's generators; random numbers depend on the order of actions. ``"per_microbatch"``: the forward
+            of a stage starts from a state derived from ``torch.initial_seed()`` (at construction, the same on all
+            ranks), `step_count`, the stage and the microbatch. Random numbers then do not depend on schedule, executor
+            and number of ranks; generators are restored afterwards.
         timeout: seconds to wait for another rank.
-        device: what to compute on; that of the stages unless given.
-        group: a process group, or a DeviceMesh of one dimension; all processes unless given.
-        mesh: instead of ``group``, a DeviceMesh of several dimensions, of which the pipeline is along ``"pp"``. The
-            others belong to the modules: ``"tp"`` and ``"ep"`` to layers that are spread, those that begin with
-            ``"dp"`` and ``"cp"`` to the stages' wrappers. A stage whose gradients would not be averaged over the latter
-            is refused. Ranks that differ in ``"tp"``, ``"ep"`` or ``"pp"`` alone are given the same batch.
+        device: the device to compute on. Default: that of the stages.
+        group: a process group, or a DeviceMesh of one dimension. Default: all processes.
+        mesh: instead of ``group``, a DeviceMesh of several dimensions; the pipeline is along ``"pp"``. Modules use the
+            others: ``"tp"`` and ``"ep"`` for distributed layers; names that begin with ``"dp"``, and ``"cp"``, for the
+            stages' wrappers. A stage whose gradients would not be averaged over the latter is refused. Ranks that
+            differ only in ``"tp"``, ``"ep"`` or ``"pp"`` must get the same batch.
         data_parallel: the replicas of this rank, one in each of several pipelines: a process group, or a DeviceMesh of
-            one dimension. Every stage is then wrapped in DistributedDataParallel. Stages may instead come wrapped, in
-            that or by ``fully_shard``; either way gradients are averaged over the replicas once a step.
-        executor: ``"native"`` (C++), ``"python"`` (the reference: on CPUs, over threads or process groups), or
-            ``"auto"``: native where the extension can be loaded.
-        transport: ``"loopback"`` (the ranks are threads), ``"shared_memory"`` (processes of one host, on CPU),
-            ``"process_group"`` (any), or ``"auto"``: channel by channel the first of these that can be; of processes
-            with the Python executor process groups alone.
-            ``"cuda_ipc"``: processes of one host copy from GPU to GPU by copy engines; experimental, and never chosen.
-            ``"process_group_coalesced"``: sends and receives between two ranks that are due at one time are one
-            operation (NCCL). The variable FASTPIPE_TRANSPORT says what "auto" means for several processes; set it
-            alike for all. Or a `fastpipe.runtime.transport.transport.Transport`.
-        stage_to_rank: the rank of every stage, where it is not the schedule's own.
-        recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`. A transport that
-            coalesces has its own rule.
-        recompute: what stages do not keep for their backward but compute again: ``"none"``, ``"full"`` (each stage as a
-            whole: it keeps its input), ``"layers"`` (each layer of a list by itself), or a function
-            ``(stage index, module)`` that returns one of these. The bits are the same.
-        grad_dtype: what gradients are summed in and ``.grad`` is, where that is not the parameters' dtype:
-            ``torch.float32`` for bf16 parameters. Clipping takes them as they are, and so has the optimizer to.
-        fused_weight_grad: W adds a linear's weight gradient to ``.grad`` by the matrix product that makes it, which
-            saves a temporary and a pass over memory, but rounds differently: docs/training.md says when.
-        tied: weights that are one under several names, as in ``[("0.weight", "11.weight")]``: layers that share a
-            Parameter are found where ``stages`` is a list; otherwise say so: the stage's number, and the name in it.
-        overlap: how a pair of a forward and a backward (``OVERLAP_F_B``) runs where the modules have no method of their
-            own for it: ``"always"`` together, the backward in a helper thread; ``"never"``; or ``"auto"``: whichever
-            is measured to be faster, in order where no core is free. The bits are the same.
-        forward_context: a function of what `fastpipe.current` gives, which returns a context manager to be put around
-            every F: the module and its loss.
-        backward_context: the same around every B, I and W.
-        cuda_graph: steps are recorded once for each look of their inputs, as a CUDA graph, and replayed; where that
-            cannot be they run as ever, and `describe` says why. docs/training.md says what it changes.
+            one dimension. Every stage is wrapped in DistributedDataParallel. Alternatively, pass stages that are
+            wrapped in it or by ``fully_shard``. Gradients are averaged over the replicas once per step.
+        executor: ``"native"`` (C++), ``"python"`` (the reference: CPU only, over threads or process groups), or
+            ``"auto"``: native if the extension loads.
+        transport: ``"loopback"`` (ranks are threads), ``"shared_memory"`` (processes of one host, CPU),
+            ``"process_group"`` (any processes), or ``"auto"``: per channel the first of these that is possible;
+            between processes, the Python executor uses process groups only.
+            ``"cuda_ipc"``: copy engines copy between GPUs of one host; experimental, never chosen by "auto".
+            ``"process_group_coalesced"``: simultaneous sends and receives between two ranks are one operation (NCCL).
+            The environment variable FASTPIPE_TRANSPORT sets the meaning of "auto" for several processes, and must be
+            the same on all. Or a `fastpipe.runtime.transport.transport.Transport`.
+        stage_to_rank: the rank of every stage. Default: the schedule's.
+        recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`. Coalescing
+            transports have their own rule.
+        recompute: what stages recompute in the backward instead of keeping it: ``"none"``, ``"full"`` (the whole
+            stage; only its input is kept), ``"layers"`` (each layer of a list separately), or a function
+            ``(stage index, module)`` that returns one of these. Results are bit-identical.
+        grad_dtype: the dtype of ``.grad``, in which gradients are summed. Default: the parameters' dtype. For example
+            ``torch.float32`` for bf16 parameters. Clipping supports them; the optimizer must, too.
+        fused_weight_grad: W accumulates a linear's weight gradient in ``.grad`` within its matrix product. Saves a
+            temporary and a pass over memory, but rounds differently; see docs/training.md.
+        tied: groups of names of one weight, as in ``[("0.weight", "11.weight")]``: the number of the stage, and the
+            name in it. Not needed for layers of a list that share a Parameter.
+        overlap: how pairs of a forward and a backward (``OVERLAP_F_B``) run if the modules have no method for them:
+            ``"always"`` concurrently, the backward in a helper thread; ``"never"``; or ``"auto"``: the faster one by
+            measurement, in order if no core is free. Results are bit-identical.
+        forward_context: a function that gets the value of `fastpipe.current` and returns a context manager, entered
+            for every F (the module and its loss).
+        backward_context: the same for every B, I and W.
+        cuda_graph: record a CUDA graph of a step per signature of its inputs, and replay it. Steps that cannot be
+            recorded run without; `describe` gives the reason. See docs/training.md for its effects.
 
     Attributes:
-        schedule: what runs.
+        schedule: the schedule.
         num_ranks: the number of ranks.
-        num_microbatches: into how many microbatches a batch is cut.
+        num_microbatches: the number of microbatches per batch.
         stage_modules: the modules of this process's stages, by index.
-        transport: how the ranks exchange tensors.
-        device: what is computed on.
+        transport: exchanges tensors between ranks.
+        device: the device of the computation.
         loss_fn, grad_dtype: as given.
 
     Raises:
@@ -207,7 +207,7 @@ class Pipeline:
         logger.info("%s", self.describe())
 
     def _start(self, model: ModelArguments, local: LocalStages, programs: Programs, num_microbatches: int) -> None:
-        """Run these stages by these programs from now on."""
+        """Use these stages and programs from the next step on."""
         engine = make_engine(
             self._arguments,
             programs,
@@ -239,23 +239,23 @@ class Pipeline:
         index: int | None = None,
         **kwargs: Any,
     ) -> StepResult:
-        """Forward and backward of one batch; adds to ``.grad``. Called on every rank alike.
+        """Run forward and backward of one batch; accumulates in ``.grad``. Collective: call it on every rank.
 
         Args:
-            args: the model's inputs: whole batches (cut by ``split``), lists of microbatches, or iterators, which are
-                consumed only where they are needed.
-            target: the loss function's second argument, in the same forms.
+            args: the model's inputs: whole batches (split by ``split``), lists of microbatches, or iterators. Iterators
+                are consumed only on ranks that need them.
+            target: the second argument of the loss function, in the same forms.
             output_grad: gradients of the outputs, in the same forms, instead of a loss.
-            num_microbatches: for this step, if not the pipeline's.
+            num_microbatches: overrides the pipeline's in this step.
             trace: gather the times of all ranks into ``result.timeline``.
-            gather_outputs: whether every rank gets the outputs, and not only those with the last stage.
-            index: the number of the batch, counted as you like. Ranks whose numbers differ raise; without it they find
-                out only where they were given the same argument.
-            kwargs: keyword arguments, given to every stage whose forward names them.
+            gather_outputs: return the outputs on every rank, not only on those with the last stage.
+            index: the number of the batch in the caller's count. Raises if ranks pass different numbers. Without it,
+                different batches are detected only in arguments that several ranks pass.
+            kwargs: keyword arguments, passed to every stage whose forward has a parameter of that name.
 
         Raises:
-            ValueError: for wrong input, naming it; on the other ranks StepError.
-            StepError: when the step failed on another rank. Where it failed, what was raised there comes through.
+            ValueError: for an invalid input, naming it; the other ranks raise StepError.
+            StepError: if the step failed on another rank. The rank that failed raises its own exception.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         request = Request(
@@ -277,18 +277,18 @@ class Pipeline:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this context steps add to the gradients of this replica alone: nothing is reduced over the replicas.
+        """Context in which steps accumulate local gradients only: nothing is reduced over the replicas.
 
-        As `DistributedDataParallel.no_sync`, for several steps an optimizer's step. The first step outside averages
-        what all of them added.
+        Like `DistributedDataParallel.no_sync`, for several steps per optimizer step. The first step after the context
+        averages the sum of all.
 
         Raises:
-            ValueError: where the schedule holds every stage twice and the stages have replicas.
+            ValueError: if the schedule holds every stage twice and the stages have replicas.
         """
         if self._programs.parallel and self.schedule.placement.num_routes > 1:
             raise ValueError(
-                f"no_sync: {self.schedule.name} holds every stage twice, and a step's gradients are summed over the "
-                "holders apart from those of earlier steps; let every step reduce, or use a schedule with one route"
+                f"no_sync: {self.schedule.name} holds every stage twice, and sums a step's gradients over the holders "
+                "separately from those of earlier steps; let every step reduce, or use a schedule with one route"
             )
         before, self._reduces = self._reduces, False
         try:
@@ -301,24 +301,24 @@ class Pipeline:
     ) -> torch.Tensor:
         """Scale the gradients so that the norm of all of them together is at most ``max_norm``.
 
-        What `torch.nn.utils.clip_grad_norm_` does to the unsplit model, and on a CPU the same to the last bit. Called
-        on every rank alike, between `step` and the optimizer. A stage that two ranks hold counts once, and so does a
-        gradient that FSDP spread over processes (that one to rounding only).
+        Equals `torch.nn.utils.clip_grad_norm_` on the unsplit model, bit for bit on a CPU. Collective: call it on every
+        rank, between `step` and the optimizer. A stage that two ranks hold counts once, and so does a gradient that
+        FSDP shards (equal up to rounding).
 
         Args:
             max_norm: at least 0; ``float("inf")`` only measures.
             norm_type: the p of the p-norm, or ``"inf"``.
-            error_if_nonfinite: whether a norm that is infinite or NaN is an error. Otherwise a warning is logged,
-                which names the gradients, and they are scaled by that norm. (With a `fastpipe.GradScaler`, which skips
-                such steps, it is logged as information.)
+            error_if_nonfinite: raise if the norm is infinite or NaN. Otherwise a warning that names the gradients is
+                logged, and they are scaled by that norm. (With a `fastpipe.GradScaler`, which skips such steps, the log
+                level is INFO.)
 
         Returns:
             The norm before clipping, the same on every rank.
 
         Raises:
-            StepError: for such a norm, naming parameter, stage and rank; gradients are left as they were. Or when
-                another rank could not take part.
-            ValueError: for a wrong argument, or one that is not the same on every rank.
+            StepError: for a non-finite norm, naming parameter, stage and rank; gradients are unchanged. Or if another
+                rank could not take part.
+            ValueError: for an invalid argument, or one that differs between ranks.
         """
         named = self._named_parameters()
         return clip_grad_norm(
@@ -335,10 +335,10 @@ class Pipeline:
         index: int | None = None,
         **kwargs: Any,
     ) -> StepResult:
-        """Forward alone, without gradients; the loss too when a target is given. Arguments as for `step`.
+        """Run the forward without gradients, and the loss if a target is given. Arguments as for `step`.
 
-        Nothing is kept, and no gradient is touched, so it may come between a step and its optimizer. Whether dropout
-        and BatchNorm train is the modules' own affair: see `eval` and `train`.
+        Keeps no activations and changes no gradient, so it may run between a step and its optimizer. It does not change
+        the mode of dropout and BatchNorm: see `eval` and `train`.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         request = Request(
@@ -351,11 +351,11 @@ class Pipeline:
             raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
         result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
-            result.found = gather(self._steps, self._world.member, self.device, result.found)
+            result.raw_outputs = gather(self._steps, self._world.member, self.device, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:
-        """A loss of a model that takes its target by a name finds it among the keyword arguments."""
+        """Move a keyword argument that is the target of a model with its own loss to ``target``."""
         name = getattr(self.loss_fn, "target_name", "")
         if request.target is not None or name not in request.kwargs:
             return request
@@ -364,7 +364,7 @@ class Pipeline:
 
     @property
     def step_count(self) -> int:
-        """How many training steps there were; `rng="per_microbatch"` draws from it, so set it when training resumes."""
+        """The number of training steps. Set it when training resumes: `rng="per_microbatch"` depends on it."""
         return self._steps.random.step_count
 
     @step_count.setter
@@ -375,12 +375,12 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the pipeline; 0 when all ranks are here."""
+        """The rank of this process in the pipeline; 0 in a single process."""
         return self._world.member.rank
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages of the model."""
         return int(self.schedule.num_stages)
 
     @property
@@ -395,12 +395,12 @@ class Pipeline:
 
     @property
     def needs_input(self) -> bool:
-        """Whether `step` uses its positional arguments here."""
+        """Whether `step` uses its positional arguments on this process."""
         return self.is_first
 
     @property
     def needs_target(self) -> bool:
-        """Whether `step` uses its target, or output gradient, here."""
+        """Whether `step` uses its target, or output gradient, on this process."""
         return self.is_last
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -409,7 +409,7 @@ class Pipeline:
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names in the whole model; a tied weight once, under its first name."""
+        """This process's parameters with their names in the whole model; a tied weight once, by its first name."""
         for named in self._named_parameters():
             yield named.name, named.parameter
 
@@ -417,23 +417,23 @@ class Pipeline:
         return list(named_parameters(self.stage_modules, first_names(self._ties)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this process's stages, under the keys of the whole model."""
+        """The state of this process's stages, with the keys of the whole model."""
         state: dict[str, Any] = {}
         for stage, module in sorted(self.stage_modules.items()):
             own = unwrapped(module)
             state.update(own.state_dict(prefix=state_prefix(own, stage)))
         for tie in self._ties:
-            # of tied shards the first is the one that is trained
+            # only the first of tied shards is trained
             first, *others = [name for name in tie.names if name in state] or [""]
             state.update({name: state[first] for name in others})
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the local part of a state under the keys of the whole model.
+        """Load the local part of a state with the keys of the whole model.
 
         Raises:
-            KeyError: for a key that is missing; where all stages are here, also for one that no stage has.
-            TypeError: for what is no state.
+            KeyError: for a missing key; if all stages are local, also for a key that no stage has.
+            TypeError: if ``state`` is not a mapping.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state is a {type(state).__name__}: give what state_dict() of the model returns")
@@ -449,42 +449,44 @@ class Pipeline:
             taken.update(prefix + key for key in own)
         left = [key for key in state if key not in taken]
         if left and len(self.stage_modules) == self.schedule.num_stages:
-            raise KeyError(f"the state has {left[0]!r}, which is of no stage: is it of another model?")
+            raise KeyError(f"the state has {left[0]!r}, which no stage has: is it the state of another model?")
 
     def train(self, mode: bool = True) -> Self:
-        """Put the local stages into training mode, or out of it."""
+        """Set the training mode of the local stages."""
         for module in self.stage_modules.values():
             module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Put the local stages into evaluation mode."""
+        """Set the local stages to evaluation mode."""
         return self.train(False)
 
     def profile(self, *args: Any, target: Any = None, num_steps: int = 3, **kwargs: Any) -> CostModel:
-        """Measure what the stages cost with one batch: what `fastpipe.plan` asks for. Called on every rank alike.
+        """Measure the costs of the stages on one batch, as input for `fastpipe.plan`. Collective: call it on every
+        rank.
 
-        Seconds are medians over `num_steps` traced steps, after one to warm up. A pass without backward then meters
-        what stages hold and hand on, in bytes. Where the schedule runs whole backwards, I and W share B's time in the
-        proportion that this pass finds. Latency and bandwidth are told apart where messages differ in size; otherwise
-        all of a transfer is latency. Gradients, buffers, torch's generators and `step_count` are left as they were.
+        Seconds are medians over `num_steps` traced steps after one warm-up step. A forward pass then meters the bytes
+        that stages keep and send. If the schedule runs whole backwards, B's time is split into I and W in the ratio
+        measured in that pass. Latency and bandwidth are fitted if message sizes differ; otherwise the whole transfer is
+        latency. Gradients, buffers, torch's generators and `step_count` are restored.
 
         Args:
             args: as for `step`, but no iterators.
             target: as for `step`.
-            num_steps: how many steps are traced.
+            num_steps: the number of traced steps.
             kwargs: as for `step`.
 
         Returns:
-            The same on every rank.
+            The costs, the same on every rank.
         """
         return self._measured(args, target, kwargs, num_steps, by_layer=False).stage_costs()
 
     def profile_layers(self, *args: Any, target: Any = None, num_steps: int = 3, **kwargs: Any) -> LayerCosts:
-        """The same by layer, so that a plan may cut the model otherwise; for pipelines made from a list of layers.
+        """Like `profile`, by layer, so that a plan can split the model differently. Needs a pipeline of a list of
+        layers.
 
-        Layers share the seconds of their stage in the proportion in which they take time by themselves. Bytes of
-        parameters are those of weights and gradients: what the optimizer keeps is for the caller to add.
+        The seconds of a stage are divided among its layers in the ratio of their separate times. Bytes of parameters
+        count weights and gradients; the caller adds the optimizer's state.
         """
         return self._measured(args, target, kwargs, num_steps, by_layer=True).layer_costs()
 
@@ -510,20 +512,19 @@ class Pipeline:
         )
 
     def replan(self, plan: Plan | Schedule | None = None) -> None:
-        """Train on by another plan, from the next step on. Called on every rank alike, between steps.
+        """Continue training with another plan from the next step on. Collective: call it on every rank, between steps.
 
-        A plan for the same stages on the same ranks changes the order of the work and nothing else. Where all ranks
-        are threads of this process it may also cut the layers otherwise, put stages elsewhere or have other ones
-        recompute: parameters, optimizers and checkpoints do not notice. Loss and gradients are those of the new
-        schedule.
+        A plan for the same stages on the same ranks changes only the order of the work. If all ranks are threads of
+        this process, a plan may also split the layers differently, move stages and change which of them recompute;
+        parameters, optimizers and checkpoints are unaffected. Loss and gradients are those of the new schedule.
 
         Args:
-            plan: what `fastpipe.plan` returned, or a schedule. Only rank 0 has to give one; a rank that gives another
-                one is refused.
+            plan: the result of `fastpipe.plan`, or a schedule. Required on rank 0 only; a different plan on another
+                rank is refused.
 
         Raises:
-            ValueError: for a plan that does not fit this pipeline, or moves layers where they cannot move; it says how
-                to go on. The pipeline is then as it was.
+            ValueError: for a plan that does not fit this pipeline, or moves layers between processes, with the remedy.
+                The pipeline is unchanged.
         """
         agreed = replanning.agree(self._steps, plan, self.rank)
         schedule, counts = agreed.schedule, agreed.counts
@@ -532,7 +533,7 @@ class Pipeline:
         programs = replanning.successor(self._programs, schedule, self.num_ranks)
         moves = schedule.placement.routes != self.schedule.placement.routes
         if moves or counts not in (None, present) or not agreed.keeps:
-            reason = replanning.why_it_stays(self._stages, self._world.member.size)
+            reason = replanning.why_not_movable(self._stages, self._world.member.size)
             if reason is not None:
                 raise replanning.refusal(reason)
             recompute = self._model.recompute if agreed.keeps else agreed.recompute
@@ -545,7 +546,7 @@ class Pipeline:
         logger.info("%s", self.describe())
 
     def _rebuild(self, programs: Programs, schedule: Schedule, model: ModelArguments) -> None:
-        """The same layers as other stages on the ranks of this process."""
+        """Build other stages of the same layers; all ranks are threads of this process."""
         present = self._local
         pieces = dict(self.stage_modules) if present.layers is None else present.layers
         model = replace(model, stages=pieces, tied=present.declared_ties)
@@ -557,7 +558,7 @@ class Pipeline:
         self._steps.random.step_count = step_count
 
     def describe(self) -> str:
-        """What runs here and how, in a few lines."""
+        """A description of the pipeline in a few lines: schedule, placement, executor, transport and options."""
         steps, engine = self._steps, self._engine
         program = self._programs.program(self.num_microbatches, forward_only=False)
         ranks = {rank: list(stages) for rank, stages in self._local.by_rank.items()}
@@ -565,7 +566,7 @@ class Pipeline:
         with steps.replicas.in_place():
             text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
         if self._programs.queues is not None:
-            text += f"\nqueues      proved for {self._programs.queues} of the hardware's ({VARIABLE})"
+            text += f"\nqueues      proved for {self._programs.queues} hardware queues ({VARIABLE})"
         if where := str(self._world.cores):
             text += f"\ncores       {where}"
         if self._world.control.remark:
@@ -588,7 +589,7 @@ class Pipeline:
         )
 
 
-def _close(control: Control, ranks: LocalRanks, home: ForkGuard) -> None:
-    if home.here:
+def _close(control: Control, ranks: LocalRanks, guard: ForkGuard) -> None:
+    if guard.here:
         control.close()
         ranks.close()

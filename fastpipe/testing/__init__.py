@@ -1,4 +1,4 @@
-"""For tests: the unsplit model's step, a pipeline against it, faults on purpose, and a transport that delays."""
+"""For tests: a step of the unsplit model, a comparison of a pipeline with it, faults, and a transport with delays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""check_parity: one step of a pipeline against the same step of the unsplit model, on every rank.
+"""check_parity: compare one step of a pipeline with the same step of the unsplit model, on every rank.
 
-Every process runs the pipeline's step; those that have the model run it, too, and compare. Results, and the gradients
-of those that have no model, go through the control plane, so that a failure on one rank is an error on all.
+Every process runs the pipeline's step; processes with the model also run the model's, and compare. Results, and the
+gradients of processes without the model, go over the control plane, so a failure on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _INTEGERS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same.
+    """One difference from the unsplit model.
 
     Attributes:
         what: ``"loss"``, ``"metric"``, ``"added loss"``, ``"norm"``, ``"gradient"`` or ``"parameter"``.
-        name: which one: the parameter's name in the pipeline, the microbatch of a loss, or that of what is reported.
-        stage: where the parameter is; None for what is of the whole model.
-        relative: the largest difference of two elements over the largest element of the unsplit model's.
-        ulps: the largest number of steps between two elements; 0 where only the signs of zeros differ.
-        note: what else there is to say.
+        name: the parameter's name in the pipeline, the microbatch of a loss, or the name of a metric or added loss.
+        stage: of the parameter; None for values of the whole model.
+        relative: the largest difference of two elements divided by the unsplit model's largest element.
+        ulps: the largest difference in representable numbers; 0 if only the signs of zeros differ.
+        note: further text.
     """
 
     what: str
@@ -54,7 +54,7 @@ class Difference:
     note: str = ""
 
     def row(self) -> tuple[str, ...]:
-        """The columns of the table."""
+        """The cells of the table."""
         stage = "" if self.stage is None else str(self.stage)
         relative = "" if math.isnan(self.relative) else f"{self.relative:.2g}"
         ulps = "" if math.isnan(self.ulps) else f"{self.ulps:.0f}" if self.ulps < 1e6 else f"{self.ulps:.1g}"
@@ -63,14 +63,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `fastpipe.check_parity` found; printed, a table with the worst first.
+    """The result of `fastpipe.check_parity`; prints as a table, the worst first.
 
     Attributes:
-        differences: what is not equal to the last bit, the worst first.
-        num_compared: how many gradients were compared.
+        differences: values that are not bit-identical, the worst first.
+        num_compared: the number of compared gradients.
         loss: the pipeline's, and the unsplit model's.
-        norm: the norm of all gradients, the pipeline's and the unsplit model's.
-        hints: what may be the reason.
+        norm: of all gradients, the pipeline's and the unsplit model's.
+        hints: possible reasons.
     """
 
     differences: Sequence[Difference]
@@ -81,7 +81,7 @@ class Parity:
 
     @property
     def ok(self) -> bool:
-        """Whether loss, gradients and norm are equal to the last bit."""
+        """Whether loss, gradients and norm are bit-identical."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def _table(differences: Iterable[Difference]) -> list[str]:
 
 
 def worst_first(differences: Iterable[Difference]) -> list[Difference]:
-    """Those of a parameter that two ranks hold only once, and the largest first."""
+    """The largest difference per value, sorted by size."""
     worst: dict[tuple[str, str], Difference] = {}
     for difference in differences:
         key = difference.what, difference.name
@@ -128,7 +128,7 @@ def worst_first(differences: Iterable[Difference]) -> list[Difference]:
 def compared(
     what: str, name: str, stage: int | None, found: torch.Tensor | None, expected: torch.Tensor | None
 ) -> list[Difference]:
-    """One difference, or none. A gradient that is missing is one of zeros."""
+    """One difference, or none. A missing gradient counts as zeros."""
     if found is None or expected is None:
         given = found if expected is None else expected
         if given is None or not given.any():
@@ -136,9 +136,9 @@ def compared(
         zeros = torch.zeros_like(given)
         found, expected = (zeros, expected) if found is None else (found, zeros)
     assert expected is not None
-    looks = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (found, expected)]
-    if looks[0] != looks[1]:
-        return [Difference(what, name, stage, note=f"{looks[0]} instead of {looks[1]}")]
+    kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (found, expected)]
+    if kinds[0] != kinds[1]:
+        return [Difference(what, name, stage, note=f"{kinds[0]} instead of {kinds[1]}")]
     if same_bytes(found, expected):
         return []
     relative, ulps = measured(found, expected)
@@ -147,12 +147,12 @@ def compared(
 
 
 def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors that look alike are the same to the last bit, NaN included."""
+    """Whether two tensors of one dtype and shape are bit-identical, NaN included."""
     return torch.equal(*(bytes_of(tensor) for tensor in (found, expected)))
 
 
 def measured(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """The relative difference and the number of representable steps; infinite where only one of two is finite."""
+    """Relative difference and distance in representable numbers; infinite if only one of two elements is finite."""
     a, b = (_real(tensor) for tensor in (found, expected))
     differs = ~((a == b) | (a.isnan() & b.isnan()))
     if not (a[differs].isfinite() & b[differs].isfinite()).all():
@@ -175,13 +175,13 @@ def _ulps(a: torch.Tensor, b: torch.Tensor) -> float:
         return math.nan
     x, y = (_ordered(tensor.view(integer).long(), torch.iinfo(integer).min) for tensor in (a, b))
     same_sign = (x < 0) == (y < 0)
-    # of different signs the difference may be too large for an integer
+    # with different signs the difference can overflow an integer
     apart = torch.where(same_sign, (x - y).abs().double(), x.double().abs() + y.double().abs())
     return float(apart.max())
 
 
 def _ordered(bits: torch.Tensor, lowest: int) -> torch.Tensor:
-    """Numbers in the order of the floats that they are the bits of; neighbours differ by 1, both zeros are 0."""
+    """Map the bits of floats to integers in the same order; adjacent floats differ by 1, both zeros are 0."""
     return torch.where(bits < 0, lowest - bits, bits)
 
 
@@ -192,7 +192,7 @@ def parity_of(
     norms: tuple[torch.Tensor, torch.Tensor],
     hints: Mapping[str, bool],
 ) -> Parity:
-    """The result, with those hints that apply."""
+    """The result, with the hints that apply."""
     loss, norm = (tuple(map(float, pair)) for pair in (losses, norms))
     chosen = [hint for hint, applies in hints.items() if applies]
     return Parity(tuple(worst_first(differences)), num_compared, (loss[0], loss[1]), (norm[0], norm[1]), chosen)
@@ -203,16 +203,13 @@ Key = tuple[int, str]
 Gradients = dict[Key, torch.Tensor | None]
 
 _STALE = (
-    "parameters differ: before the check, load into the model what the pipeline has; where ranks are processes, each "
-    "trains its own stages only"
+    "parameters differ: load the pipeline's state into the model before the check; where ranks are processes, each "
+    "trains only its own stages"
 )
-_RANDOM = (
-    "random numbers were drawn: which ones depends on the order of the actions, so compare without dropout, or in eval "
-    "mode"
-)
+_RANDOM = "random numbers were drawn: they depend on the order of the actions; compare without dropout, or in eval mode"
 _MERGED = (
-    "a weight that several stages use is one under one name in the model: there its uses are added in another order, "
-    "and its last bits may differ"
+    "a weight that several stages use has one name in the model, which adds its uses in another order: last bits may "
+    "differ"
 )
 
 
@@ -224,32 +221,31 @@ def check_parity(
     num_microbatches: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Parity:
-    """Run one step of the pipeline and one of the unsplit model; compare losses, metrics, every gradient and the norm.
+    """Run one step of the pipeline and of the unsplit model; compare losses, metrics, every gradient and the norm.
 
-    Called on every rank alike, and in every replica: each compares what its own batch gave before gradients are
-    averaged. Parameters that ``fully_shard`` spread over replicas are gathered. Gradients, buffers, embeddings with a
-    ``max_norm`` and torch's random generators are left as they were; other parameters are not touched. The step of the
-    unsplit model is `fastpipe.testing.reference_step`.
+    Collective: call it on every rank, and in every replica. Each replica compares its own batch, before gradients are
+    averaged; parameters that ``fully_shard`` shards are gathered. Gradients, buffers, embeddings with a ``max_norm``
+    and torch's random generators are restored; other parameters do not change. The unsplit model's step is
+    `fastpipe.testing.reference_step`.
 
     Args:
         pipe: the pipeline.
-        model: the unsplit model or the list of its layers, with the same parameters. It may be that of which the
-            pipeline was made. Where ranks are processes some may give None; their gradients are then sent to one that
-            has the model. Names are matched, without the number of the stage if need be, or else the order of the
-            parameters.
-        batch: ``(input, target)`` as whole batches or lists of microbatches; the input may be a tuple of arguments,
-            the target None where the model returns its loss.
-        num_microbatches: for this step, if not the pipeline's.
+        model: the unsplit model or the list of its layers, with the same parameters. It may be the model that the
+            pipeline was built from. If ranks are processes, some may give None; their gradients are sent to a rank with
+            the model. Parameters are matched by name, with or without the number of the stage, or else by order.
+        batch: ``(input, target)`` as whole batches or lists of microbatches; the input may be a tuple of arguments, the
+            target None if the model returns its loss.
+        num_microbatches: overrides the pipeline's in this step.
         kwargs: keyword arguments of the model.
 
     Returns:
-        What differs. ``.ok`` says whether nothing does, to the last bit; ``print`` shows a table, the worst first.
+        The differences. ``.ok`` is true if everything is bit-identical; ``print`` shows a table, the worst first.
 
     Raises:
-        TypeError: for what is no pipeline or no model.
-        ValueError: when no rank has the model, when its parameters are not as many as the pipeline's, or when there is
-            no loss.
-        StepError: when another rank could not take part.
+        TypeError: if ``pipe`` is not a pipeline or ``model`` not a model.
+        ValueError: if no rank has the model, if its number of parameters differs from the pipeline's, or without a
+            loss.
+        StepError: if another rank could not take part.
     """
     if not hasattr(pipe, "step"):
         raise TypeError(f"pipe is a {type(pipe).__name__}: give a Pipeline")
@@ -257,7 +253,7 @@ def check_parity(
         raise TypeError(f"model is a {type(model).__name__}: give the unsplit model, or the list of its layers")
     unsplit = None if model is None else whole(model)
     check = _Check(pipe, unsplit, model, batch, num_microbatches, kwargs or {})
-    with _left_alone(pipe, unsplit) as rewind:
+    with _restored(pipe, unsplit) as rewind:
         return check.run(rewind)
 
 
@@ -283,24 +279,24 @@ class _Check:
 
     def run(self, rewind: Callable[[], bool]) -> Parity:
         """The pipeline's step, then the unsplit model's from the same buffers and generators."""
-        meet = self.pipe._steps.all_gather
-        meet("check_parity", self._take_batch)
+        all_gather = self.pipe._steps.all_gather
+        all_gather("check_parity", self._take_batch)
         result = self._step()
         if result.loss is None:
             raise ValueError("pipe: its step has no loss; give it a loss_fn, or a last stage that returns a loss")
         drew = rewind()
-        self.found = _whole_gradients(self.pipe)
-        replies = meet("check_parity, gradients", lambda: self._beginning(drew))
+        self.gradients = _whole_gradients(self.pipe)
+        replies = all_gather("check_parity, gradients", lambda: self._beginning(drew))
         self.names = self._all_names(replies)
         self.sent = self._gather_gradients(replies)
         gathering = GradNorms()
-        values, _ = gathering.gather(meet, "check_parity, norms", self._held(), lambda: (2.0, {}))
+        values, _ = gathering.gather(all_gather, "check_parity, norms", self._held(), lambda: (2.0, {}))
         norms, norm = gathering.merged.norms, gathering.merged.total(values, 2.0, self.pipe.device)
-        answers = meet("check_parity, comparison", lambda: self._compare(result, norms, norm, replies))
+        answers = all_gather("check_parity, comparison", lambda: self._compare(result, norms, norm, replies))
         return self._parity(answers, result.loss, norm, any(reply["drew"] for reply in replies))
 
     def _take_batch(self) -> Reply:
-        """Copies of the batch, so that no gradient is added to the user's."""
+        """Copy the batch, so that the user's tensors get no gradients."""
         if not isinstance(self.batch, tuple | list) or len(self.batch) != 2:
             raise ValueError(f"batch is a {type(self.batch).__name__}: give (input, target); the target may be None")
         self.copies = [_copy((self.batch, dict(self.kwargs))) for _ in range(2)]
@@ -309,18 +305,18 @@ class _Check:
     def _step(self) -> StepResult:
         (inputs, target), kwargs = self.copies[0]
         args = inputs if isinstance(inputs, tuple) else (inputs,)
-        # of this replica alone: the model to compare with has its batch alone
+        # without a reduction over replicas: the model has only this replica's batch
         with self.pipe.no_sync() if self.pipe._programs.parallel else contextlib.nullcontext():
             return self.pipe.step(*args, target=target, num_microbatches=self.count, **kwargs)
 
     def _beginning(self, drew: bool) -> Reply:
-        """What the others need to know of this rank before they compare."""
+        """What other ranks need from this rank for the comparison."""
         named = _named(self.pipe)
         parameters = [[p.stage, p.name, digest_of(_whole(p.parameter)), p.is_echo] for p in named]
         return {"has_model": self.model is not None, "parameters": parameters, "drew": drew}
 
     def _held(self) -> list[Held]:
-        grads = {(p.stage, p.name): (self.found[p.stage, p.name], p.is_echo) for p in _named(self.pipe)}
+        grads = {(p.stage, p.name): (self.gradients[p.stage, p.name], p.is_echo) for p in _named(self.pipe)}
         return [Held(*key, grad, is_echo) for key, (grad, is_echo) in grads.items() if grad is not None]
 
     def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
@@ -328,15 +324,15 @@ class _Check:
         if not any(reply["has_model"] for reply in replies):
             raise ValueError("model is None on every rank: give the unsplit model on one rank at least")
         listed = [parameter for reply in replies for parameter in reply["parameters"]]
-        # what is tied has its place among those of its first stage
+        # a tied parameter is in the order of its first stage
         listed.sort(key=lambda parameter: bool(parameter[3]))
         return sorted(dict.fromkeys((stage, name) for stage, name, *_ in listed), key=lambda key: key[0])
 
     def _gather_gradients(self, replies: Sequence[Reply]) -> Gradients:
-        """The gradients of ranks that have no model, on the first that has it."""
+        """Send the gradients of ranks without the model to the first rank with it."""
         if all(reply["has_model"] for reply in replies):
             return {}
-        own = [[*key, _packed(grad)] for key, grad in self.found.items()] if self.model is None else []
+        own = [[*key, _packed(grad)] for key, grad in self.gradients.items()] if self.model is None else []
         sent = self.pipe._steps.all_gather("check_parity, gradients sent", lambda: {"gradients": own})
         if self.pipe.rank != next(rank for rank, reply in enumerate(replies) if reply["has_model"]):
             return {}
@@ -345,7 +341,7 @@ class _Check:
     def _compare(
         self, result: StepResult, norms: Sequence[Norm], norm: torch.Tensor, replies: Sequence[Reply]
     ) -> Reply:
-        """The unsplit model's step, and what differs from it here."""
+        """Run the unsplit model's step, and list the differences."""
         if self.model is None:
             return {"differences": []}
         parameters = self._parameters_by_key(self.model)
@@ -359,7 +355,7 @@ class _Check:
         found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
         found += _compare_losses(result, reference) + _compare_reports(result, reference)
         found += compared("norm", "", None, norm, expected_norm)
-        for (stage, name), grad in {**self.found, **self.sent}.items():
+        for (stage, name), grad in {**self.gradients, **self.sent}.items():
             found += compared("gradient", name, stage, grad, parameters[stage, name].grad)
         return {
             "differences": [asdict(difference) for difference in found],
@@ -368,19 +364,16 @@ class _Check:
         }
 
     def _parameters_by_key(self, model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
-        """The model's parameters under the pipeline's names.
-
-        Those of the same name, with or without the number of the stage, or else in the same order.
-        """
+        """The model's parameters by the pipeline's names; matched by name (stage number optional), or by order."""
         own = dict(model.named_parameters())
         if len(own) != len(self.names):
             raise ValueError(
                 f"model has {len(own)} parameters and the pipeline has {len(self.names)}: give the model that the "
                 "pipeline's stages are cut from"
             )
-        for known in ([name for _, name in self.names], [name.partition(".")[2] for _, name in self.names]):
-            if own.keys() == set(known):
-                return {key: own[name] for key, name in zip(self.names, known, strict=True)}
+        for candidates in ([name for _, name in self.names], [name.partition(".")[2] for _, name in self.names]):
+            if own.keys() == set(candidates):
+                return {key: own[name] for key, name in zip(self.names, candidates, strict=True)}
         return dict(zip(self.names, own.values(), strict=True))
 
     def _reference(self, ties: Sequence[Tie]) -> Reference:
@@ -426,7 +419,7 @@ def _compare_losses(result: StepResult, reference: Reference) -> list[Difference
 
 
 def _compare_reports(result: StepResult, reference: Reference) -> list[Difference]:
-    """What differs of the metrics and of the losses that stages added."""
+    """Differences of metrics and of losses that stages added."""
     found = []
     for what, ours, theirs in (
         ("metric", result.metrics, reference.metrics),
@@ -442,7 +435,7 @@ def _compare_reports(result: StepResult, reference: Reference) -> list[Differenc
 
 
 def _expected(parameters: Mapping[Key, nn.Parameter], norms: Sequence[Norm]) -> list[torch.Tensor]:
-    """The unsplit model's gradients; of zeros where it has none and the pipeline has: their number shows in a norm."""
+    """The unsplit model's gradients; zeros if only the pipeline has one, as the norm depends on their number."""
     there = {(norm.stage, norm.name) for norm in norms}
     grads = {key: p.grad if p.grad is not None else zero_grad_of(p) for key, p in parameters.items()}
     return [grad for key, grad in grads.items() if key in there or parameters[key].grad is not None]
@@ -453,7 +446,7 @@ def _named(pipe: Pipeline) -> list[Named]:
 
 
 def _whole_gradients(pipe: Pipeline) -> Gradients:
-    """What the step gave this replica, for the whole of every parameter, however it is spread over replicas."""
+    """This replica's gradients in the step, unsharded."""
     parallel = {stage.index: stage.parallel for stage in pipe._stages if stage.parallel is not None}
     held = [(parallel[index], module) for index, module in pipe.stage_modules.items() if index in parallel]
     holders = {id(parameter): holder for holder, module in held for parameter in module.parameters()}
@@ -470,18 +463,18 @@ def _whole_gradients(pipe: Pipeline) -> Gradients:
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient whose bytes can be compared, as those of a sparse one, in parts that are to be added, cannot."""
+    """A dense gradient, as the bytes of sparse ones are not comparable."""
     return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, of which each replica may have a shard; then all of them have to ask."""
+    """The whole of a tensor that may be sharded over replicas. Collective if it is."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def _copy(value: Any) -> Any:
-    """A tree of tensors of their own, leaves of the graph as before."""
+    """Copy a tree of tensors; leaves of the graph stay leaves."""
     return pytree.tree_map(_copied, value)
 
 
@@ -492,7 +485,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _packed(grad: torch.Tensor | None) -> list[Any] | None:
-    """A gradient as JSON, to the last bit."""
+    """A gradient as JSON, exact to the last bit."""
     if grad is None:
         return None
     data = base64.b64encode(bytes_of(grad).numpy().tobytes()).decode()
@@ -508,22 +501,22 @@ def _unpacked(packed: list[Any] | None) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], bool]]:
-    """Gradients are put aside, and come back with buffers and random generators, whatever happens.
+def _restored(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], bool]]:
+    """Context that saves gradients and restores them, buffers and random generators.
 
     Yields:
-        A function that puts back buffers and generators in between, and says whether random numbers were drawn.
+        A function that restores buffers and generators, and returns whether random numbers were drawn.
     """
     held = [stage.module for stage in pipe._stages]
     modules = {id(m): m for m in [*held, *([] if model is None else [model])]}.values()
     grads = [(p, p.grad) for module in modules for p in module.parameters()]
-    put_back_buffers, renormalised = keep_buffers(modules), _renormalised(modules)
+    restore_buffers, renormalised = keep_buffers(modules), _renormalised(modules)
     generators, step_count = _generators(pipe.device), pipe.step_count
 
     def rewind() -> bool:
         drew = not all(map(torch.equal, generators, _generators(pipe.device)))
         _set_generators(pipe.device, generators)
-        put_back_buffers()
+        restore_buffers()
         with torch.no_grad():
             for weight, value in renormalised:
                 weight.copy_(value)
@@ -531,12 +524,12 @@ def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[]
 
     for parameter, _ in grads:
         parameter.grad = None
-    put_back = [stage.parallel.put_aside() for stage in pipe._stages if stage.parallel is not None]
+    restores = [stage.parallel.put_aside() for stage in pipe._stages if stage.parallel is not None]
     try:
         yield rewind
     finally:
         rewind()
-        for restore in put_back:
+        for restore in restores:
             restore()
         pipe.step_count = step_count
         for parameter, grad in grads:
@@ -544,13 +537,12 @@ def _left_alone(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[]
 
 
 def _renormalised(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The weights that torch itself changes in a forward, with copies: those of embeddings with a ``max_norm``."""
+    """The weights that a forward changes (embeddings with a ``max_norm``), with copies."""
     found = [m for root in modules for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     return [(m.weight, m.weight.detach().clone()) for m in found if m.max_norm is not None]
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:
-    """The states of torch's generators: the CPU's, and the device's where it is another."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 

@@ -1,6 +1,6 @@
-"""For tests: the unsplit model's step, faults on purpose, and the transport that delays.
+"""For tests: the unsplit model's step, and modules that fail.
 
-Tied weights get one gradient a use, which are summed in the pipeline's order.
+Tied weights get one gradient per use, summed in the pipeline's order.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ __all__ = ["Fault", "Loopback", "Reference", "reference_step"]
 
 @contextmanager
 def tied_reference(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
-    """Sum the uses of tied weights as a pipeline does: those of every stage by themselves, then the last stage's first.
+    """Context that sums the uses of tied weights like a pipeline: per stage, then over stages from the last to the
+    first.
 
     Raises:
-        ValueError: when the model's weights are not tied, or have hooks.
+        ValueError: if the model's weights are not tied, or have hooks.
     """
     children = dict(children_of(model))
     try:
@@ -88,16 +89,16 @@ def tied_reference(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
 
 
 def ties_in(model: nn.Module, ties: Sequence[Tie]) -> list[Tie]:
-    """Those of a pipeline's ties whose uses can be told apart in the unsplit model, under its names.
+    """The pipeline's ties whose uses are distinct in the unsplit model, with its names.
 
-    Where a function or a trace made the stages the model may lack the number of the stage in them; and a weight that
-    one module uses several times has one name, so that autograd sums its uses in its own order.
+    If stages came from a function or a trace, the model's names may lack the number of the stage. A weight that one
+    module uses several times has one name, so autograd sums its uses in its own order.
     """
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found = []
     for tie in ties:
         for names in (tie.names, tuple(name.partition(".")[2] for name in tie.names)):
-            if len(set(names)) == len(names) and known.issuperset(names):
+            if len(set(names)) == len(names) and present.issuperset(names):
                 found.append(Tie(names, tie.members))
                 break
     return found
@@ -117,7 +118,7 @@ def _aliases_in(shared: Sequence[Shared]) -> Iterator[None]:
 
 
 def _separate(model: nn.Module, ties: Sequence[Tie]) -> None:
-    """Layers of several stages share no module, as `own_modules` has it for those of a pipeline."""
+    """Copy modules that layers of several stages share, like `own_modules` for those of a pipeline."""
     layers = {
         (stage, name.partition(".")[0]) for tie in ties for (stage, _), name in zip(tie.members, tie.names, strict=True)
     }
@@ -135,7 +136,7 @@ def _places_by_name(model: nn.Module, tie: Tie) -> dict[int, Places]:
     places: dict[int, Places] = {}
     for name, (stage, _) in zip(tie.names, tie.members, strict=True):
         if parameter_of(model, name, name) is not first:
-            raise ValueError(f"model: {name} and {tie.names[0]} are one weight in the pipeline and not in the model")
+            raise ValueError(f"model: {name} and {tie.names[0]} are one weight in the pipeline but not in the model")
         owner, _, attribute = name.rpartition(".")
         places.setdefault(stage, []).append((model.get_submodule(owner), attribute))
     return places
@@ -143,14 +144,14 @@ def _places_by_name(model: nn.Module, tie: Tie) -> dict[int, Places]:
 
 @dataclass
 class Reference:
-    """What the unsplit model gave.
+    """The results of the unsplit model.
 
     Attributes:
         loss: of the batch.
         losses: of every microbatch, as the loss function returned them.
         outputs: of every microbatch, detached.
-        metrics: what the loss function returned beside the loss, reduced.
-        added_losses: what layers added by `fastpipe.add_loss`, by name.
+        metrics: of the loss function, reduced.
+        added_losses: of `fastpipe.add_loss`, by name.
     """
 
     loss: torch.Tensor
@@ -178,45 +179,45 @@ def reference_step(
     loss_scale: torch.Tensor | float | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> Reference:
-    """One step of the unsplit model: what every pipelined step must equal, bit for bit, on a CPU.
+    """Run one step of the unsplit model; on a CPU every pipelined step must equal it, bit for bit.
 
-    The microbatches go one after the other, in the order in which the schedule's B, or W, come; every loss is scaled
-    before its backward; ``.grad`` is added to. Buffers that a forward changes (BatchNorm's) are those of this order; a
-    pipeline's are those of its forwards' order, which differs where B come in another one (``looped_bfs``).
+    Microbatches run one after the other, in the order of the schedule's B or W; each loss is scaled before its
+    backward; gradients accumulate in ``.grad``. Buffers that a forward changes (BatchNorm's) follow this order; those
+    of a pipeline follow the order of its forwards, which differs in some schedules (``looped_bfs``).
 
     Args:
         model: the whole model, or the list of its layers.
         batch: ``(input, target)``; the input may be a tuple of arguments, the target None without a loss function.
-        schedule: whose number and order of microbatches is followed.
-        loss_fn: ``loss_fn(output, target)``; without it the model returns its loss, alone or in a dict as ``"loss"``.
-        loss_reduction: as for `fastpipe.Pipeline`.
+        schedule: gives the number and order of microbatches.
+        loss_fn: ``loss_fn(output, target)``; without it the model returns its loss (a scalar, or a dict with
+            ``"loss"``).
+        loss_reduction, metrics: as for `fastpipe.Pipeline`.
         split_rules: as ``split`` of `fastpipe.Pipeline`.
         kwargs: keyword arguments of the model.
-        rng: ``"per_microbatch"`` for the random numbers that a Pipeline of this ``rng`` draws. The model must then be
-            the list of its layers: the numbers depend on where the stages begin.
-        seed: with ``rng``: `torch.initial_seed` when the Pipeline was built; that of now unless given.
+        rng: ``"per_microbatch"`` for the random numbers of a Pipeline with this ``rng``. The model must then be the
+            list of its layers, as the numbers depend on the stages.
+        seed: with ``rng``: `torch.initial_seed` at the construction of the Pipeline. Default: the present one.
         step_count: with ``rng``: the Pipeline's before its step.
         partition: with ``rng``: as for `fastpipe.Pipeline`.
-        ties: tied weights whose uses are summed stage by stage, as a pipeline does it (its ``_ties``). Without them
-            autograd sums a microbatch's uses first, which is the same but for rounding.
-        metrics: as for `fastpipe.Pipeline`.
-        loss_scale: what each share of the loss is multiplied by before its backward, as by `fastpipe.GradScaler`.
+        ties: tied weights whose uses are summed stage by stage, like in a pipeline (its ``_ties``). Without them
+            autograd sums a microbatch's uses first, which differs only by rounding.
+        loss_scale: multiplies each share of the loss before its backward, like `fastpipe.GradScaler`.
         grad_dtype: as for `fastpipe.Pipeline`; the model's parameters keep it.
     """
     if schedule.forward_only:
-        raise ValueError(f"schedule: {schedule.name} has no backward, so there is no step to refer to")
+        raise ValueError(f"schedule: {schedule.name} has no backward, so there is no training step")
     layers = None if has_own_forward(model) else as_layers(model)
     model = whole(model)
     if grad_dtype is not None:
         set_grad_dtype(model, grad_dtype)
     cut = _Microbatches.of(batch, kwargs or {}, schedule.num_microbatches, split_rules, has_targets=loss_fn is not None)
-    walk = _Walk(cut, loss_fn, loss_reduction, loss_scale)
-    with tied_reference(model, ties), _halves_apart(model, schedule) as next_half:
-        forward = _forward_of(model, layers, walk.finish, rng, seed, step_count, partition, schedule.num_stages)
+    run = _StepOfMicrobatches(cut, loss_fn, loss_reduction, loss_scale)
+    with tied_reference(model, ties), _separate_halves(model, schedule) as next_half:
+        forward = _forward_of(model, layers, run.finish, rng, seed, step_count, partition, schedule.num_stages)
         for i in backward_order(schedule):
             next_half(i)
-            walk.go(i, forward)
-    return walk.reference(metrics)
+            run.forward_backward(i, forward)
+    return run.reference(metrics)
 
 
 Forward = Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -225,13 +226,13 @@ Forward = Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]
 
 @dataclass
 class _Microbatches:
-    """A batch, cut as a pipeline cuts it.
+    """A batch, split like in a pipeline.
 
     Attributes:
-        args: the positional arguments of every microbatch.
-        kwargs: those by name.
+        args: positional arguments of every microbatch.
+        kwargs: keyword arguments of every microbatch.
         targets: of every microbatch, if there is a loss function.
-        rows: of every microbatch, where they can be counted.
+        rows: of every microbatch, if they can be counted.
     """
 
     args: list[tuple[Any, ...]]
@@ -243,7 +244,7 @@ class _Microbatches:
     def of(
         cls, batch: tuple[Any, Any], kwargs: Mapping[str, Any], count: int, rules: Rules, *, has_targets: bool
     ) -> _Microbatches:
-        """Cut ``(input, target)`` and the keyword arguments."""
+        """Split ``(input, target)`` and the keyword arguments."""
         inputs, target = batch
         given = inputs if isinstance(inputs, tuple) else (inputs,)
         columns = [split_argument(value, count, rules, i, f"input {i}") for i, value in enumerate(given)]
@@ -258,15 +259,8 @@ class _Microbatches:
         )
 
 
-class _Walk:
-    """The unsplit model's microbatches, one after the other, and what is kept of each.
-
-    Args:
-        cut: the microbatches.
-        loss_fn: as for `reference_step`.
-        reduction: its ``loss_reduction``.
-        loss_scale: the same.
-    """
+class _StepOfMicrobatches:
+    """Runs the unsplit model's microbatches one after the other, and keeps their results; see `reference_step`."""
 
     def __init__(
         self,
@@ -283,12 +277,12 @@ class _Walk:
         self.losses: dict[int, torch.Tensor] = {}
         self.scaled: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        # by stage, of which there is one here
+        # by stage; here there is one
         self.returned: Values = {0: {}}
         self.added: Values = {0: {}}
 
     def finish(self, i: int, output: Any, carried: Mapping[str, Any]) -> Any:
-        """From a microbatch's output, and what layers carry to the loss, to its loss and metrics."""
+        """Compute loss and metrics from a microbatch's output and carried values."""
         targets = self.cut.targets
         given, named = weighed((output, chosen(carried, names_of(self.loss_fn))), self.divisors[i])
         found, measured = (
@@ -299,8 +293,8 @@ class _Walk:
         self.losses[i], self.returned[0][i] = checked_loss(found), list(measured.items())
         return output
 
-    def go(self, i: int, forward: Forward) -> None:
-        """One microbatch, forward and backward."""
+    def forward_backward(self, i: int, forward: Forward) -> None:
+        """Forward and backward of one microbatch."""
         with AddedLosses() as collected:
             output = forward(i, self.cut.args[i], self.cut.kwargs[i])
         self.scaled[i], share = scale_loss(self.losses[i], self.divisors[i]), collected.share(self.divisors[i])
@@ -309,7 +303,7 @@ class _Walk:
         self.outputs[i], self.added[0][i] = detached(output), collected.detached()
 
     def reference(self, metrics: MetricRules) -> Reference:
-        """What all of them gave."""
+        """The results of all microbatches."""
         each = range(self.count)
         return Reference(
             sum_in_order([self.scaled[i].detach() for i in each]),
@@ -330,16 +324,16 @@ def _forward_of(
     partition: Any,
     num_stages: int,
 ) -> Forward:
-    """The model's forward of one microbatch, and its loss by `finish`.
+    """The model's forward of one microbatch, with its loss by `finish`.
 
-    With `rng` it goes stage by stage, each from the state that it has in a pipeline.
+    With `rng` it runs stage by stage, each from the generator state of the pipeline.
     """
     if rng is None:
         return lambda microbatch, args, kwargs: finish(microbatch, *apart(model(*args, **kwargs)))
     if rng != PER_MICROBATCH:
         raise ValueError(f"rng = {rng!r}: use None or {PER_MICROBATCH!r}")
     if isinstance(model, Chain | nn.Sequential | nn.ModuleList):
-        # which `tied_reference` may have exchanged
+        # `tied_reference` may have replaced children
         modules: Any = children_of(model)
         layers = Layers(modules.values(), modules)
     if layers is None:
@@ -366,7 +360,7 @@ def _forward_of(
 
 
 def backward_order(schedule: Schedule) -> list[int]:
-    """The microbatches in the order in which weight gradients of stage 0 are summed; one route after the other."""
+    """The microbatches in the order in which weight gradients of stage 0 are summed, route by route."""
     kinds = (ActionKind.B, ActionKind.W)
     parts = [part for rank in schedule for action in rank for part in action.parts]
     order = [part.microbatch for part in parts if part.stage == 0 and part.kind in kinds]
@@ -374,8 +368,8 @@ def backward_order(schedule: Schedule) -> list[int]:
 
 
 @contextlib.contextmanager
-def _halves_apart(model: nn.Module, schedule: Schedule) -> Iterator[Callable[[int], None]]:
-    """With two copies, each half's gradients are summed by themselves, and their sum is added to what was there."""
+def _separate_halves(model: nn.Module, schedule: Schedule) -> Iterator[Callable[[int], None]]:
+    """With two copies of the stages, sum the gradients of each half separately, then add their sum to ``.grad``."""
     if schedule.placement.num_routes == 1:
         yield lambda microbatch: None
         return
@@ -383,7 +377,7 @@ def _halves_apart(model: nn.Module, schedule: Schedule) -> Iterator[Callable[[in
     sums = [[p.grad for p in parameters]]
     route = 0
 
-    def put_aside() -> None:
+    def save_grads() -> None:
         sums.append([p.grad for p in parameters])
         for parameter in parameters:
             parameter.grad = None
@@ -392,12 +386,12 @@ def _halves_apart(model: nn.Module, schedule: Schedule) -> Iterator[Callable[[in
         nonlocal route
         if schedule.placement.route_of(microbatch, schedule.num_microbatches) != route:
             route = 1
-            put_aside()
+            save_grads()
 
     for parameter in parameters:
         parameter.grad = None
     yield next_half
-    put_aside()
+    save_grads()
     before, first, second = sums
     for parameter, a, b, c in zip(parameters, before, first, second, strict=True):
         half_sum = b if c is None else c if b is None else b + c
@@ -405,13 +399,13 @@ def _halves_apart(model: nn.Module, schedule: Schedule) -> Iterator[Callable[[in
 
 
 class Fault(nn.Module):
-    """A module that raises at one of its calls.
+    """A module that raises in one of its calls.
 
     Args:
-        module: what it does otherwise.
-        at_call: which call of its forward raises, counted from 0; or which of its backwards.
-        error: what it raises.
-        backward: whether the backward raises instead of the forward.
+        module: the wrapped module.
+        at_call: the number of the forward (or backward) that raises, from 0.
+        error: the exception.
+        backward: raise in the backward instead of the forward.
     """
 
     def __init__(self, module: nn.Module, at_call: int, error: BaseException, *, backward: bool = False) -> None:
@@ -439,7 +433,7 @@ class Fault(nn.Module):
     def _count(self) -> None:
         self.calls += 1
         if self.calls - 1 == self.at_call:
-            # not kept: its traceback holds the frames of the step, and they the pipeline, whose layer this is
+            # drop it: its traceback holds the step's frames, and so the pipeline that holds this module
             error, self.error = self.error, None
             assert error is not None
             raise error

@@ -83,7 +83,7 @@ def norms_of_spread_gradients() -> list[tuple[float, float]]:
     torch.testing.assert_close(scaled.grad.full_tensor(), whole[0] / (total + 1e-6))
     partial = DTensor.from_local(whole[0], mesh, [Partial()])
     assert "reduce it before it is clipped" in caught(lambda: norms_of([Held(0, "0", partial)], 2.0))[1]
-    assert "take a norm above 0" in caught(lambda: norms_of(held, 0.0))[1]
+    assert "need a norm above 0" in caught(lambda: norms_of(held, 0.0))[1]
     return found
 
 

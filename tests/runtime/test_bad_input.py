@@ -80,7 +80,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "a bad rule": ({"split": {0: "halves"}}, r"split\[0\] = 'halves': give a dimension"),
     "a rule for the last": ({"split": {-1: 1}}, r"split\[-1\]: give a name, or a position counted from 0"),
     "outputs merged badly": ({"merge": "cat"}, "merge = 'cat': give a dimension, 'replicate' or a function"),
-    "a class for a loss": ({"loss_fn": nn.MSELoss}, r"loss_fn = MSELoss: that is a class; give one of it, MSELoss\(\)"),
+    "a class for a loss": ({"loss_fn": nn.MSELoss}, r"MSELoss: that is a class; give an instance, MSELoss\(\)"),
     "options in a list": ({"schedule_options": [1]}, r"schedule_options = \[1\]: give a dict"),
     "recompute of one argument": ({"recompute": lambda i: "full"}, "recompute is a function that does not take"),
     "a context for a function": ({"forward_context": torch.no_grad()}, "forward_context is a no_grad: give a function"),
@@ -221,7 +221,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a state of another model": (
         {},
         lambda p: p.load_state_dict({**p.state_dict(), "9.weight": X}),
-        "has '9.weight', which is of no stage",
+        "has '9.weight', which no stage has",
     ),
     "weights that sum to 0": (
         {"loss_reduction": lambda t: 0.0},

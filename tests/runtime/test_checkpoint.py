@@ -374,7 +374,7 @@ def test_a_checkpoint_without_a_manifest_loads_with_a_warning(tmp_path: Path, ca
         dcp.save({"model": pipe.state_dict()}, checkpoint_id=tmp_path / name, no_dist=True)
         train(pipe, momentum(pipe), range(1))
     load_checkpoint(tmp_path / "b", pipe)
-    assert "has no manifest: that its files are as they were saved is not known" in caplog.text
+    assert "has no manifest: its files cannot be verified" in caplog.text
     assert latest_checkpoint(tmp_path) == tmp_path / "b"
     data, metadata = tmp_path / "b" / "__0_0.distcp", tmp_path / "b" / ".metadata"
     shutil.copyfile(tmp_path / "a" / data.name, data)
@@ -399,7 +399,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
         assert latest_checkpoint(tmp_path) == tmp_path / f"step{step}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "notes", "step10", "step9"]
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["tokenizer.json"]
-    with pytest.raises(ValueError, match="keep = 0: at least the checkpoint that is saved remains"):
+    with pytest.raises(ValueError, match="keep = 0: the new checkpoint counts"):
         save_checkpoint(tmp_path / "c", pipe, keep=0)
 
 
@@ -411,7 +411,7 @@ def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a", pipe)
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".metadata", "manifest.json", "rank0_0.distcp"]
     (tmp_path / "a" / "notes.txt").touch()
-    with pytest.raises(ValueError, match="path = .*a': the folder has 'notes.txt', which is no file of a checkpoint"):
+    with pytest.raises(ValueError, match="path = .*a': the folder has 'notes.txt', which is not a file of"):
         save_checkpoint(tmp_path / "a", pipe)
     with pytest.raises(ValueError, match="path = .*notes.txt' is a file; give a new folder"):
         save_checkpoint(tmp_path / "a" / "notes.txt", pipe)

@@ -157,7 +157,7 @@ def test_a_norm_that_overflows_names_no_gradient() -> None:
     pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
     for layer in layers:
         layer.weight.grad = torch.full((1, 1), 3e38)
-    with pytest.raises(StepError, match="each gradient is finite, their norm overflows"):
+    with pytest.raises(StepError, match="each gradient is finite, but their norm overflows"):
         pipe.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
 
 

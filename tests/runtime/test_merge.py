@@ -46,8 +46,8 @@ def test_a_rule_goes_by_the_name(outputs: list[Any], rules: Any, read: Any) -> N
         ([Pair(A, A)], {"middle": 0}, r"merge\['middle'\]: the model has no such output; .*\['left', 'right'\]"),
         ([State(A, 1)], {0: 0}, r"merge\[0\].*\['hidden', 'depth'\]"),
         ([(A, A), (B,)], None, "do not have the same entries"),
-        ([torch.ones(2, 3), torch.ones(2, 3)], 7, r"outputs of shape \(2, 3\) do not go together along dimension 7"),
-        ([torch.ones(2, 3), torch.ones(2, 4)], 0, r"shape \(2, 3\) and \(2, 4\) do not go together along dimension 0"),
+        ([torch.ones(2, 3), torch.ones(2, 3)], 7, r"shape \(2, 3\) cannot be concatenated along dimension 7"),
+        ([torch.ones(2, 3), torch.ones(2, 4)], 0, r"\(2, 3\) and \(2, 4\) cannot be concatenated along dimension 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(outputs: list[Any], rules: Any, message: str) -> None:

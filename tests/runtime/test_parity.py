@@ -89,7 +89,7 @@ def test_stale_parameters_are_the_first_suspects() -> None:
     parity = check_parity(pipe, model, batch())
     assert [d.name for d in parity.differences if d.what == "parameter"] == ["4.linear.bias"]
     assert parity.differences[0].what == "parameter" and parity.differences[0].stage == 1
-    assert "load into the model what the pipeline has" in str(parity)
+    assert "load the pipeline's state into the model" in str(parity)
 
 
 def test_random_numbers_are_suspected() -> None:

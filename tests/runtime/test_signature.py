@@ -153,7 +153,7 @@ def test_steps_announce_when_something_has_changed(executor: str) -> None:
 
     def known() -> int:
         pipe.step(x, target=y)
-        return len(pipe._steps.known)
+        return len(pipe._steps.announced)
 
     assert known() == known() == 1
     layers[0][0].weight.requires_grad_(False)

@@ -236,7 +236,7 @@ def test_many_shapes_do_not_pile_up() -> None:
     pipe = pipeline()
     for rows in range(4, 204):
         pipe.step(torch.zeros(rows, WIDTH), target=torch.zeros(rows, WIDTH))
-    assert len(pipe._steps.known) <= 64
+    assert len(pipe._steps.announced) <= 64
 
 
 def test_a_schedule_of_ones_own(executor: str) -> None:

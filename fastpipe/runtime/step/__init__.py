@@ -1,4 +1,4 @@
-"""One step: agree on the inputs, run the local ranks, gather what came out.
+"""One step: agree on the inputs, run the local ranks, gather the outputs.
 
 Promises: a step ends with a result on every rank, or with an error on every rank.
 Uses: `executor` and all below, `coordination`.

@@ -1,8 +1,7 @@
-"""Clipping by the norm of all gradients of the pipeline: to the last bit that of the unsplit model.
+"""Clipping by the norm of all gradients of the pipeline, bit-identical to the unsplit model's.
 
-torch's norm is a norm of norms: one a parameter, and then one of these. Summing the squares that every rank finds for
-itself gives other last bits. So the ranks tell each other the norm of every parameter, eight bytes each, and all of
-them take the same last norm, in the order of the unsplit model's parameters.
+torch takes the norm of the norms of all parameters. A sum of per-rank sums of squares rounds differently. So the ranks
+gather the norm of every parameter (8 bytes each), and each takes the norm of them in the unsplit model's order.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fastpipe.runtime.model import Named
 from fastpipe.runtime.step.steps import Steps
 
 logger = logging.getLogger("fastpipe")
-Meet = Callable[[str, Callable[[], Reply]], list[Reply]]
+AllGather = Callable[[str, Callable[[], Reply]], list[Reply]]
 
 
 class Held(NamedTuple):
@@ -37,13 +36,13 @@ class Held(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Which gradient a norm is of.
+    """The gradient that a norm belongs to.
 
     Attributes:
-        stage: where the parameter is.
-        name: its name in the whole model.
+        stage: of the parameter.
+        name: of the parameter in the whole model.
         dtype: of the gradient, without ``torch.``.
-        rank: whose norm is taken.
+        rank: whose norm is used.
     """
 
     stage: int
@@ -53,29 +52,29 @@ class Norm(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Which gradient, as a user reads it."""
+        """Name, stage and rank, for messages."""
         return f"{self.name} (stage {self.stage}, rank {self.rank})"
 
 
 Row = tuple[int, str, str, bool]
-"""Of a gradient: stage, name, dtype without ``torch.``, and whether it is an echo."""
+"""A gradient: stage, name, dtype without ``torch.``, and whether it is an echo."""
 
 
 class Merged:
-    """Every gradient's norm once, in the order of the unsplit model's parameters, out of those of all ranks.
+    """The norms of all ranks, each gradient once, in the order of the unsplit model's parameters.
 
     Args:
-        tables: of each rank, the rows of its norms in order.
+        tables: for each rank, the rows of its norms in order.
 
     Attributes:
-        norms: which gradients they are of.
+        norms: the gradients they belong to.
     """
 
     def __init__(self, tables: Sequence[Sequence[Row]]) -> None:
         found: dict[tuple[int, str], tuple[int, Norm]] = {}
         given = enumerate((rank, *row) for rank, table in enumerate(tables) for row in table)
         self._same: list[tuple[int, int, Norm, int]] = []
-        # a tied weight takes its place among those of its first stage, so its echoes come last
+        # a tied weight is in the order of its first stage, so its echoes come last
         for at, (rank, stage, name, dtype, _) in sorted(given, key=lambda pair: pair[1][-1]):
             first, norm = found.setdefault((stage, name), (at, Norm(stage, name, dtype, rank)))
             if first != at:
@@ -83,14 +82,14 @@ class Merged:
         chosen = sorted(found.values(), key=lambda pair: pair[1].stage)
         self.norms = [norm for _, norm in chosen]
         self._order = torch.tensor([at for at, _ in chosen], dtype=torch.long)
-        looks = [torch.empty(0, dtype=getattr(torch, norm.dtype)) for norm in self.norms]
-        self._groups = [(dtype.to_real(), torch.tensor(places)) for dtype, _, places in torch_private.grouped(looks)]
+        empty = [torch.empty(0, dtype=getattr(torch, norm.dtype)) for norm in self.norms]
+        self._groups = [(dtype.to_real(), torch.tensor(places)) for dtype, _, places in torch_private.grouped(empty)]
 
     def values(self, gathered: torch.Tensor) -> torch.Tensor:
-        """The norms, as doubles, out of those of all ranks one after the other.
+        """Select the norms, as doubles, from the concatenated norms of all ranks.
 
         Raises:
-            ValueError: when two ranks hold a parameter and have different gradients of it.
+            ValueError: if two ranks hold a parameter and have different gradients of it.
         """
         for first, at, norm, rank in self._same:
             one, other = gathered[first].item(), gathered[at].item()
@@ -102,7 +101,7 @@ class Merged:
         return gathered[self._order]
 
     def total(self, values: torch.Tensor, order: float, device: torch.device) -> torch.Tensor:
-        """The norm of norms, as `torch.nn.utils.get_total_norm` takes it."""
+        """The norm of norms, computed like `torch.nn.utils.get_total_norm`."""
         if not self.norms:
             return torch.tensor(0.0, device=device)
         groups = [values[places].to(dtype).to(device) for dtype, places in self._groups]
@@ -111,23 +110,23 @@ class Merged:
 
 
 class GradNorms:
-    """The norms of all gradients, gathered over the ranks: numbers alone, and names only where they have changed."""
+    """Gathers the norms of all gradients; names are exchanged only when they change."""
 
     def __init__(self) -> None:
         self._digests: list[int] = []
         self.merged = Merged([])
 
     def gather(
-        self, meet: Meet, call: str, held: Sequence[Held], make: Callable[[], tuple[float, Reply]]
+        self, all_gather: AllGather, call: str, held: Sequence[Held], make: Callable[[], tuple[float, Reply]]
     ) -> tuple[torch.Tensor, list[Reply]]:
-        """The norms of all ranks' gradients, in the order of ``merged.norms``. Called on every rank alike.
+        """The norms of all ranks' gradients, in the order of ``merged.norms``. Collective.
 
         Args:
-            meet: see `fastpipe.runtime.step.Steps.all_gather`.
+            all_gather: see `fastpipe.runtime.step.Steps.all_gather`.
             call: its first argument.
             held: the gradients of this process.
-            make: gives the order of the norm, and what else to tell the others. What it raises is an error on every
-                rank, and so is what is wrong with the gradients.
+            make: returns the order of the norm, and further entries of the message. An error in it, or in the
+                gradients, is an error on every rank.
 
         Returns:
             The norms, and the messages of all ranks.
@@ -137,13 +136,13 @@ class GradNorms:
         def numbers() -> Reply:
             order, more = make()
             packed = base64.b64encode(norms_of(held, order).numpy().tobytes()).decode()
-            # what another rank knows of this one's table it has from this one, so the digest may be this process's own
-            return {"norms": packed, "digest": hash(tuple(table)), "known": self._digests, **more}
+            # other ranks only compare digests that this process sent, so its own hash will do
+            return {"norms": packed, "digest": hash(tuple(table)), "received": self._digests, **more}
 
-        replies = meet(call, numbers)
+        replies = all_gather(call, numbers)
         digests = [reply["digest"] for reply in replies]
-        if any(reply["known"] != digests for reply in replies):
-            tables = [reply["table"] for reply in meet(f"{call}, names", lambda: {"table": table})]
+        if any(reply["received"] != digests for reply in replies):
+            tables = [reply["table"] for reply in all_gather(f"{call}, names", lambda: {"table": table})]
             self.merged, self._digests = Merged(tables), digests
         data = bytearray(b"".join(base64.b64decode(reply["norms"]) for reply in replies))
         gathered = torch.frombuffer(data, dtype=torch.double) if data else torch.empty(0, dtype=torch.double)
@@ -154,7 +153,7 @@ def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     """Both as numbers.
 
     Raises:
-        ValueError: naming the one that is wrong, and what to give.
+        ValueError: naming the invalid one, and what to give.
     """
     limit, order = _number(max_norm), _number(math.inf if norm_type == "inf" else norm_type)
     if not limit >= 0:
@@ -165,7 +164,7 @@ def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
 
 def _number(value: Any) -> float:
-    """What is one, or a tensor of one; NaN for all else."""
+    """A number, or a tensor of one element, as float; NaN for anything else."""
     try:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -173,22 +172,22 @@ def _number(value: Any) -> float:
 
 
 def gradients_of(parameters: Iterable[Named]) -> list[Held]:
-    """The gradients there are."""
+    """The existing gradients of the parameters."""
     return [Held(p.stage, p.name, p.parameter.grad, p.is_echo) for p in parameters if p.parameter.grad is not None]
 
 
 @torch.no_grad()
 def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
-    """The norm of each gradient, as doubles on the CPU, which hold that of every dtype; one transfer for all.
+    """The norm of each gradient, as doubles on the CPU (exact for every dtype); one transfer for all.
 
     Raises:
-        ValueError: for a sparse gradient, of which torch has no norm.
+        ValueError: for a sparse gradient, which torch's norm does not support.
     """
     for h in held:
         if h.grad.layout is not torch.strided:
             raise ValueError(
-                f"the gradient of {h.name} (stage {h.stage}) is sparse, and torch takes no norm of such: leave out "
-                "sparse=True of its embedding, or make .grad dense by to_dense() before it is clipped"
+                f"the gradient of {h.name} (stage {h.stage}) is sparse, which torch's norm does not support: leave "
+                "out sparse=True of its embedding, or make .grad dense by to_dense() before it is clipped"
             )
     grads = [h.grad for h in held]
     norms: list[torch.Tensor] = [torch.empty(0)] * len(grads)
@@ -203,7 +202,7 @@ def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
 
 
 def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
-    """The norms of gradients that FSDP spread over processes: one reduction for all that are spread alike."""
+    """The norms of gradients that FSDP shards; one reduction per mesh, placement and dtype."""
     spread: dict[Any, list[int]] = {}
     for i, grad in enumerate(grads):
         if is_dtensor(grad):
@@ -213,22 +212,21 @@ def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[in
         for dimension, placement in enumerate(placements):
             if placement.is_partial():
                 raise ValueError(f"a gradient has the placement {placement}: reduce it before it is clipped")
-            if (
-                not placement.is_replicate()
-            ):  # a shard of any kind: fully_shard over layers that are spread makes its own
+            # also the special shards that fully_shard makes of tensor-parallel layers
+            if not placement.is_replicate():
                 local = _reduced(local, order, mesh.get_group(dimension))
         yield places, local.to(dtype.to_real())
 
 
 def _local_norm(grad: Any, order: float) -> torch.Tensor:
     local: torch.Tensor = grad.to_local()
-    # a process may have none of its rows, and an empty tensor has no norm of every order
+    # the local shard may be empty, and not every norm is defined for empty tensors
     return torch.linalg.vector_norm(local, order).double() if local.numel() else local.new_zeros((), dtype=torch.double)
 
 
 def _reduced(norms: torch.Tensor, order: float, group: Any) -> torch.Tensor:
     if order <= 0:
-        raise ValueError(f"norm_type = {order}: gradients that are spread over processes take a norm above 0")
+        raise ValueError(f"norm_type = {order}: gradients sharded over processes need a norm above 0")
     if math.isinf(order):
         dist.all_reduce(norms, dist.ReduceOp.MAX, group)
         return norms
@@ -238,10 +236,10 @@ def _reduced(norms: torch.Tensor, order: float, group: Any) -> torch.Tensor:
 
 
 def same_arguments(replies: Sequence[Reply]) -> tuple[float, float, bool]:
-    """The arguments of the call, which are those of every rank.
+    """The arguments of the call, equal on every rank.
 
     Raises:
-        ValueError: when they are not.
+        ValueError: if they differ.
     """
     given = [tuple(reply["arguments"]) for reply in replies]
     if len(set(given)) > 1:
@@ -260,24 +258,24 @@ def report_nonfinite(
     is_error: bool,
     expected: bool = False,
 ) -> None:
-    """Name the gradients that made the norm infinite or NaN.
+    """Report the gradients that made the norm infinite or NaN.
 
     Args:
         total: the norm.
-        norms: which gradients there are.
+        norms: the gradients.
         values: their norms.
-        local: those of this process, which it logs.
+        local: the gradients of this process; it logs only these.
         is_error: whether to raise.
-        expected: whether it is nothing to warn of.
+        expected: log at INFO instead of WARNING.
 
     Raises:
-        StepError: if that is to be an error, on every rank.
+        StepError: if ``is_error``, on every rank.
     """
     if bool(total.isfinite()):
         return
     bad = [norm for norm, finite in zip(norms, values.isfinite().tolist(), strict=True) if not finite]
     names = ", ".join(norm.place for norm in bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
-    cause = f"not finite are the gradients of {names}" if bad else "each gradient is finite, their norm overflows"
+    cause = f"the gradients of {names} are not finite" if bad else "each gradient is finite, but their norm overflows"
     text = f"the norm of the gradients is {float(total)}: {cause}"
     if is_error:
         rank, stage = (bad[0].rank, bad[0].stage) if bad else (None, None)
@@ -300,21 +298,21 @@ def clip_grad_norm(
     local = gradients_of(named)
 
     def arguments() -> tuple[float, Reply]:
-        # whatever is wrong here is an error on every rank, and nobody waits
+        # an error here is an error on every rank, so no rank hangs
         limit, order = check_limits(max_norm, norm_type)
         return order, {"arguments": [limit, order, bool(error_if_nonfinite)]}
 
     values, replies = gathering.gather(steps.all_gather, "clip_grad_norm_", local, arguments)
     limit, order, is_error = same_arguments(replies)
     norms, total = gathering.merged.norms, gathering.merged.total(values, order, device)
-    # a scaler tries large scales, and leaves out the steps that overflow
+    # a scaler tries large scales and skips steps that overflow
     report_nonfinite(total, norms, values, local, is_error=is_error, expected=steps.loss_scale is not None)
     _clip_by(named, limit, total)
     return total
 
 
 def _clip_by(named: Sequence[Named], limit: float, total: torch.Tensor) -> None:
-    """Scale gradients as torch does; those of each mesh by themselves, as torch scales no mixture of kinds."""
+    """Scale gradients like torch, separately for each mesh: torch does not scale mixtures of tensors and DTensors."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for p in named:
         grad: Any = p.parameter.grad

@@ -1,4 +1,4 @@
-"""Outputs on every rank: those that have them tell the others what they look like, and send them."""
+"""Outputs on every rank: the ranks exchange dtypes and shapes, and broadcast the tensors."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Outputs = dict[int, Any]
 
 
 def gather(steps: Steps, member: Membership, device: torch.device, own: Outputs) -> Outputs:
-    """The outputs of all processes, on every one of them. Called on all alike, after a step.
+    """The outputs of all processes, on every one of them. Collective, after a step.
 
     Args:
-        steps: the way to agree with the others.
+        steps: exchanges messages with the other ranks.
         member: the group, and this process's place in it.
-        device: where what arrives is put.
-        own: those of this process; they come back as they are.
+        device: of received outputs.
+        own: the outputs of this process; returned unchanged.
 
     Raises:
         ValueError: for an output that cannot be sent.
-        StepError: when another rank could not take part.
+        StepError: if another rank could not take part.
     """
     if member.size == 1:
         return own
     packed: dict[int, Tensors] = {}
 
-    def looks() -> Reply:
-        # in a dict, so that a tuple stays one
+    def headers() -> Reply:
+        # in a dict, which preserves tuples
         packed.update({i: to_tensors({"output": output}, {}, -1) for i, output in sorted(own.items())})
-        return {"outputs": [[i, [_look(tensor) for tensor in tensors]] for i, tensors in packed.items()]}
+        return {"outputs": [[i, [_header(tensor) for tensor in tensors]] for i, tensors in packed.items()]}
 
-    found = dict(own)
-    for rank, reply in enumerate(steps.all_gather("gather_outputs", looks)):
-        for i, described in reply["outputs"]:
-            tensors = packed[i] if rank == member.rank else tuple(_empty(look, device) for look in described)
+    outputs = dict(own)
+    for rank, reply in enumerate(steps.all_gather("gather_outputs", headers)):
+        for i, received in reply["outputs"]:
+            tensors = packed[i] if rank == member.rank else tuple(_empty(header, device) for header in received)
             try:
                 for tensor in tensors:
                     _broadcast(tensor, member, rank)
@@ -50,23 +50,23 @@ def gather(steps: Steps, member: Membership, device: torch.device, own: Outputs)
                 steps.abort(Failure(rank, cause_text(error), is_fatal=True), error)
             if rank != member.rank:
                 ((value,), _) = from_tensors(tensors)
-                found[i] = value["output"]
-    return found
+                outputs[i] = value["output"]
+    return outputs
 
 
-def _look(tensor: torch.Tensor) -> list[Any]:
+def _header(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
-def _empty(look: list[Any], device: torch.device) -> torch.Tensor:
-    dtype, shape = look
+def _empty(header: list[Any], device: torch.device) -> torch.Tensor:
+    dtype, shape = header
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
 def _broadcast(tensor: torch.Tensor, member: Membership, rank: int) -> None:
-    """As bytes, since not every backend knows every dtype."""
+    """Broadcast as bytes, since not every backend supports every dtype."""
     if not tensor.numel():
         return
-    # what is received is contiguous, so this is its memory
+    # a receive buffer is contiguous, so `line` is a view of it
     line = tensor.to(member.device).contiguous().view(-1).view(torch.uint8)
     dist.broadcast(line, src=member.ranks[rank], group=member.group)

@@ -29,25 +29,19 @@ from fastpipe.runtime.step.microbatch import (
 from fastpipe.runtime.step.result import Weights
 
 ROWS, NAMED, RULE = "rows", "named", "rule"
-"""How what was given as a whole batch is cut: positional inputs, and those by keyword, row by row if they have as many
-as the batch; others as `split` says, and targets in any proportion."""
+"""How a whole batch is split: positional inputs, and keyword inputs, by rows if they have the batch's number of rows;
+others by a rule of `split`; targets in any proportion."""
 _SAMPLE = 4096
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asked of one step.
+    """The arguments of one step; attributes as of `fastpipe.Pipeline.step`.
 
     Attributes:
-        args: positional arguments of the model.
-        kwargs: keyword arguments of the model.
-        target: the loss function's second argument.
-        output_grad: gradients of the outputs, instead of a loss.
-        num_microbatches: how many microbatches.
         training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
-        gathers_outputs: whether every rank gets them in the end.
-        index: the number of the batch, as the user counts.
+        gathers_outputs: whether every rank gets the outputs.
     """
 
     args: tuple[Any, ...]
@@ -66,14 +60,14 @@ class Inputs:
     """The microbatches that this process needs.
 
     Attributes:
-        args: for the first stage, positional arguments by microbatch.
-        kwargs: every keyword argument that a local stage takes, by name and microbatch.
+        args: positional arguments of the first stage, by microbatch.
+        kwargs: every keyword argument of a local stage, by name and microbatch.
         targets: by microbatch, on a process with the last stage.
-        output_grads: the same.
-        counted: the rows of every microbatch, where they can be counted.
-        whole: of what was given as a whole batch, the rows and by which rule they are cut, of every length one.
-        divisors: of the losses, where the user's own function of the target says them.
-        unknown: keys of the rules for splitting that are the name of nothing here.
+        output_grads: by microbatch, on a process with the last stage.
+        counted: the rows of every microbatch, if they can be counted.
+        whole: for whole batches, rows and rule by name; one entry per distinct pair.
+        divisors: of the losses, if a function of the user gives weights.
+        unknown: keys of the split rules that match no argument here.
     """
 
     args: list[tuple[Any, ...]] | None = None
@@ -86,22 +80,22 @@ class Inputs:
     unknown: list[str] = field(default_factory=list)
 
     def signature(self) -> tuple[Any, ...]:
-        """What the shapes between stages may depend on."""
-        return tuple(map(_looks, (self.args, self.kwargs, self.targets, self.output_grads)))
+        """Everything that shapes between stages may depend on."""
+        return tuple(map(_signature_of, (self.args, self.kwargs, self.targets, self.output_grads)))
 
     def given(self) -> dict[str, list[bool]]:
-        """By keyword argument that a local stage takes: for which microbatches it is not None."""
+        """For every keyword argument of a local stage: the microbatches in which it is not None."""
         return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
 
 
 def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, list[Any]]:
-    """Of every argument that this rank was given, needed here or not: its form, and a checksum of its values.
+    """The form and a checksum of the values of every argument of this rank, needed here or not.
 
     Args:
         request: of the user.
-        inputs: what was taken of it. An iterator's items count where they were taken.
-        whole: whether all elements count, those of a device among them, for which that waits. Otherwise it is some
-            thousand of every tensor on the CPU, which takes some microseconds.
+        inputs: the inputs taken from it. An iterator's items count on ranks that consumed them.
+        whole: checksum all elements, also on a device, which waits for it. Otherwise some thousand elements of every
+            CPU tensor, which takes microseconds.
     """
     given = dict(zip(_input_names(request), request.args, strict=True))
     given |= {name: inputs.kwargs.get(name, v) if isinstance(v, Iterator) else v for name, v in request.kwargs.items()}
@@ -124,7 +118,7 @@ def _digest(value: Any, found: int, whole: bool) -> int:
         found = zlib.crc32(repr(value).encode(), found)
     elif type(value) in (torch.Tensor, nn.Parameter) and _is_read(value, whole):
         found = zlib.crc32(bytes_of(value if whole else _sampled(value)).numpy().data, found)
-    # other objects may have what is each rank's own, as a cache of keys and values does
+    # other objects may have state that differs between ranks, such as a key-value cache
     return found
 
 
@@ -133,22 +127,21 @@ def _is_read(tensor: torch.Tensor, whole: bool) -> bool:
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """At most some thousand elements of it, from everywhere."""
+    """At most some thousand elements, evenly spaced."""
     tensor, size = tensor.detach(), tensor.numel()
     if size <= _SAMPLE:
         return tensor
-    stride = size // _SAMPLE | 1  # odd, as it would meet the same columns of every row otherwise
+    stride = size // _SAMPLE | 1  # odd: an even stride would sample the same columns of every row
     if tensor.is_contiguous():
         return tensor.view(-1)[::stride]
     return tensor[torch.unravel_index(torch.arange(0, size, stride), tensor.shape)]
 
 
 def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
-    """Refuse a step whose ranks were given different batches: inputs of one would meet targets of another.
+    """Refuse a step if ranks were given different batches.
 
     Args:
-        digests: what `batch_digests` says on every rank. What one rank gives as a tensor and another one as a list is
-            not compared.
+        digests: of every rank, from `batch_digests`. Arguments of different types are not compared.
 
     Raises:
         ValueError: naming the argument and the ranks.
@@ -170,22 +163,22 @@ def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
                 )
 
 
-def _looks(value: Any) -> Any:
-    # torch's pytree takes several times as long as all else that a step does with its inputs
+def _signature_of(value: Any) -> Any:
+    # pytree takes several times as long as all other work on a step's inputs
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.requires_grad, _layout(value)
     if type(value) in (list, tuple):
-        return tuple(map(_looks, value))
+        return tuple(map(_signature_of, value))
     if value is None or isinstance(value, int | float | str):
         return value
     if pytree.tree_is_leaf(value):
         return type(value).__name__
     leaves, structure = pytree.tree_flatten(value)
-    return str(structure), *map(_looks, leaves)
+    return str(structure), *map(_signature_of, leaves)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
-    """None where it is contiguous. Operators lay out what they make like what they are given."""
+    """None if contiguous. Strides matter because operators derive the layout of outputs from their inputs."""
     if tensor.layout is not torch.strided:
         return tensor.layout
     return None if tensor.is_nested or tensor.is_contiguous() else tensor.stride()
@@ -198,10 +191,10 @@ def take_inputs(
     loss_fn: Callable[..., Any] | None,
     reduction: str | Callable[[Any], float],
 ) -> Inputs:
-    """Split what the local stages need; nothing else is touched, so iterators stay where they are on other ranks.
+    """Split the inputs of the local stages. Other inputs are not touched, so iterators do not advance on other ranks.
 
     Raises:
-        ValueError: naming the argument, what was found, and what to give.
+        ValueError: naming the argument, its value, and what to give.
     """
     if request.target is not None and request.output_grad is not None:
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
@@ -230,15 +223,15 @@ def take_inputs(
 
 
 def _unknown_names(rules: Rules, request: Request, stages: Sequence[Stage]) -> list[str]:
-    """The names in the rules that nothing has: a keyword argument need not be given in every step."""
+    """Names in the rules that match no argument of a stage; keyword arguments are optional in a step."""
     if not isinstance(rules, Mapping) or any(stage.accepts is None for stage in stages):
         return []
-    known = {"target", "output_grad", *request.kwargs}.union(*(stage.accepts or () for stage in stages))
-    return [key for key in rules if isinstance(key, str) and key not in known]
+    names = {"target", "output_grad", *request.kwargs}.union(*(stage.accepts or () for stage in stages))
+    return [key for key in rules if isinstance(key, str) and key not in names]
 
 
 def _check_input(first: Stage, request: Request) -> None:
-    """Refuse a step without an input that the first stage needs; a list may have several in each of its tuples."""
+    """Refuse a step without an input that the first stage needs; tuples of a list may have several."""
     args = request.args
     if any(isinstance(value, list | Iterator) for value in args):
         return
@@ -253,7 +246,6 @@ def _check_input(first: Stage, request: Request) -> None:
 
 
 def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
-    """Every positional argument by microbatch."""
     count = request.num_microbatches
     positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
     if request.args and positions and max(positions) >= len(request.args):
@@ -263,13 +255,12 @@ def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
 
 
 def _input_names(request: Request) -> list[str]:
-    """What the positional arguments are called in errors."""
+    """The names of positional arguments in errors."""
     count = len(request.args)
     return ["the input"] if count == 1 else [f"input {i}" for i in range(count)]
 
 
 def _by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
-    """The positional arguments of every microbatch."""
     if not columns:
         return [() for _ in range(count)]
     # a list or an iterator of tuples: each tuple is one microbatch's arguments
@@ -297,16 +288,16 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
 def _note_whole(
     inputs: Inputs, request: Request, value: Any, rules: Rules, key: str | int, name: str, unasked: str
 ) -> None:
-    """Note the rows of a whole batch's tensors, where no other has as many, and refuse those that share a history.
+    """Record the rows of a whole batch's tensors, one entry per distinct number. Refuse inputs with autograd history.
 
     Args:
-        inputs: where they are noted.
+        inputs: receives the entries.
         request: of the user.
         value: one argument.
-        rules: how arguments are cut.
-        key: by which the rules know it.
-        name: what it is called in errors.
-        unasked: how it is cut where no rule speaks of it.
+        rules: of all arguments.
+        key: in the rules.
+        name: in errors.
+        unasked: how it is split without a rule.
     """
     way = RULE if is_asked(rules, key) else unasked
     for leaf, rows in lengths(value, rule_for(rules, key), name).items():
@@ -321,22 +312,22 @@ def _check_history(value: Any, name: str) -> None:
     history = next((leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn), None)
     if history is not None:
         raise ValueError(
-            f"{name} is the output of {history.name()}, which all microbatches would go back through, and the first "
-            "one frees it: make what computes it a layer of the pipeline, or give cut = x.detach().requires_grad_(), "
+            f"{name} is the output of {history.name()}, shared by the backwards of all microbatches, and the first "
+            "one frees it: make its computation a layer of the pipeline, or give cut = x.detach().requires_grad_(), "
             "and after the step call x.backward(cut.grad) where cut.grad is not None"
         )
 
 
 def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
-    """Refuse arguments whose microbatches do not belong together.
+    """Refuse arguments whose microbatches do not match.
 
     Args:
-        whole: the rows of each, and how they are cut: `ROWS`, `NAMED` or `RULE`.
-        num_microbatches: into which they are cut.
+        whole: the rows of each, and how they are split: `ROWS`, `NAMED` or `RULE`.
+        num_microbatches: the number of microbatches.
 
     Raises:
-        ValueError: where an input that no rule speaks of does not have the batch's rows, or where rows are not in the
-            same proportion in every microbatch.
+        ValueError: if an input without a rule does not have the batch's rows, or if rows are not in the same proportion
+            in every microbatch.
     """
     if num_microbatches == 1:
         return
@@ -351,9 +342,9 @@ def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     for name in batch:
         if rows[name] != rows[batch[0]]:
             raise ValueError(
-                f"{name} has {rows[name]} rows (dimension 0) and {batch[0]} has {rows[batch[0]]}: what has not a row "
-                "for each of the batch is not cut unless split= says how; name it there, with 'replicate' for what all "
-                "microbatches share, a dimension, or a function"
+                f"{name} has {rows[name]} rows (dimension 0) and {batch[0]} has {rows[batch[0]]}: an input with "
+                "another number of rows than the batch needs a rule in split=: 'replicate' to share it between all "
+                "microbatches, a dimension, or a function"
             )
     cut = [name for name, found in whole.items() if name in batch or found[1] == RULE]
     first = batch[0] if batch else next(iter(cut), "")
@@ -362,16 +353,13 @@ def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
         if any(mine * rows[first] != rows[name] * other for mine, other in zip(own, others, strict=True)):
             raise ValueError(
                 f"{name} has {rows[name]} rows and {first} has {rows[first]}: as microbatches of {own} and {others} "
-                "rows they do not belong together; give batches of the same length, lists of microbatches, or split= "
-                "with another dimension or 'replicate' for what is not a batch"
+                "rows they do not match; give batches of the same length, lists of microbatches, or split= "
+                "with another dimension or 'replicate' for an input that is not a batch"
             )
 
 
 def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
-    """Refuse a keyword argument that some stages get and others do not.
-
-    Args:
-        given: what `Inputs.given` says on every rank.
+    """Refuse a keyword argument that some stages get and others do not; ``given`` has the `Inputs.given` of every rank.
 
     Raises:
         ValueError: naming the argument and the ranks.
@@ -382,8 +370,8 @@ def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
             without = [rank for rank, values in found.items() if not all(values)]
             others = [rank for rank in found if rank not in without]
             raise ValueError(
-                f"{name}: it is None on ranks {without}, and not, or for other microbatches, on ranks "
-                f"{others or without}; stages of all of them take it: give it alike on each"
+                f"{name} is None on ranks {without}, and not (or for other microbatches) on ranks "
+                f"{others or without}; stages on all of them take it: give the same on each"
             )
 
 
@@ -395,15 +383,15 @@ def stage_works(
     keep_outputs: bool,
     loss_scale: torch.Tensor | None,
 ) -> list[StageWork]:
-    """What every stage gets.
+    """The work of every local stage.
 
     Args:
         inputs: of this process.
         stages: the local ones.
         request: of the user.
-        weights: of the microbatches, as the processes agreed.
-        keep_outputs: whether the last stage's outputs are wanted.
-        loss_scale: what a backward's roots are multiplied by.
+        weights: of the microbatches, the same on all ranks.
+        keep_outputs: whether to keep the last stage's outputs.
+        loss_scale: multiplies the roots of the backward.
     """
     works = []
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Microbatches: splitting a step's inputs, merging its outputs, weighing its losses."""
+"""Microbatches: splitting a step's inputs, merging its outputs, weighting its losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rule = int | str | None | Callable[..., Any]
 """A dimension, ``"replicate"`` (or None), or a function."""
 
 Rules = Rule | Mapping[str | int, Rule]
-"""One rule for all, or one for each argument by name, position or ``"target"``; the others take dimension 0."""
+"""One rule for all, or one per argument by name, position or ``"target"``; default: dimension 0."""
 
 REPLICATE = "replicate"
 
@@ -27,12 +27,12 @@ def rule_for(rules: Rules, key: str | int, default: Rule = 0) -> Rule:
 
 
 def is_asked(rules: Rules, key: str | int) -> bool:
-    """Whether the user gave the rule of this argument."""
+    """Whether the user gave a rule for this argument."""
     return key in rules if isinstance(rules, Mapping) else rules is not None
 
 
 def check_split_and_merge(splitting: Any, merging: Any) -> None:
-    """Refuse rules that are none.
+    """Refuse invalid rules.
 
     Raises:
         ValueError: with what to give.
@@ -52,10 +52,10 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 
 
 def split_argument(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str) -> list[Any]:
-    """The microbatches of one argument by the user's rules: see `split`.
+    """The microbatches of one argument by the user's rules; see `split`.
 
-    A tensor of one row that no rule speaks of is shared by all microbatches, as it broadcasts over their rows; but not
-    where it is the first positional argument, which is the batch.
+    A tensor of one row without a rule is shared by all microbatches, as it broadcasts; except the first positional
+    argument, which is the batch.
     """
     shares = key != 0 and not is_asked(rules, key)
     position = key if isinstance(key, int) else None
@@ -74,13 +74,13 @@ def split(
     """The microbatches of one argument.
 
     Args:
-        value: a tensor or a tree of tensors (split along a dimension; the first microbatches are the longer ones), a
-            list (one entry a microbatch), or an iterator (one item a microbatch, taken as many as needed).
-        num_microbatches: how many.
-        rule: the dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
-        name: what it is called in errors.
-        position: of an argument without a name, by which it is known to the rules.
-        shares_single_rows: whether all microbatches get a tensor of no dimension, or of one row, whole.
+        value: a tensor or a tree of tensors (split along a dimension; the first microbatches get the extra rows), a
+            list (one entry per microbatch), or an iterator (one item per microbatch).
+        num_microbatches: the number of microbatches.
+        rule: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
+        name: in errors.
+        position: of an argument without a name; its key in the rules.
+        shares_single_rows: whether all microbatches share a tensor of one row or no dimension.
 
     Raises:
         ValueError: for a list of another length, an iterator that ends early, or fewer rows than microbatches.
@@ -113,7 +113,7 @@ def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[A
 
 
 def has_single_row(tensor: torch.Tensor) -> bool:
-    """Whether all microbatches may share it: it broadcasts over the rows of a batch."""
+    """Whether all microbatches can share it: it broadcasts over the rows of a batch."""
     return tensor.dim() == 0 or tensor.shape[0] == 1
 
 
@@ -131,8 +131,8 @@ def _split_leaf(
         return [leaf] * num_microbatches
     if leaf.layout is not torch.strided:
         raise ValueError(
-            f"{name} is a tensor of layout {leaf.layout}, which is not cut: give a list of microbatches, say how to "
-            f"split it with split={{{key!r}: function}}, or make it dense by to_dense()"
+            f"{name} is a tensor of layout {leaf.layout}, which cannot be split: give a list of microbatches, "
+            f"say how to split it with split={{{key!r}: function}}, or make it dense by to_dense()"
         )
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(
@@ -146,13 +146,13 @@ def _split_leaf(
         )
     if leaf.requires_grad or type(leaf) is not torch.Tensor:
         return leaf.tensor_split(num_microbatches, dim)
-    # Views of one tensor share the count of its changes, so that a layer that changes its input in place would spoil
-    # what other microbatches have saved for their backward. These share the memory alone.
+    # Views share a version counter: an in-place change of one microbatch would invalidate tensors that others saved
+    # for their backward. These share only memory.
     return leaf.unsafe_split_with_sizes(list(rows_of_cut(leaf.shape[dim], num_microbatches)), dim)
 
 
 def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
-    """The rows of a whole batch's tensors, by name; nothing for what is not cut along a dimension."""
+    """The rows of a whole batch's tensors, by name; empty if it is not split along a dimension."""
     if not _is_whole(rule) or isinstance(value, list | Iterator):
         return {}
     if isinstance(value, torch.Tensor):
@@ -163,26 +163,26 @@ def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
 
 
 def rows_of_cut(rows: int, num_microbatches: int) -> Iterator[int]:
-    """What `torch.tensor_split` makes of them."""
+    """The sizes that `torch.tensor_split` produces."""
     least, more = divmod(rows, num_microbatches)
     return (least + (number < more) for number in range(num_microbatches))
 
 
 Counted = tuple[tuple[int, int], list[int]]
-"""The rows of every microbatch, behind the place of what they are those of: targets come first, then arguments by
-position, then those by name. The lowest place of all ranks counts."""
+"""Priority of the argument (targets, then positional, then keyword arguments), and its rows per microbatch. The lowest
+priority of all ranks is used."""
 
 
 def count_rows(
     targets: Sequence[Any] | None, columns: Sequence[Sequence[Any]], named: Mapping[str, Sequence[Any]], rules: Rules
 ) -> Counted | None:
-    """The rows of the first of these that has any: a number has none, and neither has what every microbatch gets whole.
+    """The rows of the first argument that has rows: scalars and arguments shared by all microbatches have none.
 
     Args:
-        targets: by microbatch, if there are any.
-        columns: the positional arguments, each by microbatch.
-        named: the keyword arguments, each by microbatch.
-        rules: how they were cut.
+        targets: by microbatch, if any.
+        columns: each positional argument by microbatch.
+        named: each keyword argument by microbatch.
+        rules: how they were split.
     """
     places: list[tuple[tuple[int, int], Sequence[Any], str | int]] = [((0, 0), targets or [], "target")]
     places += [((1, i), column, i) for i, column in enumerate(columns)]
@@ -192,7 +192,7 @@ def count_rows(
 
 
 def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
-    """How many rows each microbatch has: the length of its first tensor along the split dimension; None if unknown."""
+    """The rows of each microbatch: the length of its first tensor along the split dimension; None if unknown."""
     if len(microbatches) > 1 and all(microbatch is microbatches[0] for microbatch in microbatches):
         return None
     dim = rule if _is_whole(rule) else 0
@@ -214,10 +214,10 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
 def loss_divisors(
     reduction: str | Callable[[Any], float], rows: Sequence[int] | None, targets: Sequence[Any] | None, count: int
 ) -> list[float] | None:
-    """What each microbatch's loss is divided by, so that the sum is the loss of the whole batch.
+    """The divisor of each microbatch's loss, so that the sum is the loss of the whole batch.
 
-    ``"mean"``: all rows over its rows, so that even microbatches are divided by exactly their number. ``"sum"``: not
-    divided. A function gives the weight of a target (say its tokens): the sum of weights over its weight.
+    ``"mean"``: all rows divided by its rows; for equal microbatches exactly their number. ``"sum"``: None. A function
+    gives the weight of a target (its number of tokens, for example): the sum of weights divided by its weight.
     """
     if reduction == "sum":
         return None
@@ -245,7 +245,7 @@ def _weight_of(reduction: Callable[[Any], float], target: Any, number: int) -> f
 
 
 def check_reduction(reduction: Any) -> None:
-    """Refuse a ``loss_reduction`` that is none."""
+    """Refuse an invalid ``loss_reduction``."""
     if not callable(reduction) and reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction = {reduction!r}: use 'mean', 'sum' or a function of the target")
 
@@ -253,10 +253,10 @@ def check_reduction(reduction: Any) -> None:
 def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     """The outputs of all microbatches as one.
 
-    Tensors are concatenated along the dimension of their rule (0 unless given); tensors without dimensions are
-    stacked; other values are listed; ``"replicate"`` takes the first; a function gets the list. A dict's entries, and
-    the fields of a NamedTuple or of a dataclass that pytrees know, go by their names, a tuple's entries by their
-    positions; what is nested within one of them goes by its rule.
+    Tensors are concatenated along the dimension of their rule (default 0); 0-dimensional tensors are stacked; other
+    values are collected in a list; ``"replicate"`` takes the first; a function gets the list. Rules apply by name to
+    entries of a dict and fields of a NamedTuple or a dataclass registered with pytree, by position to those of a tuple.
+    Nested values use the rule of the entry that contains them.
     """
     first = outputs[0]
     _check_rules(first, rules)
@@ -273,7 +273,7 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
 
 
 def _keys_of(output: Any) -> list[Any] | None:
-    """The names or positions of what an output consists of; None for what is one thing."""
+    """The names or positions of an output's entries; None for a leaf."""
     if isinstance(output, Mapping):
         return list(output)
     if isinstance(output, tuple | list):
@@ -298,13 +298,13 @@ def _rebuilt(like: Any, children: list[Any]) -> Any:
 
 
 def _check_rules(output: Any, rules: Rules) -> None:
-    """Refuse a rule for an output that there is not."""
+    """Refuse a rule for an output that does not exist."""
     if not isinstance(rules, Mapping):
         return
-    known = _keys_of(output) or [0]
-    unknown = [key for key in rules if key not in known]
+    keys = _keys_of(output) or [0]
+    unknown = [key for key in rules if key not in keys]
     if unknown:
-        raise ValueError(f"merge[{unknown[0]!r}]: the model has no such output; its outputs are {known}")
+        raise ValueError(f"merge[{unknown[0]!r}]: the model has no such output; its outputs are {keys}")
 
 
 def _merge_one(values: list[Any], rule: Rule) -> Any:
@@ -324,6 +324,6 @@ def _merge_one(values: list[Any], rule: Rule) -> Any:
     except (IndexError, RuntimeError) as error:
         shapes = sorted({tuple(value.shape) for value in values})
         raise ValueError(
-            f"merge: outputs of shape {' and '.join(map(str, shapes))} do not go together along dimension {rule}; give "
-            "merge another dimension, a function of their list, or False"
+            f"merge: outputs of shape {' and '.join(map(str, shapes))} cannot be concatenated along dimension {rule}; "
+            "give merge another dimension, a function of their list, or False"
         ) from error

@@ -1,7 +1,6 @@
 """Losses, metrics and added losses of a step, gathered over the ranks.
 
-On a device they are there later than the host ends the step; `fastpipe.runtime.executor.events` says whether they
-can be trusted.
+On a device they complete after the host ends the step; `fastpipe.runtime.executor.events` says whether they are valid.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.step.result import Values, packing, packing_tensors
 
 Part = Callable[[], Mapping[str, Any]]
-"""What one process found, as `StepOutputs.packed` has it."""
+"""Returns the outputs of one process, in the form of `StepOutputs.packed`."""
 
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """Losses, metrics and what stages added, where they were computed.
+    """Losses, metrics and added losses on the process that computed them.
 
     Attributes:
         losses: by microbatch, as the loss function returned them.
-        scaled: the same as shares in the loss of the batch.
+        scaled: by microbatch, as shares in the loss of the batch.
         metrics: by stage and microbatch.
-        added: the same of the losses that stages added.
+        added: losses that stages added, by stage and microbatch.
     """
 
     losses: dict[int, torch.Tensor]
@@ -39,7 +38,7 @@ class StepOutputs:
 
     @classmethod
     def on(cls, stages: Sequence[Stage]) -> StepOutputs:
-        """By local stages in the step that has just run; of two holders in this process, by both."""
+        """The outputs of the step that has just run on these stages; stages with two local holders are merged."""
         losses, scaled = (
             {i: loss for stage in stages for i, loss in getattr(stage.work, name).items()}
             for name in ("losses", "scaled")
@@ -50,16 +49,16 @@ class StepOutputs:
         return bool(self.losses or any(self.metrics.values()) or any(self.added.values()))
 
     def packed(self) -> Reply:
-        """As JSON, to the last bit; of a device the host waits for it."""
+        """As JSON, exact to the last bit. Waits for the device."""
         return {name: pack() for name, pack in self._packing(wait=True).items()}
 
     def packed_later(self, device: torch.device, events: DeviceEvents) -> tuple[DeviceEvent, Callable[[], Reply]]:
-        """When it will be there, and the same for a thread that does nothing else to call: nothing waits until then."""
+        """An event for the outputs, and a function that packs them; a helper thread calls it, as it waits."""
         packing = self._packing(wait=False)
         copied = events.make(device)
 
         def ready() -> Reply:
-            # a thread begins on the first device, on which the call would make this process a context
+            # otherwise the wait would create a CUDA context on the thread's default device
             torch.accelerator.set_device_index(device.index or 0)
             copied.wait()
             return {name: pack() for name, pack in packing.items()}
@@ -76,46 +75,46 @@ class StepOutputs:
 
 
 class OutputExchange:
-    """Tells the other processes what a step found here, and learns what they found.
+    """Exchanges the outputs of a step between processes.
 
     Args:
-        control: the way to the other processes.
-        device: what the stages compute on.
-        events: of what it computes.
+        control: the connection to the other processes.
+        device: the device of the stages.
+        events: of that device.
     """
 
     def __init__(self, control: Control, device: torch.device, events: DeviceEvents) -> None:
         self._control, self._device, self._events = control, device, events
-        self._here: Part = dict
+        self._local: Part = dict
 
     @property
     def _deferred(self) -> DeferredResults | None:
-        """Where what is on a device goes; None where nothing waits for one, or there is nobody to tell."""
+        """Where outputs on a device are posted; None on a CPU, and in a single process."""
         return None if self._device.type == "cpu" else self._control.deferred
 
-    def tell(self, found: StepOutputs) -> Reply:
-        """What this process found, or that it will tell: to pack it is to wait for the device."""
+    def report(self, outputs: StepOutputs) -> Reply:
+        """The message with this process's outputs, or the promise to post them, as packing waits for the device."""
         deferred = self._deferred
         wanted: Reply = {} if deferred is None else {"wanted": deferred.wanted()}
-        if not found:
+        if not outputs:
             return wanted
         if deferred is not None:
-            moment, ready = found.packed_later(self._device, self._events)
+            event, ready = outputs.packed_later(self._device, self._events)
             deferred.post(self._control.step, ready)
-            self._here = _given(_Here(found, moment))
+            self._local = _ready(_LocalOutputs(outputs, event))
         elif isinstance(self._control, Alone):
-            self._here = _given(_Here(found, None))
+            self._local = _ready(_LocalOutputs(outputs, None))
         else:
-            return {"found": found.packed()}
+            return {"outputs": outputs.packed()}
         return {"later": True} | wanted
 
     def parts(self, replies: Sequence[Reply]) -> list[Part]:
-        """What every process found, to be asked for."""
+        """The outputs of every process, as functions that return them."""
         deferred = self._deferred
-        parts = [_given(reply["found"]) for reply in replies if "found" in reply]
+        parts = [_ready(reply["outputs"]) for reply in replies if "outputs" in reply]
         for rank, reply in enumerate(replies):
             if "later" in reply and rank == self._control.rank:
-                parts.append(self._here)
+                parts.append(self._local)
             elif "later" in reply and deferred is not None:
                 parts.append(deferred.result(self._control.step, rank))
         if deferred is not None:
@@ -123,39 +122,39 @@ class OutputExchange:
         return parts
 
 
-def _given(found: Mapping[str, Any]) -> Part:
-    """What is here already."""
-    return _Given(found)
+def _ready(outputs: Mapping[str, Any]) -> Part:
+    """Outputs that are available already."""
+    return _Ready(outputs)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A class, so that results can be pickled."""
+class _Ready:
+    """A class, unlike a lambda, can be pickled."""
 
-    found: Mapping[str, Any]
+    outputs: Mapping[str, Any]
 
     def __call__(self) -> Mapping[str, Any]:
-        return self.found
+        return self.outputs
 
 
-class _Here(dict[str, Any]):
-    """What was found in this process: packed when it is asked for, each by itself."""
+class _LocalOutputs(dict[str, Any]):
+    """The outputs of this process, each packed when it is read."""
 
-    def __init__(self, found: StepOutputs, moment: DeviceEvent | None) -> None:
-        self._found, self._moment = found, moment
+    def __init__(self, outputs: StepOutputs, event: DeviceEvent | None) -> None:
+        self._outputs, self._event = outputs, event
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait()
         return vars(self)
 
     def _wait(self) -> None:
-        if (moment := self._moment) is not None:
-            moment.wait()
-            self._moment = None
+        if (event := self._event) is not None:
+            event.wait()
+            self._event = None
 
     def __missing__(self, name: str) -> Any:
         self._wait()
-        tensors = getattr(self._found, name)
+        tensors = getattr(self._outputs, name)
         self[name] = (packing if name in ("metrics", "added") else packing_tensors)(tensors)()
         return self[name]
 

@@ -1,4 +1,4 @@
-"""Programs: the schedule and the program for a number of microbatches, made once and kept."""
+"""The schedule and the program for a number of microbatches, cached."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ logger = logging.getLogger("fastpipe")
 
 
 class Programs:
-    """Makes and keeps the programs of a pipeline.
+    """Makes and caches the programs of a pipeline.
 
     Args:
         schedule: a name, or a schedule.
         num_ranks: the number of ranks.
         options: the options of a named schedule.
-        stage_to_rank: the rank of every stage, where it is not the schedule's own.
-        lanes: what the transport executes in one order.
-        recv_lookahead: see `fastpipe.lower`. Where the program cannot be proved for the queues, receives are posted
-            one action ahead, or at their waits.
-        queues: how many hardware queues the streams of a rank are dealt over, where the transport has streams on CUDA;
-            None elsewhere.
+        stage_to_rank: the rank of every stage. Default: the schedule's.
+        lanes: operations that the transport executes in order.
+        recv_lookahead: see `fastpipe.lower`. If the program cannot be proved for the queues, receives are posted one
+            action ahead, or at their waits.
+        queues: the number of hardware queues that the streams of a rank share, if the transport has streams on CUDA;
+            None otherwise.
 
     Attributes:
-        parallel: whether any stage of the pipeline has replicas, which meet in the program.
+        parallel: whether any stage of the pipeline has replicas, whose reductions are in the program.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Programs:
         return self._schedules[num_microbatches]
 
     def _forwards(self, num_microbatches: int) -> Schedule:
-        """Forward alone; also for a number that the schedule does not take, out of one for more microbatches."""
+        """The forwards only; for a number of microbatches that the schedule does not support, from one for more."""
         given = self._schedule.num_microbatches if isinstance(self._schedule, Schedule) else 0
         try:
             return forwards_of(self.schedule(num_microbatches), num_microbatches)
@@ -87,7 +87,7 @@ class Programs:
             if made.num_microbatches != num_microbatches:
                 raise ValueError(
                     f"num_microbatches = {num_microbatches}: the schedule given has {made.num_microbatches}; pass that "
-                    "or the name of a schedule, which is made for any number"
+                    "or the name of a schedule, which allows any number"
                 )
         else:
             made = make_schedule(
@@ -96,12 +96,12 @@ class Programs:
         return made if self._stage_to_rank is None else relabelled(made, self._stage_to_rank)
 
     def has_backward(self, num_microbatches: int) -> bool:
-        """Whether there is anything but forwards."""
+        """Whether the schedule has actions other than forwards."""
         kinds = {part.kind for rank in self.schedule(num_microbatches) for action in rank for part in action.parts}
         return kinds != {ActionKind.F}
 
     def has_pairs(self, num_microbatches: int) -> bool:
-        """Whether a forward and a backward are fused anywhere; a schedule may begin to with more microbatches."""
+        """Whether the schedule fuses forwards and backwards; some do so only with more microbatches."""
         if num_microbatches not in self._have_pairs:
             kinds = {action.kind for rank in self.schedule(num_microbatches) for action in rank}
             self._have_pairs[num_microbatches] = ActionKind.OVERLAP_F_B in kinds
@@ -109,7 +109,7 @@ class Programs:
 
     @property
     def num_stages(self) -> int:
-        """Into how many stages the model is cut."""
+        """The number of stages."""
         return next(iter(self._schedules.values())).num_stages
 
     def program(self, num_microbatches: int, forward_only: bool) -> Program:
@@ -121,10 +121,10 @@ class Programs:
         return self._programs[key]
 
     def _lowered(self, schedule: Schedule) -> Program:
-        """Its program, with the first lookahead with which that is proved.
+        """The program with the first lookahead for which it is proved.
 
         Raises:
-            ProgramError: where there is none, as streams may share a hardware queue.
+            ProgramError: if there is none, as streams may share a hardware queue.
         """
         refused: ProgramError | None = None
         validate_schedule(schedule)
@@ -150,7 +150,7 @@ class Programs:
         ) from refused
 
     def _lookaheads(self) -> list[int | str]:
-        """What is tried, one after the other: as asked, and then less where that may help."""
+        """The lookaheads to try in order: the requested one, then smaller ones if they may help."""
         if self.queues is None or self.lanes == COALESCED:
             return [self.recv_lookahead]
         less = [n for n in (1, 0) if not isinstance(self.recv_lookahead, int) or n < self.recv_lookahead]
@@ -158,9 +158,9 @@ class Programs:
 
 
 def forwards_of(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The schedule's forwards, of its first microbatches on every route.
+    """The schedule's forwards of its first microbatches on every route.
 
-    A forward waits for forwards of its own microbatch alone, so what is left of the order can still run.
+    A forward depends only on forwards of its own microbatch, so the remaining order can be executed.
     """
     placement = schedule.placement
     left: list[list[int]] = [[] for _ in placement.routes]
@@ -172,7 +172,9 @@ def forwards_of(schedule: Schedule, num_microbatches: int) -> Schedule:
         if line:
             numbers[i] = line.pop(0)
     if any(left):
-        raise ValueError(f"num_microbatches = {num_microbatches}: {schedule.num_microbatches} have not as many a route")
+        raise ValueError(
+            f"num_microbatches = {num_microbatches}: a schedule for {schedule.num_microbatches} has fewer on a route"
+        )
     orders = [
         [
             part._replace(microbatch=numbers[part.microbatch])
@@ -188,17 +190,19 @@ def forwards_of(schedule: Schedule, num_microbatches: int) -> Schedule:
 def options_with_stages(
     schedule: str | Schedule, options: Mapping[str, Any] | None, stages_per_rank: int | None
 ) -> dict[str, Any]:
-    """The options of a schedule, ``stages_per_rank`` among them where it takes it.
+    """The options of a schedule, including ``stages_per_rank`` if it has that option.
 
     Raises:
-        ValueError: for a ``stages_per_rank`` that the schedule cannot have.
+        ValueError: for a ``stages_per_rank`` that the schedule does not support.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"schedule_options = {options!r}: give a dict of the schedule's options")
     chosen = dict(options or {})
     if isinstance(schedule, Schedule):
         if chosen:
-            raise ValueError(f"schedule_options = {chosen}: a Schedule is made already; give options with its name")
+            raise ValueError(
+                f"schedule_options = {chosen}: a Schedule has its options; give options with a schedule's name"
+            )
         found = len(schedule.placement.stages_of(0))
         if stages_per_rank not in (None, found):
             raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages a rank")
@@ -216,15 +220,17 @@ def options_with_stages(
 
 
 def relabelled(schedule: Schedule, stage_to_rank: Sequence[int]) -> Schedule:
-    """The schedule with its ranks renamed so that every stage is where ``stage_to_rank`` says.
+    """The schedule with its ranks renamed so that stages are on the ranks of ``stage_to_rank``.
 
     Raises:
-        ValueError: when that is not a renaming: two stages that share a rank in the schedule must share one.
+        ValueError: if it is not a renaming: stages that share a rank in the schedule must share one.
     """
     placement = schedule.placement
     wanted = list(stage_to_rank)
     if placement.num_routes > 1:
-        raise ValueError(f"stage_to_rank = {wanted}: {schedule.name} has two routes, which it does not name")
+        raise ValueError(
+            f"stage_to_rank = {wanted}: {schedule.name} has two routes, and stage_to_rank describes one; leave it out"
+        )
     names: dict[int, int] = {}
     if len(wanted) == placement.num_stages:
         names = dict(zip(placement.routes[0], wanted, strict=True))

@@ -1,6 +1,6 @@
-"""StepResult: what a step gives back, with the metrics of the loss function and the losses that layers added.
+"""StepResult: the outcome of a step, with metrics of the loss function and losses that layers added.
 
-Every process sends what its stages computed, to the last bit; each reduces for itself, when a value is asked for.
+Every process sends the values of its stages, exact to the last bit. Each reduces them when they are read.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fastpipe.timeline import Timeline
 
 MetricRule = str | Callable[[list[torch.Tensor]], Any]
 MetricRules = MetricRule | Mapping[str, MetricRule]
-"""One rule for all metrics, or one each by name; the others take "mean"."""
+"""One rule for all metrics, or one per metric by name; default "mean"."""
 
 Named = list[tuple[str, torch.Tensor]]
 Values = dict[int, dict[int, Named]]
-"""By stage and microbatch, what was found there, in order."""
+"""Named values by stage and microbatch, in order."""
 
 _RULES = ("mean", "sum", "list")
 
 
 def check_rules(rules: Any) -> None:
-    """Refuse ``metrics`` that says nothing.
+    """Refuse invalid ``metrics``.
 
     Raises:
         ValueError: naming the entry.
@@ -45,10 +45,10 @@ def check_rules(rules: Any) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """What microbatches weigh in a step, as divisors; see `loss_divisors`.
+    """The weights of a step's microbatches, as divisors; see `loss_divisors`.
 
     Attributes:
-        loss: of losses; None where they are summed as they are.
+        loss: of losses; None if they are summed unweighted.
         mean: of metrics that are averaged.
     """
 
@@ -59,55 +59,56 @@ class Weights:
 def weights_of(
     reduction: str | Callable[[Any], float], given: list[float] | None, rows: Sequence[int] | None, count: int
 ) -> Weights:
-    """What the microbatches of a step weigh.
+    """The weights of a step's microbatches.
 
     Args:
         reduction: the pipeline's ``loss_reduction``.
-        given: the divisors that its function says; None where there was no target to ask it about.
-        rows: of every microbatch, where they can be counted.
+        given: the divisors by its function; None without a target.
+        rows: of every microbatch, if they can be counted.
         count: of the microbatches.
     """
-    # without a target nobody may have counted rows, and microbatches without any weigh nothing
+    # without a target rows may be unknown; with no rows at all there is no mean
     mean = given or (None if rows is not None and not sum(rows) else loss_divisors("mean", rows, None, count))
     return Weights(None if reduction == "sum" else mean, mean)
 
 
 def packing(values: Values, *, wait: bool = True) -> Callable[[], list[Any]]:
-    """Values as JSON, to the last bit: where they belong, then their bytes by dtype.
+    """Return a function that packs values as JSON, exact to the last bit: stage, microbatch, name and shape; bytes by
+    dtype.
 
     Args:
-        values: what to pack.
-        wait: for the device that computes them; otherwise they must be there before the function is called.
+        values: to pack.
+        wait: for the device. Otherwise the device must have completed before the function is called.
     """
     flat = [(stage, i, name, v) for stage, found in values.items() for i, named in found.items() for name, v in named]
     if not flat:
         return list
     places = [[stage, i, name, list(value.shape)] for stage, i, name, value in flat]
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, (*_, value) in enumerate(flat):
-        alike.setdefault((value.dtype, value.device), []).append(number)
+        by_kind.setdefault((value.dtype, value.device), []).append(number)
     copies = [
         (
             numbers,
             torch.cat([flat[number][3].detach().reshape(-1) for number in numbers]).to("cpu", non_blocking=not wait),
         )
-        for numbers in alike.values()
+        for numbers in by_kind.values()
     ]
     return lambda: [places, [[dtype_name(copy), numbers, text_of(copy)] for numbers, copy in copies]]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """As an attribute of torch."""
+    """The name of the dtype as an attribute of torch."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def text_of(tensor: torch.Tensor) -> str:
-    """The bytes of a tensor of the host's."""
+    """The bytes of a CPU tensor, as base64."""
     return base64.b64encode(tensor.view(torch.uint8).numpy().tobytes()).decode()
 
 
 def unpack(replies: Iterable[list[Any]]) -> Values:
-    """The way back, of all processes."""
+    """Unpack and merge the values of all processes."""
     values: Values = {}
     for places, packed in (reply for reply in replies if reply):
         tensors: dict[int, torch.Tensor] = {}
@@ -124,11 +125,11 @@ def unpack(replies: Iterable[list[Any]]) -> Values:
 
 @dataclass(frozen=True)
 class Reports:
-    """What all processes reported of a step.
+    """The outputs of a step on all processes.
 
     Attributes:
-        parts: give what each process found: under "metrics" what the loss function returned beside the loss, under
-            "added" the losses that stages added, both as `packing` has them.
+        parts: return the outputs of each process: metrics of the loss function under "metrics", losses that stages
+            added under "added", in the form of `packing`.
         weights: of the microbatches.
         rules: how metrics are reduced.
         count: of the microbatches.
@@ -143,17 +144,17 @@ class Reports:
         """Every metric, reduced by its rule.
 
         Raises:
-            ValueError: for one that the loss function did not return with every microbatch.
+            ValueError: for one that the loss function did not return for every microbatch.
         """
         return reduce_metrics(unpack(part()["metrics"] for part in self.parts), self.count, self.weights, self.rules)
 
     def added_losses(self) -> dict[str, torch.Tensor]:
-        """What was added by name, weighed as the loss is."""
+        """The added losses by name, weighted like the loss."""
         return added_by_name(unpack(part()["added"] for part in self.parts), self.weights)
 
 
 def reduce_metrics(values: Values, count: int, weights: Weights, rules: MetricRules) -> dict[str, Any]:
-    """Every metric, reduced by its rule: the only copy of what the rules mean."""
+    """Every metric, reduced by its rule. Pipelines and the reference share this definition."""
     by_name: dict[str, dict[int, torch.Tensor]] = {}
     for found in values.values():
         for microbatch, named in found.items():
@@ -172,7 +173,7 @@ def _rule_of(rules: MetricRules, name: str) -> MetricRule:
 def _reduced(name: str, found: Mapping[int, torch.Tensor], count: int, weights: Weights, rule: MetricRule) -> Any:
     if len(found) < count:
         raise ValueError(
-            f"metric {name!r} came back from the microbatches {sorted(found)} of {count}: let loss_fn return it always"
+            f"metric {name!r} was returned for microbatches {sorted(found)} of {count}: let loss_fn return it always"
         )
     values = [found[i] for i in range(count)]
     if callable(rule):
@@ -182,7 +183,7 @@ def _reduced(name: str, found: Mapping[int, torch.Tensor], count: int, weights: 
     shapes = sorted({tuple(value.shape) for value in values})
     if len(shapes) > 1:
         raise ValueError(
-            f"metric {name!r} has shape {' and '.join(map(str, shapes))}, whose {rule} there is not; reduce it in "
+            f"metric {name!r} has shape {' and '.join(map(str, shapes))}, which have no {rule}; reduce it in "
             f"loss_fn, or use metrics={{{name!r}: 'list'}}"
         )
     if rule == "mean":
@@ -190,12 +191,12 @@ def _reduced(name: str, found: Mapping[int, torch.Tensor], count: int, weights: 
             scale_loss(value, None if weights.mean is None else weights.mean[i]) for i, value in enumerate(values)
         ]
     elif not values[0].is_floating_point() and not values[0].is_complex():
-        values = [value.long() for value in values]  # as torch's sum counts
+        values = [value.long() for value in values]  # like torch.sum
     return sum_in_order(values)
 
 
 def added_by_name(values: Values, weights: Weights) -> dict[str, torch.Tensor]:
-    """The losses that stages added: by name, summed over layers, then weighed and summed over microbatches."""
+    """The losses that stages added, by name: summed over layers, weighted, and summed over microbatches."""
     by_name: dict[str, dict[int, list[torch.Tensor]]] = {}
     for stage in sorted(values):
         for microbatch, named in sorted(values[stage].items()):
@@ -212,14 +213,14 @@ def added_by_name(values: Values, weights: Weights) -> dict[str, torch.Tensor]:
 
 
 Packed = dict[str, list[Any]]
-"""Scalars by dtype: their microbatches, and their bytes as text."""
+"""Scalars by dtype: their microbatches, and their bytes as base64."""
 
 Part = Callable[[], Mapping[str, Any]]
-"""What a process found: under "losses" and "scaled" the losses of its microbatches, packed."""
+"""Returns the packed losses of a process: "losses" as returned, "scaled" as shares."""
 
 
 class StepResult:
-    """The outcome of a step. What costs time is made when it is read."""
+    """The result of a step. Expensive values are computed when they are read."""
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class StepResult:
         reports: Reports | None = None,
     ) -> None:
         self._parts = parts
-        self.found = dict(outputs or {})
+        self.raw_outputs = dict(outputs or {})
         self._merge_rules = merge_rules
         self._program = program
         self._spans = spans
@@ -239,7 +240,7 @@ class StepResult:
 
     @cached_property
     def losses(self) -> list[torch.Tensor] | None:
-        """The loss of every microbatch as the loss function returned it; None when there was no loss."""
+        """The loss of every microbatch as the loss function returned it; None without a loss."""
         return _by_microbatch([part()["losses"] for part in self._parts])
 
     @cached_property
@@ -248,27 +249,26 @@ class StepResult:
 
     @cached_property
     def loss(self) -> torch.Tensor | None:
-        """The loss of the batch, the same on every rank: the microbatches' shares, summed in ascending order.
+        """The loss of the batch, the same on every rank: the sum of the microbatches' shares in ascending order.
 
-        It is that of the loss function; what stages added is in `added_losses`. It is on the CPU, wherever the stages
-        are, and to read it is to wait for it.
+        It excludes the losses that stages added; see `added_losses`. It is on the CPU; reading it waits for the device.
         """
         return sum_in_order(self._scaled) if self._scaled else None
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
-        """What the loss function returned beside the loss, the same on every rank: reduced as ``metrics`` says.
+        """The metrics of the loss function, reduced as ``metrics`` says, the same on every rank.
 
         Raises:
-            ValueError: for a metric that did not come with every microbatch, or a rule for one that there is not.
+            ValueError: for a metric that is missing for a microbatch, or a rule for an unknown metric.
         """
         return self._reports.reduced_metrics()
 
     @cached_property
     def added_losses(self) -> dict[str, torch.Tensor]:
-        """What the stages added by `fastpipe.add_loss`, by name and weighed as the loss is, the same on every rank.
+        """The losses that stages added by `fastpipe.add_loss`, by name, weighted like the loss; the same on every rank.
 
-        What was differentiated is the sum of all of them and `loss`.
+        The backward differentiates the sum of them and `loss`.
         """
         return self._reports.added_losses()
 
@@ -276,13 +276,17 @@ class StepResult:
     def outputs(self) -> Any:
         """The last stage's outputs, merged; None on a process without the last stage.
 
-        Where a schedule has two routes, each of the two processes that hold the last stage has its half.
+        If a schedule has two routes, each of the two processes with the last stage has half of the microbatches.
         """
-        return merge([self.found[i] for i in sorted(self.found)], self._merge_rules) if self.found else None
+        return (
+            merge([self.raw_outputs[i] for i in sorted(self.raw_outputs)], self._merge_rules)
+            if self.raw_outputs
+            else None
+        )
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The measured times of the ranks of this process; of all ranks after a step with ``trace=True``."""
+        """The measured times of this process's ranks; of all ranks after a step with ``trace=True``."""
         starts, ends = [], []
         for rank, columns in enumerate(self._program.columns):
             nothing = np.full(columns.shape[1], np.nan)
@@ -307,11 +311,12 @@ def _by_microbatch(losses: Sequence[Packed]) -> list[torch.Tensor] | None:
 
 
 def packing_tensors(tensors: Mapping[int, torch.Tensor], *, wait: bool = True) -> Callable[[], Packed]:
-    """Detached scalars by microbatch as JSON, to the last bit: by dtype, so that many cost hardly more than one.
+    """Like `packing`, for scalars by microbatch, detached; one copy per dtype, so the cost hardly grows with their
+    number.
 
     Args:
-        tensors: what to pack.
-        wait: for the device that computes them; otherwise they must be there before the function is called.
+        tensors: to pack.
+        wait: for the device. Otherwise the device must have completed before the function is called.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for microbatch, tensor in tensors.items():
@@ -324,7 +329,7 @@ def packing_tensors(tensors: Mapping[int, torch.Tensor], *, wait: bool = True) -
 
 
 def unpack_tensors(packed: Packed) -> dict[int, torch.Tensor]:
-    """The way back."""
+    """The inverse of `packing_tensors`."""
     tensors: dict[int, torch.Tensor] = {}
     for dtype, (microbatches, data) in packed.items():
         raw = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
@@ -341,7 +346,7 @@ def pack_spans(spans: Spans) -> dict[str, list[str]]:
 
 
 def unpack_spans(packed: Mapping[str, list[str]]) -> Spans:
-    """The way back."""
+    """The inverse of `pack_spans`."""
     spans: Spans = {}
     for rank, (start, end) in packed.items():
         spans[int(rank)] = (np.frombuffer(base64.b64decode(start)), np.frombuffer(base64.b64decode(end)))

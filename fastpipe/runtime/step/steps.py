@@ -1,10 +1,10 @@
-"""Steps: what happens in one step on this process, from the agreement on its inputs to its result or its failure.
+"""One step on this process, from the agreement on its inputs to its result or its failure.
 
-Stages whose replicas are to reduce other parameters than before (layers were unfrozen, say) need an agreement first.
-Only the rank with such parameters knows of it, and replicas exchange nothing before a step. So the ranks of its
-pipeline act as if the step had failed before it began: they join every collective of the program and report why. A
-replica that makes the step learns of it there, and raises. If all came for the same reason, none has computed
-anything yet: they tell their wrappers, and make the step.
+If the set of trainable parameters changes (layers are unfrozen, for example), replicas must agree first. Only the
+ranks with these parameters know of the change, and replicas exchange nothing before a step. So the ranks of their
+pipeline act as if the step had failed before it began: they join every collective of the program and report the reason.
+Replicas that run the step detect this, and raise. If all replicas report the same reason, they update their wrappers
+and run the step, as none has computed anything yet.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import MetricRules, Reports, StepResult, Weights, pack_spans, unpack_spans, weights_of
 
 
-def misses(stages: Sequence[Stage]) -> bool:
-    """Whether a stage has parameters to train that its replicas would not reduce.
+def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
+    """Whether a stage has trainable parameters that its replicas would not reduce.
 
     Raises:
-        ValueError: where that cannot be mended.
+        ValueError: if the wrapper cannot be updated.
     """
     found = []
     for stage in stages:
@@ -70,25 +70,25 @@ def misses(stages: Sequence[Stage]) -> bool:
         if names:
             raise ValueError(
                 f"data_parallel: stage {stage.index} had no parameters when the Pipeline was built, so it has no "
-                f"DistributedDataParallel, and now {listed(names)} are to be trained; build the Pipeline anew"
+                f"DistributedDataParallel, and {listed(names)} now require gradients; build a new Pipeline"
             )
     return any(found)
 
 
-def settle(control: Control, ranks: LocalRanks, stages: Sequence[Stage], program: Program) -> None:
-    """Have the replicas reduce what is to be trained now. All ranks of the pipeline come here.
+def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage], program: Program) -> None:
+    """Make the replicas reduce the parameters that are trainable now. Collective over the pipeline.
 
     Raises:
-        ValueError: when replicas do not train the same; on the other ranks StepError.
-        FailureError: when another replica does not come.
+        ValueError: if replicas train different parameters; the other ranks raise StepError.
+        FailureError: if another replica does not take part.
     """
     outcome = ranks.ask_replicas(program)
     failure, error = outcome.failure, outcome.error
     if failure is None:
         try:
             for stage in stages:
-                _adopt(stage)
-        except Exception as found:  # raised below, when the others know
+                _update_wrapper(stage)
+        except Exception as found:  # raised below, after the exchange
             failure, error = Failure(control.rank, cause_text(found)), found
     _, refused = exchange_or_refuse(partial(control.exchange, "replicas"), {}, failure)
     if outcome.failure is not None:
@@ -99,33 +99,28 @@ def settle(control: Control, ranks: LocalRanks, stages: Sequence[Stage], program
         raise FailureError(refused) if refused.is_fatal else refused.error("refused the step")
 
 
-def _adopt(stage: Stage) -> None:
+def _update_wrapper(stage: Stage) -> None:
     renewed = stage.parallel is not None and stage.parallel.adopt()
     if renewed and stage.grad_dtype is not None:
         set_grad_dtype(stage.module, stage.grad_dtype)
 
 
 _COMPARED_WHOLE, _COMPARED_EVERY = 2, 256
-"""In which steps ranks compare all values of the batches that they were given: the first ones, and each of so many. To
-read what is on a device is to wait for it. In the others they compare a sample of what is on the CPU."""
+"""Ranks compare all values of their batches in the first steps and periodically, which waits for the device. In other
+steps they compare a sample of the CPU tensors."""
 _GRACE_SECONDS = 1.0
-"""After which it is known that a process has ended, where a connection with it has."""
-_MAX_KNOWN = 64
-"""How many combinations of input shapes are remembered; another one costs a step with headers."""
+"""Within which the end of a process is detected after its connection closed."""
+_MAX_SIGNATURES = 64
+"""The number of cached input signatures; other signatures cost a step with headers."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How inputs come in and results go out; see `fastpipe.Pipeline`.
+    """How inputs are split and results merged; attributes as of `fastpipe.Pipeline`.
 
     Attributes:
-        loss_fn: of the last stage.
-        reduction: how the microbatches' losses become one.
-        split: how arguments are cut.
-        merge: how outputs are joined.
-        keep_outputs: whether they are kept at all.
-        metrics: how what the loss function returns beside the loss is reduced.
-        device: what the stages compute on.
+        reduction: ``loss_reduction``.
+        keep_outputs: whether outputs are kept.
         cores: where steps run.
     """
 
@@ -146,17 +141,17 @@ class Steps:
         settings: the user's.
         plans: the programs.
         ranks: the local ranks, with their stages.
-        control: the way to the other processes.
-        replicas: what is to be done for stages that two ranks hold.
-        random: what the stages do with random numbers.
-        forward_only: whether there is no backward to begin with.
+        control: the connection to the other processes.
+        replicas: handles stages that two ranks hold.
+        random: the random numbers of the stages.
+        forward_only: whether the schedule has no backward.
 
     Attributes:
         stages: the local stages.
-        known: the shapes that need not be announced again, and what transports call them.
-        loss_scale: gives what a backward's roots are multiplied by; None where they are not.
+        announced: input signatures whose shapes are not announced again, and their numbers for transports.
+        loss_scale: returns the factor of the backward's roots; None without scaling.
         reported: the first failure that another process reported in this step.
-        broken: the failure after which the pipeline cannot go on, if there was one.
+        broken: the fatal failure that ended the pipeline, if any.
     """
 
     def __init__(
@@ -178,14 +173,14 @@ class Steps:
         self.random = random
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
-        self.known: dict[tuple[Any, ...], int] = {}
-        self._lossless: set[tuple[Any, ...]] = set()  # signatures of steps that had nothing to differentiate
+        self.announced: dict[tuple[Any, ...], int] = {}
+        self._lossless: set[tuple[Any, ...]] = set()  # signatures of steps without a loss
         self._flags: tuple[bool, ...] = ()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.reported: Failure | None = None
         self.broken: Failure | None = None
-        self._set_aside = False  # gradients, by `StageCopies.before_step` of the step that runs
-        self._telling = OutputExchange(control, settings.device, ranks.device_events)
+        self._has_separate_grads = False  # by `StageCopies.before_step` of this step
+        self._outputs = OutputExchange(control, settings.device, ranks.device_events)
         control.on_loss(self._lost)
         self._interrupts = Interrupts(ranks.interrupt)
         self._calls = ReentrancyGuard()
@@ -198,7 +193,7 @@ class Steps:
     def _run(self, request: Request, trace: bool) -> StepResult:
         lossless = False
         with self._exchanging(), contextlib.ExitStack() as after:
-            self._set_aside = False
+            self._has_separate_grads = False
             after.callback(self.replicas.release)
             inputs, replies = self._agree_on_inputs(request)
             signature = (request.training, *(reply["signature"] for reply in replies))
@@ -207,9 +202,9 @@ class Steps:
                 program = self.plans.program(request.num_microbatches, not request.training)
                 if not self.ranks.has(program):
                     prepare_together(self.control, lambda: self.ranks.prepare(program))
-                if any(reply["misses"] for reply in replies):
-                    settle(self.control, self.ranks, self.stages, program)
-                    self._forget_habits()
+                if any(reply["unreduced"] for reply in replies):
+                    update_replicas(self.control, self.ranks, self.stages, program)
+                    self._reset_signatures()
                 with self._published():
                     weights = self._weights(replies, request)
                     with torch.set_grad_enabled(request.training):
@@ -219,8 +214,8 @@ class Steps:
                     replies = self._finish(outcome, request, trace)
                 lossless = any(reply.get("no_loss") for reply in replies)
         if lossless:
-            # there is nothing to differentiate: this step and those with the same signature are forward only
-            if len(self._lossless) == _MAX_KNOWN:
+            # no loss: this step, and others with the same signature, run forward only
+            if len(self._lossless) == _MAX_SIGNATURES:
                 self._lossless.clear()
             self._lossless.add(signature)
             return self._run(_replayed(request, inputs), trace)
@@ -231,7 +226,7 @@ class Steps:
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Within this context the processes are in one step; where one is lost in it the pipeline is over."""
+        """Context in which the processes are in one step; losing one ends the pipeline."""
         if self.broken is not None:
             raise self.broken.error()
         self.reported = None
@@ -245,10 +240,10 @@ class Steps:
 
     @contextlib.contextmanager
     def _published(self) -> Iterator[None]:
-        """Within this context, from the agreement on a step to its end, other processes may wait for this one.
+        """Context from the agreement on a step to its end, in which other processes may wait for this one.
 
-        The executors and `_finish` report what fails in a step, so that the next one works. Whatever else is raised is
-        published at once, and the pipeline is over: it is not known what the others have done by then.
+        Executors and `_finish` report failures within a step, after which the next one works. Any other exception is
+        published at once and ends the pipeline, as the progress of the other processes is unknown.
         """
         try:
             yield
@@ -256,7 +251,7 @@ class Steps:
             if error.failure.is_suspected and self.reported is not None and self.reported.is_fatal:
                 raise FailureError(self.reported) from error
             raise
-        except BaseException as error:  # raised again; the other processes get the failure
+        except BaseException as error:  # raised again, after it is published
             if not isinstance(self.control, Alone):
                 failure = replace(failure_of(error, self.ranks.first), is_fatal=True)
                 self.control.publish(failure)
@@ -264,40 +259,40 @@ class Steps:
             raise
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
-        """Learn how it went for the others, and sum the gradients of stages that two ranks hold."""
+        """Exchange the outcomes, and sum the gradients of stages that two ranks hold."""
         try:
             report = self._report(outcome, trace)
-            # to report losses is to wait for the device, which may have waited for a lost rank, and gone on without
+            # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
             if outcome.failure is None and not self.ranks.check(outcome):
                 report = self._report(outcome, trace)
-        except Exception as error:  # the step's failure, in the reports of all
+        except Exception as error:  # reported as the step's failure
             outcome.fail(error, self.ranks.first)
             report = self._report(outcome, trace)
         replies = self.control.exchange("end", report)
-        if request.training and self._set_aside:
+        if request.training and self._has_separate_grads:
             self.replicas.after_step(not any("failure" in reply for reply in replies))
         return replies
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
-        """End this pipeline by a fatal failure, and raise that."""
+        """End this pipeline with a fatal failure, and raise it."""
         self._break(failure)
         raise failure.error() from cause
 
     def _break(self, failure: Failure) -> None:
         self.broken = failure
         self._release()
-        # another may have begun the step that this one never will, and wait for it
+        # another rank may wait for this one in a step
         self.ranks.abort(failure)
 
     def _release(self) -> None:
-        """Drop what a failed step left behind."""
+        """Drop the state of a failed step."""
         for stage in self.stages:
             stage.end()
-        # what was announced in a failed step may be incomplete, and what was known may have changed
-        self.known.clear()
+        # announcements of a failed step may be incomplete or outdated
+        self.announced.clear()
 
     def _agree_on_inputs(self, request: Request) -> tuple[Inputs, list[Reply]]:
-        """Every process takes its inputs; if one cannot, all raise."""
+        """Take the inputs on every process; if one fails, all raise."""
         error: BaseException | None = None
         inputs = Inputs()
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
@@ -308,7 +303,7 @@ class Steps:
             for stage in self.stages:
                 if stage.parallel is not None:
                     stage.parallel.prepare()
-            message["misses"] = request.training and request.reduces and misses(self.stages)
+            message["unreduced"] = request.training and request.reduces and has_unreduced_parameters(self.stages)
             inputs = take_inputs(
                 request, self.settings.split, self.stages, self.settings.loss_fn, self.settings.reduction
             )
@@ -319,7 +314,7 @@ class Steps:
                 number = self.control.step
                 compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
                 message["batch"] = batch_digests(request, inputs, compares_all)
-        except BaseException as found:  # raised again by `_agree`, when the others know
+        except BaseException as found:  # raised again by `_agree`, after the exchange
             error = found
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
@@ -328,37 +323,37 @@ class Steps:
         return inputs, replies
 
     def follow(self, plans: Programs, *, forward_only: bool) -> None:
-        """From the next step on run other programs on the same stages."""
+        """Run other programs on the same stages from the next step on."""
         self.plans, self.forward_only = plans, forward_only
         self.ranks.forget()
-        self._forget_habits()
+        self._reset_signatures()
 
-    def _forget_habits(self) -> None:
-        """What the stages hand on, and which gradients wait for W, may be other than it was."""
-        self.known.clear()
+    def _reset_signatures(self) -> None:
+        """Reset the cached signatures and the set of gradients that wait for W."""
+        self.announced.clear()
         for stage in self.stages:
             stage.has_split, stage.deferred = False, frozenset()
 
     def all_gather(
         self, call: str, make: Callable[[], Reply], then: Callable[[list[Reply]], None] | None = None
     ) -> list[Reply]:
-        """Between steps: every process gives a message, and gets those of all.
+        """Gather a message from every process, between steps.
 
         Args:
-            call: what is called, in words that must be the same on every rank.
-            make: gives the message; when it raises, that is an error on every rank.
-            then: what all do with the messages, where they wait for each other: in `attend`.
+            call: the name of the call, the same on every rank.
+            make: returns the message; an exception is an error on every rank.
+            then: called with the messages, for collective work; see `attend`.
 
         Raises:
-            StepError: when another process could not give its message, or is dead or silent.
-            ValueError: when the ranks do not make the same call.
+            StepError: if another process failed, is dead or is silent.
+            ValueError: if the ranks make different calls.
         """
         with self._calls.entered(), self._exchanging():
             message: Reply = {"call": call}
             error: BaseException | None = None
             try:
                 message |= make()
-            except BaseException as found:  # raised again by `_agree`, when the others know
+            except BaseException as found:  # raised again by `_agree`, after the exchange
                 error = found
             replies = self._agree(message, error, f"failed in {call}")
             if then is not None:
@@ -366,31 +361,31 @@ class Steps:
             return replies
 
     def attend(self, work: Callable[[], None]) -> None:
-        """What the processes do together in their own way, however long it takes; unless one is lost.
+        """Run collective work of another library, of any duration, unless a process is lost.
 
         Raises:
-            FailureError: when one is lost. What it does is then left alone.
+            FailureError: if a process is lost. The work is then abandoned.
         """
         if isinstance(self.control, Alone):
             return work()
         device = self.settings.device
 
-        def there() -> None:
+        def work_on_device() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             work()
 
         try:
-            attended(there, self.control.lost, timedelta.max)
+            attended(work_on_device, self.control.lost, timedelta.max)
         except FailureError:
             raise
-        except BaseException:  # raised again, where it is not the end of another process
+        except BaseException:  # raised again, unless a lost process caused it
             for pause in waiting(_GRACE_SECONDS, self.control.lost):
                 time.sleep(pause)
             raise
 
     def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
-        """Exchange what the ranks begin with; a rank that cannot begin is an error on every rank."""
+        """Exchange the messages at the start; a rank that cannot start is an error on every rank."""
         failure = None if error is None else Failure(self.control.rank, cause_text(error))
         replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
         if error is not None:
@@ -420,18 +415,18 @@ class Steps:
         check_told([reply["told"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
-        """Whatever may change a shape, a dtype or a gradient flag between stages."""
+        """Everything that may change a shape, a dtype or a gradient flag between stages."""
         self._flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
         kind = self.settings.device.type
         autocast = (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
         return hash((request.num_microbatches, inputs.signature(), self._flags, autocast))
 
     def scale_now(self) -> torch.Tensor | None:
-        """What the roots of this step's backward are multiplied by."""
+        """The factor of the roots of this step's backward."""
         return None if self.loss_scale is None else self.loss_scale()
 
     def _weights(self, replies: Sequence[Reply], request: Request) -> Weights:
-        """What the microbatches weigh on every rank: by the target where it can be counted, or else by the input."""
+        """The weights of the microbatches on every rank: by the target if it can be counted, otherwise by the input."""
         counted = [reply["rows"] for reply in replies if reply["rows"]]
         _, rows = min(counted, key=lambda found: found[0]) if counted else (None, None)
         given = next((reply["divisors"] for reply in replies if reply["divisors"]), None)
@@ -446,12 +441,12 @@ class Steps:
         signature: tuple[Any, ...],
         trace: bool,
     ) -> Outcome:
-        announce = signature not in self.known
+        announce = signature not in self.announced
         number = self._number(signature)
         error: BaseException | None = None
         try:
             self._begin(inputs, weights, request, number, announce)
-        except BaseException as found:  # the ranks publish it, and drain the program that the others run
+        except BaseException as found:  # the ranks publish it, and complete the program's communication
             error = found
             for stage in self.stages:
                 stage.begin(StageWork(reduces=request.reduces))
@@ -463,7 +458,6 @@ class Steps:
         return outcome
 
     def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
-        """All that has to be done on this process before a program runs."""
         stages = self.stages
         works = stage_works(inputs, stages, request, weights, self.settings.keep_outputs, self.scale_now())
         for stage, work in zip(stages, works, strict=True):
@@ -474,29 +468,29 @@ class Steps:
         self.replicas.follow()
         if request.training:
             self.replicas.before_step()
-            self._set_aside = True
+            self._has_separate_grads = True
         self.random.begin(self.stages, request.training, self._flags, self._has_pairs(request))
 
     def _has_pairs(self, request: Request) -> bool:
         return request.training and self.plans.has_pairs(request.num_microbatches)
 
     def _number(self, signature: tuple[Any, ...]) -> int:
-        """What transports call these shapes; the number of the oldest is given again when many are known."""
-        if signature in self.known:
-            return self.known[signature]
-        return len(self.known) if len(self.known) < _MAX_KNOWN else next(iter(self.known.values()))
+        """The number of a signature for transports; if the cache is full, the oldest number is reused."""
+        if signature in self.announced:
+            return self.announced[signature]
+        return len(self.announced) if len(self.announced) < _MAX_SIGNATURES else next(iter(self.announced.values()))
 
     def _remember(self, signature: tuple[Any, ...]) -> None:
-        """The shapes of this step need not be announced again."""
-        if signature in self.known:
+        """Mark a signature as announced."""
+        if signature in self.announced:
             return
         number = self._number(signature)
-        if len(self.known) == _MAX_KNOWN:
-            del self.known[next(iter(self.known))]
-        self.known[signature] = number
+        if len(self.announced) == _MAX_SIGNATURES:
+            del self.announced[next(iter(self.announced))]
+        self.announced[signature] = number
 
     def _failed_elsewhere(self, failure: Failure) -> None:
-        """From the watcher: another process failed or died."""
+        """Called by the watcher: another process failed or died."""
         if self.reported is None:
             self.reported = failure
         self.ranks.fail()
@@ -504,32 +498,31 @@ class Steps:
             self._lost(failure)
 
     def _lost(self, failure: Failure) -> None:
-        """From the watcher, in a step or between two: another process has ended."""
+        """Called by the watcher, in or between steps: another process ended."""
         self.ranks.device_events.invalidate(failure)
         self.ranks.transport.unblock(failure)
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
-        """What the others need to know of this process's step."""
         reply: Reply = {}
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
         else:
-            reply |= self._telling.tell(StepOutputs.on(self.stages))
+            reply |= self._outputs.report(StepOutputs.on(self.stages))
         if trace:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
 
     def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
-        """Raise the step's failure, if there is one: where it happened first its own exception, else a StepError."""
-        # the first ones come first: a rank that knew of one has not got its messages either, which says less
+        """Raise the step's failure, if any: the original exception on the rank of origin, StepError elsewhere."""
+        # causes first: ranks that missed messages after another failure report only the consequence
         failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in replies if key in reply]
         if not failures and self.reported is not None:
             failures = [self.reported]
         if not failures:
             return
-        # of fatal ones, one whose rank is known says more than that messages did not come
+        # of fatal failures, prefer one with a rank to one of missing messages
         fatal = sorted((failure for failure in failures if failure.is_fatal), key=lambda failure: failure.rank is None)
         if fatal:
             self.abort(fatal[0], outcome.error)
@@ -538,18 +531,18 @@ class Steps:
             raise failures[0].error()
         is_first = outcome.first is None or outcome.first.rank in self.ranks.stages
         if not is_first or isinstance(outcome.error, FailureError):
-            # what this rank was given after a failure elsewhere are stand-ins
+            # after a failure elsewhere this rank computed on placeholders
             raise failures[0].error() from outcome.error
-        with contextlib.suppress(Exception):  # a type of the user's may refuse notes; the exception itself is raised
+        with contextlib.suppress(Exception):  # a user's exception type may refuse notes
             outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
         error, outcome.error = outcome.error, None
         try:
             raise error
         finally:
-            del error  # the exception holds this frame, which must not hold the exception
+            del error  # breaks the reference cycle of exception and frame
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
-        parts = self._telling.parts(replies)
+        parts = self._outputs.parts(replies)
         spans = dict(outcome.spans)
         for reply in replies:
             spans.update(unpack_spans(reply.get("spans", {})))
@@ -561,7 +554,7 @@ class Steps:
 
 
 def _call_text(request: Request) -> str:
-    """What must be the same on every rank."""
+    """Text that must be the same on every rank."""
     names = ", ".join(["", *sorted(request.kwargs)])
     call = "step" if request.training else "eval_step or a forward-only step"
     more = (", gather_outputs" if request.gathers_outputs else "") + ("" if request.reduces else ", under no_sync")
@@ -570,7 +563,7 @@ def _call_text(request: Request) -> str:
 
 
 def _replayed(request: Request, inputs: Inputs) -> Request:
-    """The same request, forward only, with the microbatches that were taken from it already."""
+    """The same request, forward only, with the microbatches that were already taken."""
     args = request.args if inputs.args is None else (list(inputs.args),)
     kwargs = {name: inputs.kwargs.get(name, value) for name, value in request.kwargs.items()}
     return Request(args, kwargs, None, None, request.num_microbatches, training=False)

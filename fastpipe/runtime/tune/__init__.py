@@ -1,6 +1,6 @@
 """From measured steps to costs, and from a plan to another schedule.
 
-Promises: measuring leaves gradients, buffers and random numbers as they were.
+Promises: measuring restores gradients, buffers and random generators.
 Uses: `step` and all below.
 """
 

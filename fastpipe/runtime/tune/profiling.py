@@ -1,8 +1,8 @@
-"""From steps of a pipeline to what its stages and layers cost: the input of `fastpipe.plan`.
+"""Measures the costs of a pipeline's stages and layers, as input for `fastpipe.plan`.
 
-Seconds of stages come from traced steps. Bytes, and the shares of layers, are metered beside a forward pass: the
-first forward is caught on its way into the module, and its input goes through the layers a few times more, forward,
-backward for the input and backward for the weights, while the ranks behind wait for what this one hands on.
+Seconds of stages come from traced steps. Bytes, and the shares of layers, are metered in a forward pass: a hook on the
+first forward of a module runs its input a few more times through the layers (forward, backward for the input, backward
+for the weights), while later ranks wait for the output.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class Unit:
-    """A stage or a layer and one microbatch.
+    """Costs of a stage or a layer for one microbatch.
 
     Attributes:
         forward: seconds.
         backward_input: seconds.
         backward_weight: seconds.
-        held: bytes kept from the forward to the end of the backward: what autograd saves, inputs and outputs, but
-            neither parameters nor buffers.
-        handed: bytes of what it hands on.
+        held: bytes kept from the forward to the end of the backward: tensors saved by autograd, inputs and outputs,
+            without parameters and buffers.
+        output: bytes of its output.
         parameters: bytes of its parameters.
-        rows: of the first input; 0 where there is no tensor.
+        rows: of the first input; 0 without a tensor.
     """
 
     forward: float
     backward_input: float
     backward_weight: float
     held: float
-    handed: float
+    output: float
     parameters: float
     rows: int
 
@@ -63,25 +63,25 @@ class Meters:
 
     Args:
         stages: the local ones.
-        by_layer: whether every layer of a stage is measured by itself.
+        by_layer: whether each layer of a stage is measured separately.
         trains: whether there are backwards.
 
     Attributes:
-        found: by stage, what was measured: its layers in order, or the one whole.
+        units: by stage, the costs of its layers in order, or of the whole stage.
     """
 
     def __init__(self, stages: Sequence[Stage], *, by_layer: bool, trains: bool) -> None:
         self.by_layer = by_layer
         self.trains = trains
-        self.found: dict[int, dict[int, Unit]] = {}
-        # Of two routes both first forwards may come at once, and would disturb each other; and the hook is met again
-        # by what it meters.
+        self.units: dict[int, dict[int, Unit]] = {}
+        # With two routes both first forwards may be concurrent and would disturb each other. The lock is reentrant
+        # because the metered forwards call the hook again.
         self._lock = threading.RLock()
         self._stages = [stage for stage in stages if not isinstance(stage.parallel, Sharded)]
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Within this context the first forward of every stage is measured."""
+        """Context in which the first forward of every stage is measured."""
         hooks = [
             unwrapped(stage.module).register_forward_pre_hook(
                 lambda module, args, kwargs, stage=stage: self._catch(stage, module, args, kwargs), with_kwargs=True
@@ -96,40 +96,40 @@ class Meters:
 
     def _catch(self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         with self._lock:
-            if stage.index in self.found:
+            if stage.index in self.units:
                 return
             parts = children_of(module) if self.by_layer else {"": module}
             ends = next(iter(parts)), next(reversed(parts))
-            self.found[stage.index] = {}
+            self.units[stage.index] = {}
             for number, (name, part) in enumerate(parts.items()):
                 assert part is not None
                 inner = Chain({name: part}) if self.by_layer else part
                 place = _place(stage.is_first and name == ends[0], stage.is_last and name == ends[1])
                 probe = _Probe(stage, Stage(place[0], inner, place[1], stage.losses.loss_fn), args, kwargs)
-                with torch.set_grad_enabled(self.trains), probe.leaving_no_trace():
-                    self.found[stage.index][number] = probe.unit()
+                with torch.set_grad_enabled(self.trains), probe.restored():
+                    self.units[stage.index][number] = probe.unit()
                 args, carried = from_tensors(probe.outputs)
                 kwargs = {**kwargs, **carried}
 
 
 def _place(at_start: bool, at_end: bool) -> tuple[int, int]:
-    """Index and number of stages of one that stands alone where a part of a stage stands."""
+    """Index and number of stages for a probe of a part that has or lacks the model's start and end."""
     if at_start and at_end:
         return 0, 1
     return (0 if at_start else 2 if at_end else 1), 3
 
 
 class _Probe:
-    """A part of a stage as a stage of its own, and one microbatch.
+    """A part of a stage, run as a stage of its own on one microbatch.
 
     Args:
-        stage: the whole one, whose work says what the loss is of.
-        part: the part of it.
-        args: what the part is given.
+        stage: the whole stage, whose work has the targets.
+        part: the part.
+        args: of the part.
         kwargs: of the whole stage.
 
     Attributes:
-        outputs: what the part hands on.
+        outputs: of the part.
     """
 
     def __init__(self, stage: Stage, part: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -143,34 +143,34 @@ class _Probe:
         self._devices = cuda_devices([part.module])
 
     @contextlib.contextmanager
-    def leaving_no_trace(self) -> Iterator[None]:
-        """After this context gradients and buffers are as they were."""
+    def restored(self) -> Iterator[None]:
+        """Context that restores gradients and buffers."""
         module = self.part.module
         grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        put_back = keep_buffers([module])
+        restore_buffers = keep_buffers([module])
         for parameter, _ in grads:
             parameter.grad = None
         try:
             yield
         finally:
             self.part.end()
-            put_back()
+            restore_buffers()
             for parameter, grad in grads:
                 parameter.grad = grad
 
     def unit(self) -> Unit:
-        """The median of a few runs."""
+        """Medians over a few runs."""
         held = self._held_bytes()
         runs = [self._run() for _ in range(_REPEATS)]
         forward, inputs, weights = (statistics.median(column) for column in zip(*runs, strict=True))
         tensors = [leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, torch.Tensor)]
         rows = len(tensors[0]) if tensors and tensors[0].dim() else 0
-        handed = sum(output.nbytes for output in self.outputs)
+        sent = sum(output.nbytes for output in self.outputs)
         parameters = sum(parameter.nbytes for parameter in self.part.module.parameters())
-        return Unit(forward, inputs, weights, float(held), float(handed), float(parameters), rows)
+        return Unit(forward, inputs, weights, float(held), float(sent), float(parameters), rows)
 
     def _begin(self) -> Tensors:
-        """A new microbatch: its inputs, of which all that can have a gradient want one."""
+        """Start a new microbatch; its floating-point inputs require gradients."""
         first = self.part.is_first
         self.part.begin(StageWork(args=[self.args] if first else None, kwargs=self._kwargs, targets=self._targets))
         if first:
@@ -193,7 +193,7 @@ class _Probe:
         return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
     def _held_bytes(self) -> int:
-        """What is alive between F and the backward because of this microbatch."""
+        """Bytes that a microbatch keeps alive between F and the backward."""
         module = self.part.module
         own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
         found: dict[int, int] = {}
@@ -206,29 +206,29 @@ class _Probe:
 
         inputs = self._begin()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            # alive until all is counted, or two could be counted at one address
+            # keeps storages alive, so that no address is reused while counting
             outputs = self.part.forward(0, inputs)
         for tensor in outputs:
             keep(tensor)
         for tensor in pytree.tree_leaves(self.args):
-            if isinstance(tensor, torch.Tensor):  # a microbatch may be a part of the batch's memory
+            if isinstance(tensor, torch.Tensor):  # a microbatch may be a view of the batch: not its whole storage
                 found[tensor.untyped_storage().data_ptr()] = tensor.nbytes
         self.outputs = () if self.part.is_last else tuple(output.detach() for output in outputs)
         return sum(found.values())
 
 
 _SPREAD = 2.0
-"""How much larger the largest message has to be than the smallest, so that bandwidth and latency can be told apart."""
+"""Minimum ratio of the largest to the smallest message for a fit of bandwidth and latency."""
 _KINDS = ("forward", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What every process knows in the end.
+    """The measurements, the same on every process.
 
     Attributes:
         timelines: of the traced steps.
-        units: by stage, its parts.
+        units: by stage, the costs of its parts.
         num_microbatches: of a step.
     """
 
@@ -237,20 +237,20 @@ class Measured:
     num_microbatches: int
 
     def stage_costs(self) -> CostModel:
-        """Medians over the steps; bytes, and the parts of a backward that never ran split, from the meters."""
+        """Medians over the steps; bytes, and the ratio of I and W if only whole backwards ran, from the meters."""
         cost = _medians([CostModel.from_timeline(timeline) for timeline in self.timelines])
         num_stages = self.timelines[0].program.num_stages
         cost = self._split(cost, num_stages)
         if len(self.units) < num_stages:
             return replace(cost, comm=_links(self.timelines, [0.0] * num_stages)[0])
         last = [units[max(units)] for _, units in sorted(self.units.items())]
-        handed = [unit.handed for unit in last]
+        outputs = [unit.output for unit in last]
         held = [math.fsum(unit.held for unit in units.values()) for _, units in sorted(self.units.items())]
-        comm, bandwidth = _links(self.timelines, handed)
-        return replace(cost, comm=comm, bandwidth=bandwidth, activation_bytes=handed, stage_bytes=held)
+        comm, bandwidth = _links(self.timelines, outputs)
+        return replace(cost, comm=comm, bandwidth=bandwidth, activation_bytes=outputs, stage_bytes=held)
 
     def _split(self, cost: CostModel, num_stages: int) -> CostModel:
-        """Where only whole backwards ran, I and W in the proportion that was metered; B is then I + W."""
+        """If only whole backwards ran, divide B into I and W in the metered ratio."""
         seen = {op for timeline in self.timelines for op, _ in timeline.median_seconds()}
         if Op.B not in seen and Op.OVERLAP_F_B not in seen:
             return replace(cost, backward=None)
@@ -266,7 +266,7 @@ class Measured:
         return replace(cost, backward_input=inputs, backward_weight=weights, backward=None)
 
     def layer_costs(self) -> LayerCosts:
-        """The stages' costs, shared out to their layers in the proportion that was metered."""
+        """The stages' costs, divided among their layers in the metered ratio."""
         cost = self.stage_costs()
         seconds: dict[str, Any] = {}
         num_stages = len(self.units)
@@ -279,7 +279,7 @@ class Measured:
         return LayerCosts(
             num_layers=len(layers),
             **seconds,
-            activation_bytes=[layer.handed for layer in layers],
+            activation_bytes=[layer.output for layer in layers],
             held_bytes=[layer.held for layer in layers],
             parameter_bytes=[2 * layer.parameters for layer in layers],
             comm=cost.comm,
@@ -306,20 +306,20 @@ def profile(
     by_layer: bool,
     num_microbatches: int,
 ) -> Measured:
-    """Run a few steps on one batch and measure them; see `Pipeline.profile`.
+    """Run and measure a few steps on one batch; see `Pipeline.profile`.
 
     Args:
         steps: of the pipeline.
-        call: runs a step, or an `eval_step` where the first argument is false; the second says whether to trace it.
-        modules: whose buffers are put back.
-        parameters: whose gradients are put back.
-        inputs: what it is called with.
-        num_steps: how many are traced.
-        by_layer: whether layers are metered, and not stages.
+        call: runs a step, or an `eval_step` if its first argument is false; the second says whether to trace it.
+        modules: whose buffers are restored.
+        parameters: whose gradients are restored.
+        inputs: of the call.
+        num_steps: the number of traced steps.
+        by_layer: meter layers instead of stages.
         num_microbatches: of a step.
     """
     _check(steps, inputs, num_steps, by_layer)
-    with _put_back(modules, parameters, steps):
+    with _restored(modules, parameters, steps):
         call(True, False)
         timelines = [call(True, True).timeline for _ in range(num_steps)]
         meters = Meters(steps.stages, by_layer=by_layer, trains=not steps.forward_only)
@@ -343,10 +343,10 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
 
 
 @contextlib.contextmanager
-def _put_back(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
-    """After this context gradients, buffers, random generators and the count of steps are as they were."""
+def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
+    """Context that restores gradients, buffers, random generators and the step count."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    put_back = keep_buffers(modules)
+    restore_buffers = keep_buffers(modules)
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     step_count = steps.random.step_count
     for parameter in parameters:
@@ -357,7 +357,7 @@ def _put_back(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter]
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
-        put_back()
+        restore_buffers()
         steps.random.step_count = step_count
 
 
@@ -366,13 +366,13 @@ def _message(meters: Meters) -> Reply:
     return {
         "units": [
             [stage, [[part, *(getattr(unit, name) for name in names)] for part, unit in units.items()]]
-            for stage, units in meters.found.items()
+            for stage, units in meters.units.items()
         ]
     }
 
 
 def _units(replies: Sequence[Reply]) -> dict[int, dict[int, Unit]]:
-    """By stage; of one that two ranks hold the last one's."""
+    """Units by stage; if two ranks hold a stage, the last rank's."""
     found = {}
     for reply in replies:
         for stage, parts in reply["units"]:
@@ -381,7 +381,6 @@ def _units(replies: Sequence[Reply]) -> dict[int, dict[int, Unit]]:
 
 
 def _medians(costs: Sequence[CostModel]) -> CostModel:
-    """Attribute by attribute."""
     values: dict[str, Any] = {}
     for name in (field.name for field in fields(CostModel)):
         column = [getattr(cost, name) for cost in costs]
@@ -393,9 +392,9 @@ def _medians(costs: Sequence[CostModel]) -> CostModel:
 
 
 def _links(timelines: Sequence[Timeline], sizes: Sequence[float]) -> tuple[float, float]:
-    """Latency and bandwidth, by the transfers whose receiver was there first.
+    """Latency (seconds) and bandwidth (bytes per second), from the transfers whose receiver was waiting.
 
-    Where all messages are about as large the two cannot be told apart, and all of a transfer is latency.
+    If all messages have about the same size, they cannot be separated, and the whole transfer is latency.
     """
     found: dict[float, list[float]] = {}
     for timeline in timelines:
@@ -412,7 +411,7 @@ def _links(timelines: Sequence[Timeline], sizes: Sequence[float]) -> tuple[float
 
 
 def _fused(cost: CostModel, num_stages: int) -> float:
-    """What a fused pair takes, as a fraction of its two halves."""
+    """The duration of a fused pair, as a fraction of the sum of its halves."""
     if cost.overlapped is None:
         return 1.0
     pair, forward, backward = (

@@ -1,4 +1,4 @@
-"""Another plan for a pipeline that runs already: what all ranks agree on, and what can be kept."""
+"""Agreement on another plan for a running pipeline, and what the plan must keep."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Agreed:
     """The plan of rank 0, on every rank.
 
     Attributes:
-        schedule: its order.
-        counts: its partition; None to leave that as it is.
-        recomputes: of every stage whether it recomputes; None to leave that as it is.
-        keeps: whether all stages do that already.
+        schedule: of the plan.
+        counts: its partition; None keeps the present one.
+        recomputes: for every stage whether it recomputes; None keeps the present choice.
+        keeps: whether all stages already do that.
     """
 
     schedule: Schedule
@@ -36,26 +36,26 @@ class Agreed:
     keeps: bool
 
     def recompute(self, stage: int, module: Any = None) -> str:
-        """The way of a stage, for `Pipeline`."""
+        """The recompute policy of a stage, in the form of `Pipeline`."""
         return FULL if self.recomputes is not None and self.recomputes[stage] else NONE
 
 
 def agree(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Agreed:
-    """The plan of rank 0, on every rank.
+    """Distribute the plan of rank 0.
 
     Args:
         steps: of the pipeline.
-        plan: what this rank was given; None where another rank has it.
+        plan: on this rank; optional except on rank 0.
         rank: of this process.
 
     Raises:
-        ValueError: where rank 0 has none, or another rank has another one.
+        ValueError: if rank 0 has none, or another rank has a different one.
     """
     replies = steps.all_gather("replan", lambda: _offer(steps, plan, rank))
     for other, reply in enumerate(replies):
         if reply["digest"] not in (None, replies[0]["digest"]):
             raise ValueError(
-                f"plan: rank {other} has another one than rank 0 (a time limit cuts a search wherever it is then); "
+                f"plan: rank {other} has a different one than rank 0 (with a time limit, a search may stop elsewhere); "
                 "plan on rank 0, and call replan() without a plan on the others"
             )
     text = replies[0]["text"]
@@ -68,7 +68,7 @@ def agree(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Agreed:
 
 
 def _offer(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Reply:
-    """The text from rank 0, and from all a digest of it and what their stages recompute."""
+    """The plan of rank 0, and on all ranks its digest and what their stages recompute."""
     ways = [[stage.index, stage.recompute] for stage in steps.stages]
     if plan is None:
         if rank == 0:
@@ -92,26 +92,26 @@ def check_fits(new: Schedule, counts: Counts, old: Schedule, old_counts: Counts)
     """Refuse a plan for another pipeline.
 
     Raises:
-        ValueError: saying what differs.
+        ValueError: naming the difference.
     """
     if new.num_ranks != old.num_ranks:
         raise ValueError(f"plan is for {new.num_ranks} ranks, and the pipeline has {old.num_ranks}: plan for these")
     if old_counts is None and (counts is not None or new.num_stages != old.num_stages):
         raise ValueError(
-            f"plan has {new.num_stages} stages of its own cut, and this pipeline was given its {old.num_stages} stages "
-            "ready made: plan with the costs of these (pipe.profile), or build the Pipeline from a list of layers"
+            f"plan has {new.num_stages} stages of its own partition, and this pipeline was given {old.num_stages} "
+            "stages ready made: plan with the costs of these (pipe.profile), or build a Pipeline of a list of layers"
         )
     if counts is None and new.num_stages != old.num_stages:
         raise ValueError(
             f"plan has {new.num_stages} stages, and the model is cut into {old.num_stages}: plan with pipe.profile's "
-            "costs, or with pipe.profile_layers's, which say where else to cut"
+            "costs, or with pipe.profile_layers's, which allow another partition"
         )
     if counts is not None and old_counts is not None and sum(counts) != sum(old_counts):
         raise ValueError(f"plan is for {sum(counts)} layers, and the model has {sum(old_counts)}: plan with its costs")
 
 
-def why_it_stays(stages: Sequence[Stage], num_processes: int) -> str | None:
-    """Why no stage can go to another rank, or be cut otherwise; None where that is possible."""
+def why_not_movable(stages: Sequence[Stage], num_processes: int) -> str | None:
+    """Why stages cannot change rank or partition; None if they can."""
     if num_processes > 1:
         return "its ranks are processes"
     if any(stage.parallel is not None for stage in stages):
@@ -120,9 +120,9 @@ def why_it_stays(stages: Sequence[Stage], num_processes: int) -> str | None:
 
 
 def refusal(reason: str) -> ValueError:
-    """What to do instead."""
+    """The error for a plan that moves stages, with the alternatives."""
     return ValueError(
-        f"plan moves layers to other ranks, or has other stages recompute, which this pipeline cannot, as {reason}. To "
+        f"plan moves layers to other ranks, or changes which stages recompute: not possible, as {reason}. To "
         "change the order alone, plan with placement=pipe.schedule and the costs of pipe.profile(...). For more, save "
         "with fastpipe.save_checkpoint, build a Pipeline with schedule=plan.schedule, partition=plan.partition, "
         "recompute=plan.recompute, and load with fastpipe.load_checkpoint"
@@ -130,7 +130,7 @@ def refusal(reason: str) -> ValueError:
 
 
 def successor(plans: Programs, schedule: Schedule, num_ranks: int) -> Programs:
-    """The programs of another schedule for the same transport, the first of them proved."""
+    """The programs of another schedule for the same transport; the first one is proved."""
     made = Programs(schedule, num_ranks, {}, None, plans.lanes, plans.recv_lookahead, plans.queues)
     made.parallel = plans.parallel
     made.program(schedule.num_microbatches, forward_only=False)
