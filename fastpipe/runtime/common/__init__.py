@@ -1,4 +1,4 @@
-"""Small things that every package of the runtime may use. It imports no other package of the runtime."""
+"""Utilities for every package of the runtime. It imports no other package of the runtime."""
 
 from __future__ import annotations
 
