@@ -1,8 +1,8 @@
-"""Decoder models of Hugging Face's transformers as layers: the embedding, every block, and the norm with the head.
+"""Layers of decoder models of Hugging Face's transformers: the embedding, every block, and the norm with the head.
 
-A stage runs the model's own forward, with what belongs to other stages left out. So masks, rotary embeddings and
-positions are made by the model's own code, in every stage anew from the mask and positions that the user gives to
-`step`; only hidden states go from stage to stage.
+A stage runs the model's own forward without the modules of other stages. So the model's code makes masks, rotary
+embeddings and positions, again in every stage, from the mask and positions given to `step`; only hidden states are sent
+between stages.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from fastpipe.runtime.model import Layers, WholeNames
 from fastpipe.runtime.split.blocks import Absent, Blocks, Handed, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Values of ``config.model_type`` that tests compare with the unsplit model; others are tried on an example."""
+"""Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
 
 IGNORED = -100
-"""The label that counts for nothing."""
+"""Label of ignored tokens."""
 
 _OLDEST = (5, 4)
-"""Before, blocks of some models return tuples, or the model's forward asks a block what kind it is."""
+"""In earlier versions blocks of some models return tuples, or the model's forward reads a block's type."""
 
 
 class _Anatomy(NamedTuple):
-    """Where the parts of a model are.
+    """The attribute names of a model's parts.
 
     Attributes:
         base: the attribute with all but the head.
         blocks: in the base, the list of blocks.
-        before: in the base, what only the first stage needs.
-        after: in the base, what only the last stage needs.
-        everywhere: in the base, what every stage needs; without parameters.
-        heads: beside the base, what only the last stage needs.
-        embedding: in the base, where the last stage of a classifier, which looks at the token ids, gets hidden states.
+        before: in the base, parts of the first stage only.
+        after: in the base, parts of the last stage only.
+        everywhere: in the base, parts of every stage; without parameters.
+        heads: beside the base, parts of the last stage only.
+        embedding: in the base, the embedding; in a classifier's last stage, which takes token ids, it is replaced by
+            hidden states.
     """
 
     base: str
@@ -55,23 +56,23 @@ class _Anatomy(NamedTuple):
 _LLAMA = _Anatomy("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
 _GPT2 = _Anatomy("transformer", "h", ("wte", "wpe", "drop"), ("ln_f",), ())
 _TASKS = {"ForCausalLM": False, "LMHeadModel": False, "ForSequenceClassification": True}
-"""The ends of the names of models that are known, and whether they classify a text as a whole."""
+"""Suffixes of supported class names, and whether the model classifies a text."""
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether a model is one of the transformers library; which is not imported for the answer."""
+    """Whether a model is from the transformers library, which is not imported for this."""
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
 
 
 class DecoderLayers(Layers):
-    """The layers of a causal language model, or of a classifier of texts; what `fastpipe.split` returns for one.
+    """The layers of a causal language model or a text classifier; returned by `fastpipe.split`.
 
     Args:
-        model: the whole.
-        run: its forward on an example, from which is seen what it does; None for those that are known.
+        model: the unsplit model.
+        run: runs its forward on an example, to find its parts; None for supported models.
 
     Attributes:
-        num_blocks: how many blocks it has. Layer 0 is the embedding, the last one the norm with the head.
+        num_blocks: number of blocks. Layer 0 is the embedding, the last layer the norm with the head.
     """
 
     def __init__(self, model: Any, run: Callable[[], Any] | None = None) -> None:
@@ -84,23 +85,23 @@ class DecoderLayers(Layers):
         super().__init__(self.chain([layer]) for layer in range(self.num_blocks + 2))
 
     def chain(self, indices: Iterable[int]) -> DecoderStage:
-        """Neighbours as one module, which has the parameters of the model, under their names."""
+        """Consecutive layers as one module, with the model's parameters and names."""
         own = list(indices)
         self.check_unhooked(own)
         return DecoderStage(self._model, self._anatomy, self.num_blocks, own)
 
     def layer_of(self, name: str) -> int | None:
-        """The layer of a parameter; None for a name that there is not."""
+        """The layer of a parameter; None for an unknown name."""
         own = [i for i, layer in enumerate(self) if name in dict(layer.named_parameters(remove_duplicate=False))]
         return own[0] if own else None
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-        """The model's own loss, for ``Pipeline(loss_fn=)``: the labels are the targets, shifted by one in it.
+        """The model's own loss, for ``Pipeline(loss_fn=)``. Targets are the labels, which it shifts by one.
 
-        A mean over the labels of a microbatch that are not -100; use it with ``loss_reduction=layers.num_tokens``, and
-        the loss of a step is the mean over all labels of the batch, as the unsplit model has it. A microbatch without
-        any label counts for nothing. A classifier's is a mean over rows, and needs no ``loss_reduction``.
+        It is a mean over the labels of a microbatch other than -100. With ``loss_reduction=layers.num_tokens`` the loss
+        of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
+        ignored. A classifier's loss is a mean over rows and needs no ``loss_reduction``.
         """
         loss, config = self._loss, self._config
 
@@ -120,18 +121,18 @@ class DecoderLayers(Layers):
 
     @staticmethod
     def num_tokens(labels: torch.Tensor) -> int:
-        """How many labels count: all but the first of every row, and but -100."""
+        """The number of labels that count: all but the first of every row, and but -100."""
         return int((labels[..., 1:] != IGNORED).sum())
 
 
 class DecoderStage(WholeNames):
-    """Neighbouring layers of a causal language model.
+    """Consecutive layers of a causal language model or a text classifier.
 
     Args:
-        model: the whole; its modules are used, not copied.
-        anatomy: where its parts are.
-        num_blocks: how many blocks it has.
-        layers: 0 the embedding, then the blocks, then the norm with the head.
+        model: the unsplit model; its modules are used, not copied.
+        anatomy: the names of its parts.
+        num_blocks: number of blocks.
+        layers: 0 for the embedding, then the blocks, then the norm with the head.
     """
 
     def __init__(self, model: Any, anatomy: _Anatomy, num_blocks: int, layers: list[int]) -> None:
@@ -143,7 +144,7 @@ class DecoderStage(WholeNames):
             if not (self.is_first if name in anatomy.before else self.is_last):
                 children_of(base)[name] = Absent()
         for name in anatomy.everywhere:
-            # some kinds note the longest text they have seen
+            # some of them store the longest text so far
             children_of(base)[name] = copy.deepcopy(children_of(base)[name])
         blocks: Any = children_of(base)[anatomy.blocks]
         own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks)
@@ -162,7 +163,7 @@ class DecoderStage(WholeNames):
         torch_private.set_children(self, children_of(whole))
 
     def accepts(self) -> frozenset[str] | None:
-        """The keyword arguments that it takes."""
+        """The accepted keyword arguments."""
         names = super().accepts()
         *_, handed = self._parts
         return names if self.is_first or handed is not None or names is None else names - {"input_ids"}
@@ -175,13 +176,13 @@ class DecoderStage(WholeNames):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """From token ids, in the first stage, or hidden states to hidden states or, in the last stage, logits.
+        """Map token ids (first stage) or hidden states to hidden states or logits (last stage).
 
         Args:
             x: token ids or hidden states, ``[rows, tokens, ...]``.
             input_ids: the token ids by name, in the first stage.
-            attention_mask: as the unsplit model takes it; the same in every stage.
-            position_ids: the same.
+            attention_mask: as in the unsplit model; the same in every stage.
+            position_ids: as in the unsplit model; the same in every stage.
         """
         whole, base, blocks, handed = self._parts
         x = input_ids if x is None else x
@@ -190,7 +191,7 @@ class DecoderStage(WholeNames):
         if handed is not None and input_ids is None:
             raise ValueError("input_ids: the last stage finds the token to classify by them; give them by name")
         blocks.begin(None if self.is_first else x)
-        # later stages get their shape, dtype and device from it, and nothing else
+        # later stages use only its shape, dtype and device
         given: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": x.detach()}
         if handed is not None:
             handed.value, given = x.detach(), {"input_ids": input_ids}
@@ -209,10 +210,10 @@ class DecoderStage(WholeNames):
 
 
 def _examine(model: Any, run: Callable[[], Any] | None) -> _Anatomy:
-    """Where the parts of a model are.
+    """Find the parts of a model.
 
     Raises:
-        ValueError: for a model that is not known to be a row of blocks.
+        ValueError: for a model that is not a supported sequence of blocks.
     """
     _check_version()
     kind = getattr(model.config, "model_type", None)
@@ -265,10 +266,10 @@ def _check_parts(model: Any, anatomy: _Anatomy) -> None:
 
 
 def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anatomy:
-    """The same from a run on an example: what is called before the blocks, and what after them.
+    """Find the parts from a run on an example: the modules called before and after the blocks.
 
     Raises:
-        ValueError: for a model without such blocks, or with parameters beside its modules.
+        ValueError: for a model without such blocks, or with parameters outside of its submodules.
     """
     name, prefix = type(model).__name__, model.base_model_prefix
     base: Any = children_of(model).get(prefix)
@@ -303,7 +304,8 @@ def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anat
     if len(marks) != 2 or not hidden:
         raise ValueError(f"model: {name} does not run its blocks once, one after the other; hand over a list of layers")
     after = {key for key, _ in calls[marks[1] + 1 :]}
-    # without parameters, and made for all blocks: rotary embeddings, say. What is made of hidden states is the first's
+    # parts for all blocks have no parameters, for example rotary embeddings; those that return hidden states are the
+    # first stage's
     shapes = {key: getattr(found, "shape", None) for key, found in calls[: marks[0]]}
     everywhere = {
         key

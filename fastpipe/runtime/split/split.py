@@ -1,4 +1,4 @@
-"""split: a model as the list of its layers."""
+"""split: a model as a list of its layers."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ Result = TypeVar("Result")
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
-    """The layers of a model, for ``Pipeline(stages=)``.
+    """Split a model into layers, for ``Pipeline(stages=)``.
 
-    Layers are the model's own modules, not copies, and `Pipeline.state_dict` has the unsplit model's keys. What cannot
-    be split is refused; nothing is left out.
+    Layers are the model's own modules, not copies, and `Pipeline.state_dict` has the unsplit model's keys. A model that
+    cannot be split without loss is refused.
 
     Args:
         model: one of these.
 
             * An ``nn.Sequential`` or a list: its members.
             * A causal language model of Hugging Face's transformers: the embedding, every block, and the norm with the
-              head. What is returned has ``loss_fn`` and ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``;
+              head. The result has ``loss_fn`` and ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``;
               `Pipeline.step` takes the token ids and, by name, ``attention_mask`` and ``position_ids``, on every rank.
-              Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. With one, others are taken apart
-              by what their forward does on it, classifiers of texts too, and the layers are compared with the model.
-            * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, given an
-              example: what its forward does before the first block, every block, and every module after them. Each
-              block must take what the one before it returned, and beside it only buffers of the model and constants,
-              and so must what comes after; this is found out by running the example, and the layers are compared with
-              the model on it.
-        example: one microbatch, as the model takes it; needed for the last kind.
-        kwargs: the same, by name; of the last kind only what comes before the blocks can use them.
+              Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. Other models, and text
+              classifiers, are split by running an example, on which the layers are compared with the model.
+            * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
+              example: the part of its forward before the first block, every block, and every later module. Each block
+              and later module must take the output of the one before it, and further only buffers of the model and
+              constants. Running the example checks this, and compares the layers with the model.
+        example: one microbatch, as the model takes it; required for the last kind.
+        kwargs: keyword arguments of the example; for the last kind only the part before the blocks may use them.
 
     Returns:
-        A list of modules, which also knows the names of the whole model.
+        A sequence of modules, which also has the names of the unsplit model.
 
     Raises:
-        ValueError, TypeError: for a model that it cannot split, with the reason and what to do.
+        ValueError, TypeError: if the model cannot be split, with the reason and a remedy.
     """
     if not isinstance(model, nn.Module | Sequence):
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or the list of its layers")
@@ -77,7 +76,7 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         try:
             return _row_of(model, blocks, example, kwargs)
         except ValueError as error:
-            # the reason why the likeliest are no blocks says most
+            # the first candidate's reason says most
             refusal = refusal or error
     assert refusal is not None
     raise refusal
@@ -93,7 +92,7 @@ def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwarg
 
 
 def _decoder(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderLayers:
-    """The layers of one of transformers' models, compared with it on the example, if there is one."""
+    """The layers of a transformers model, compared with it on the example if there is one."""
     if not example and not kwargs:
         return DecoderLayers(model)
 
@@ -124,18 +123,18 @@ def _compare(model: nn.Module, whole: Callable[[], Any], in_a_row: Callable[[], 
 
 
 def _tried(model: nn.Module, run: Callable[[], Result]) -> Result:
-    """What a run returns; then the model is as it was, and so are the random numbers: the next draws the same."""
+    """Return a run's result; restore the model and the random generators."""
     with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), left_alone(model):
         return run()
 
 
 def _equal_in_training(model: nn.Module, whole: Callable[[], Any], in_a_row: Callable[[], Any]) -> bool:
-    """For a model that is not in training: a function between its blocks may do something only then."""
+    """Compare in training mode: a function between blocks may act only there."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
         return torch.equal(_tried(model, whole), _tried(model, in_a_row))
-    except Exception:  # it cannot be trained on the example, so nothing can be said
+    except Exception:  # it cannot be trained on the example, so this cannot be checked
         return True
     finally:
         for module, mode in modes:
@@ -147,7 +146,7 @@ def _in_a_row(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) 
         value = layers[0](*example, **kwargs)
         for layer in layers[1:]:
             value = layer(value, **chosen(kwargs, accepted_names(layer)))
-    except Exception as error:  # raised again, in words
+    except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in a row fail where the whole does not ({error}); does its forward use blocks, or what "
             "comes after them, before the first block? Hand over the model's layers as a list"
@@ -156,7 +155,7 @@ def _in_a_row(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _check_complete(model: nn.Module, layers: Layers) -> None:
-    """Every parameter is in some layer: a forward that uses a module of the row early would show here or in the run."""
+    """Check that every parameter is in some layer: a forward that uses a later module early fails here or in the run."""
     found = {id(parameter) for layer in layers for parameter in layer.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     if missing:
