@@ -1,4 +1,4 @@
-"""From what the user gives as ``stages`` to the modules of the local stages.
+"""From the user's ``stages`` to the modules of the local stages.
 
 Promises: modules by stage, with the unsplit model's names; tied weights and copies of a stage have equal gradients.
 Uses: `data_parallel`, `common`.
