@@ -263,7 +263,7 @@ def wrapped_by_hand(executor: str) -> dict[str, str]:
 def test_a_stage_that_was_wrapped_by_hand(executor: str, group_of: GroupOf) -> None:
     for found in group_of(2).run(wrapped_by_hand, executor):
         assert "1.1.weight, 1.1.bias" in found["hook"]
-        assert "communication hook" in found["hook"] and "build the Pipeline anew" in found["hook"]
+        assert "communication hook" in found["hook"] and "build a new Pipeline" in found["hook"]
 
 
 def what_has_no_wrapper() -> list[str]:

@@ -103,7 +103,7 @@ def logged(what: str) -> Iterator[None]:
     """Log an exception of this context instead of raising it, so that later cleanup runs too."""
     try:
         yield
-    except Exception:
+    except Exception:  # logged
         logger.exception("%s failed", what)
 
 

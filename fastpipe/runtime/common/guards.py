@@ -67,7 +67,7 @@ class ReentrancyGuard:
     """Allows one call into a pipeline at a time, in the process that built it."""
 
     def __init__(self) -> None:
-        self._home = ForkGuard()
+        self._fork_guard = ForkGuard()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ class ReentrancyGuard:
         Raises:
             RuntimeError: during another call, or in a forked child.
         """
-        self._home.check()
+        self._fork_guard.check()
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "this pipeline is in the middle of another call: in another thread, or this one was made by a layer, "

@@ -525,7 +525,7 @@ _SHARDED, _REPLICATED = "stages under fully_shard", "stages under DistributedDat
 _NORM = "clip_grad_norm_"
 _FUSED = "add_loss in modules with overlapped_forward_backward"
 _GROUPS = "checkpoints in the background; backends that are neither Gloo nor NCCL"
-_DEATHS = "shared memory between processes; deaths on this host are seen by the lifeline instead"
+_DEATHS = "shared memory between processes; exits on this host are detected by the lifeline instead"
 
 PRIVATE = (
     Private(
@@ -539,7 +539,7 @@ PRIVATE = (
     Private(nn.Module, "_non_persistent_buffers_set", "which of them its state leaves out", "split and traced models"),
     Private(nn.Module, "_forward_hooks _forward_pre_hooks _compiled_call_impl", "what a call does", "split models"),
     Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split, {_PYTHON}"),
-    Private("torch.Tensor", "_cdata", "a parameter, as the extension knows it", "replicas with a split backward"),
+    Private("torch.Tensor", "_cdata", "a parameter's address, for the extension", "replicas with a split backward"),
     Private(
         "torch.Tensor", "_backward_hooks", "a parameter's hooks, to be refused or shared", "tied weights, two routes"
     ),
@@ -551,7 +551,7 @@ PRIVATE = (
     Private("torch._C", "_current_graph_task_id", "which backward a thread runs", f"add_loss, {_PYTHON}"),
     Private("torch._C", "_current_autograd_node", "what a reentrant checkpoint recomputes", _PYTHON),
     Private(_reentrant_node, "_forward_cls", "the nodes of Python's functions", f"random numbers, {_PYTHON}"),
-    Private("torch._C._autograd", "_get_sequence_nr", "nodes that a recompute makes", "random numbers of stages"),
+    Private("torch._C._autograd", "_get_sequence_nr", "nodes created by a recompute", "random numbers of stages"),
     Private("torch._C._autograd", "_top_saved_tensors_default_hooks", "hooks of saved tensors, in other threads", _ALL),
     Private(
         "torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode", "modes, in other threads", _ALL
@@ -563,16 +563,16 @@ PRIVATE = (
     Private(
         "torch.utils.checkpoint",
         "_checkpoint_hook.__init__.<locals>.unpack_hook",
-        "a recompute on the stack of calls",
+        "a recompute on the call stack",
         _FUSED,
     ),
-    Private("sys", "_getframe", "the stack of calls", _FUSED),
+    Private("sys", "_getframe", "the call stack", _FUSED),
     Private("torch._C", "_len_torch_dispatch_stack _get_tracing_state _dispatch_keys", "what traces a graph", _PYTHON),
     Private("torch._C._functorch", "peek_interpreter_stack", "what transforms a graph", _PYTHON),
     Private("torch.autograd.forward_ad", "_current_level", "whether forward mode is on", _PYTHON),
     Private("torch", "_is_functional_tensor", "what traces a graph", _PYTHON),
     Private("torch.autograd.profiler", "_is_profiler_enabled", "whether to name actions", "the Python executor"),
-    Private(_C10D, "_new_process_group_helper _world GroupName", "groups made by members alone", _GROUPS),
+    Private(_C10D, "_new_process_group_helper _world GroupName", "groups created by their members only", _GROUPS),
     Private(
         "torch.distributed.ProcessGroup",
         "get_group_store _register_backend _get_backend _start_coalescing _end_coalescing",
@@ -586,10 +586,10 @@ PRIVATE = (
         "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
         "_use_python_reducer _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers _build_params_for_reducer "
         "_build_debug_param_to_name_mapping _ddp_init_helper",
-        "averages once a step, which no backward of its own ends; parameters that are new",
+        "averages once a step, outside of a backward; new parameters",
         _REPLICATED,
     ),
-    Private("torch.distributed.Logger", "_set_static_graph", "a reducer made anew", _REPLICATED),
+    Private("torch.distributed.Logger", "_set_static_graph", "a rebuilt reducer", _REPLICATED),
     Private(
         "torch.distributed.Reducer",
         "_get_zeros_like_grad_buckets _run_comm_hook _set_static_graph",
@@ -597,10 +597,10 @@ PRIVATE = (
         _REPLICATED,
     ),
     Private("torch.distributed.GradBucket", "buffer set_buffer gradients parameters", "the same", _REPLICATED),
-    Private("torch.distributed.utils", "_sync_module_states", "parameters that are new", _REPLICATED),
+    Private("torch.distributed.utils", "_sync_module_states", "new parameters", _REPLICATED),
     Private("torch.distributed._composable_state", "_get_module_state", "replicate(), to be refused", "its refusal"),
     Private("torch.distributed._composable.replicate", "_ReplicateState", "replicate(), to be refused", "its refusal"),
-    Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "what FSDP knows of a module", _SHARDED),
+    Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "FSDP's state of a module", _SHARDED),
     Private(
         f"{_FSDP}._fsdp_state.FSDPState",
         "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init _state_ctx _root_post_backward_final_callback",
@@ -625,7 +625,7 @@ PRIVATE = (
     Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
     Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
     Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),
-    Private("os", "pidfd_open", "a death wakes who waits", _DEATHS),
+    Private("os", "pidfd_open", "an exit wakes waiting ranks", _DEATHS),
 )
 CUDA = Private("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", "a recording that failed", "cuda_graph=True")
 NCCL = Private("torch.distributed.ProcessGroupNCCL.Options", "_timeout", "when NCCL gives up", "NCCL")
@@ -659,13 +659,13 @@ def _has(owner: Any, name: str) -> bool:
     if isinstance(owner, str) and owner.startswith("/"):
         return Path(owner, name).exists()
     try:
-        found = _found(owner) if isinstance(owner, str) else owner() if callable(owner) else owner
+        found = _resolve(owner) if isinstance(owner, str) else owner() if callable(owner) else owner
     except (ImportError, AttributeError):
         return False
     return any(_reaches(found, one) for one in name.split("|"))
 
 
-def _found(path: str) -> Any:
+def _resolve(path: str) -> Any:
     """A module, or an attribute of one."""
     try:
         return importlib.import_module(path)
@@ -673,7 +673,7 @@ def _found(path: str) -> Any:
         owner, _, name = path.rpartition(".")
         if not owner:
             raise
-        return getattr(_found(owner), name)
+        return getattr(_resolve(owner), name)
 
 
 def _reaches(owner: Any, path: str) -> bool:

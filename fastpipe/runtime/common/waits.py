@@ -54,7 +54,7 @@ def aside(works: Iterable[Work], name: str) -> list[threading.Thread]:
     return threads
 
 
-def asked(question: Callable[[], _T], name: str) -> Future[_T]:
+def call_in_thread(question: Callable[[], _T], name: str) -> Future[_T]:
     """Call a function in a thread as `aside` does; returns a future of its result or exception."""
     answer: Future[_T] = Future()
 
@@ -90,7 +90,7 @@ class Patience:
         """
         if not self._answers:
             return otherwise
-        answer = asked(question, "fastpipe-ask")
+        answer = call_in_thread(question, "fastpipe-ask")
         self._answers = bool(wait([answer], self._seconds).done)
         try:
             return answer.result(0) if self._answers else otherwise
@@ -133,7 +133,7 @@ def attended(
     Raises:
         FailureError: if a process is dead, fails to build the pipeline, or does not connect in time.
     """
-    made = asked(connect, "fastpipe-connect")
+    made = call_in_thread(connect, "fastpipe-connect")
     for pause in waiting(timeout.total_seconds(), lost):
         if wait([made], pause).done:
             return made.result()
@@ -163,7 +163,7 @@ class PatientStore:
         method = getattr(self._store, name)
 
         def ask(*args: Any) -> Any:
-            answer = asked(lambda: method(*args), "fastpipe-ask")
+            answer = call_in_thread(lambda: method(*args), "fastpipe-ask")
             if not wait([answer], self._timeout).done:
                 text = f"{silent_store(self._timeout)}; see whether the process that holds it is stopped"
                 raise lost_peer(text, None)

@@ -68,10 +68,10 @@ def find_cores(num_processes: int, device: torch.device, environment: Mapping[st
     Raises:
         ValueError: if FASTPIPE_PIN is not 0 or 1.
     """
-    asked = environment.get(VARIABLE, "0")
-    if asked not in ("0", "1"):
-        raise ValueError(f"{VARIABLE} = {asked!r}: set it to 1 to keep each rank on cores of its own, or to 0")
-    if asked == "0":
+    requested = environment.get(VARIABLE, "0")
+    if requested not in ("0", "1"):
+        raise ValueError(f"{VARIABLE} = {requested!r}: set it to 1 to keep each rank on cores of its own, or to 0")
+    if requested == "0":
         return Cores()
     rank, size = (environment.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if num_processes == 1:
@@ -89,7 +89,7 @@ def _share(rank: int, size: int) -> Cores:
     cores = os.sched_getaffinity(0)
     try:
         if cores != os.sched_getaffinity(os.getppid()):
-            return Cores(why=f"this process has been placed on {', '.join(map(str, sorted(cores)))}")
+            return Cores(why=f"this process is pinned to {', '.join(map(str, sorted(cores)))}")
         share = len(cores) // size
         if share == 0:
             return Cores(why=f"{size} ranks have {len(cores)} cores")

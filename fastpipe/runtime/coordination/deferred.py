@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import LOOK_SECONDS, Failure, asked, attended, cause_text, first_line, pauses
+from fastpipe.runtime.common import LOOK_SECONDS, Failure, attended, call_in_thread, cause_text, first_line, pauses
 
 _CLOSING_SECONDS = 10
 _GRACE_SECONDS = 2.0
@@ -136,8 +136,8 @@ class DeferredResults:
                 raise failure.error() from error
             cause = first_line(error)
             raise StepError(
-                f"rank {rank} has not told the losses of a step within {self.timeout:g} s ({cause}); see what that "
-                "rank's device is doing, or read them before the processes end",
+                f"rank {rank} has not published the losses of a step within {self.timeout:g} s ({cause}); see "
+                "what that rank's device is doing, or read them before the processes end",
                 rank=rank,
                 cause=cause,
             ) from error
@@ -157,7 +157,7 @@ class DeferredResults:
             self._await(key, rank)
             return bytes(self._reading.get(key)).decode()
 
-        answer = asked(read, "fastpipe-fetch")
+        answer = call_in_thread(read, "fastpipe-fetch")
         until = time.monotonic() + self.timeout + _GRACE_SECONDS
         while not wait([answer], LOOK_SECONDS).done:
             if self._dead():

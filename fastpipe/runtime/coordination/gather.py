@@ -24,7 +24,7 @@ from fastpipe.runtime.common import (
     Failure,
     FailureError,
     Patience,
-    asked,
+    call_in_thread,
     first_line,
     silent_store,
     waiting,
@@ -70,8 +70,8 @@ class Gather(ABC):
         ranks = ", ".join(map(str, missing))
         place, advice = f"the {phase} of step {step}", "call step and eval_step on every rank"
         if step == 0:
-            place, advice = "the building of the pipeline", "build it on every rank, all with the same group"
-        cause = f"rank {ranks} did not come to {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
+            place, advice = "the construction of the pipeline", "build it on every rank, all with the same group"
+        cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = None if self.suspected is None else self.suspected.rank
         return FailureError(Failure(suspected if suspected in missing else missing[0], cause, is_fatal=True))
 
@@ -144,7 +144,7 @@ class StoreGather(Gather):
         """Use one key per process, step and phase. Another thread asks the store, which may have stopped answering."""
         keys = [_key(step, phase, rank) for rank in range(self.size)]
         self.written.append((step, keys[self.rank]))
-        answer = asked(lambda: self._gather(keys, message, step), "fastpipe-gather")
+        answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
         deadline, patience = Deadline(self), Patience(min(SECONDS, self.timeout))
         while not wait([answer], LOOK_SECONDS).done:
             if step and (failure := self.lost(())) is not None:
@@ -245,7 +245,7 @@ class SharedMemoryGather(Gather):
             return first_line(error)
         return ""
 
-    def look_around(self) -> None:
+    def choose_wait(self) -> None:
         """Choose how to wait by the number of ranks on this host, once other pipelines have been built."""
         with contextlib.suppress(RuntimeError):  # a lost store is reported elsewhere
             self._native.share_host(self._ranks_per_host.count())
@@ -277,7 +277,7 @@ class SharedMemoryGather(Gather):
         found, _, content = text.decode().partition("\n")
         if found != place:
             cause = (
-                f"rank {rank} did not come to the {place}: it is at the {found}; call step and eval_step on every rank"
+                f"rank {rank} did not reach the {place}: it is at the {found}; call step and eval_step on every rank"
             )
             raise FailureError(Failure(rank, cause, is_fatal=True))
         reply: Reply = json.loads(content)

@@ -87,13 +87,13 @@ class LocalPeers:
         processes: by rank, a process descriptor.
         gone: ranks whose processes exited before they could be watched.
         wakeup: a socket that becomes readable when another process sends to it.
-        parted: ranks that have closed the pipeline, with their last step.
+        closed: ranks that have closed the pipeline, with their last step.
     """
 
     def __init__(self) -> None:
         self.processes: dict[int, int] = {}
         self.gone: set[int] = set()
-        self.parted: dict[int, int] = {}
+        self.closed: dict[int, int] = {}
         self.wakeup = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.wakeup.bind("")  # an abstract address, chosen by the kernel
         self.wakeup.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
@@ -125,7 +125,7 @@ class LocalPeers:
             poll.register(descriptor, select.POLLIN)
         return self.gone | {ranks[descriptor] for descriptor, _ in poll.poll(0)}
 
-    def meet(self, own: int, identities: Sequence[Identity]) -> list[int]:
+    def connect(self, own: int, identities: Sequence[Identity]) -> list[int]:
         """Watch the processes of this host; returns the ranks that this process can wake."""
         for rank, identity in enumerate(identities):
             if rank == own or not same_host(identity, identities[own]):
@@ -136,28 +136,28 @@ class LocalPeers:
                 self._others[rank] = other
         return list(self._others)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the others."""
         for other in self._others.values():
             self._send(other, "", socket.MSG_DONTWAIT)
 
-    def ring_own(self) -> None:
+    def wake_own(self) -> None:
         """Wake this process's own watcher."""
         self._send((self.wakeup.getsockname(), self._secret), "", socket.MSG_DONTWAIT)
 
-    def part(self, own: int, last_step: int) -> None:
+    def report_close(self, own: int, last_step: int) -> None:
         """Report to the others that this process closes the pipeline, with its last step."""
         for other in self._others.values():
             self._send(other, f"{own} {last_step}")
 
-    def quiet(self) -> None:
+    def drain(self) -> None:
         """Read all pending datagrams."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 secret, _, word = self.wakeup.recv(256, socket.MSG_DONTWAIT).decode(errors="replace").partition(":")
                 if word and hmac.compare_digest(secret, self._secret):
                     rank, last_step = map(int, word.split())
-                    self.parted[rank] = last_step
+                    self.closed[rank] = last_step
 
     def close(self) -> None:
         """Close all descriptors; called once."""

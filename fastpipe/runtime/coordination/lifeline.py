@@ -108,11 +108,11 @@ class Lifeline:
             with contextlib.suppress(TimeoutError):
                 tie, _ = listener.accept()
                 # a client that connects and sends nothing delays no other client
-                aside([functools.partial(self._greet, tie)], "fastpipe-tie")
+                aside([functools.partial(self._handshake, tie)], "fastpipe-tie")
         with self._lock:
             self._awaited.clear()
 
-    def _greet(self, tie: socket.socket) -> None:
+    def _handshake(self, tie: socket.socket) -> None:
         tie.settimeout(_TIE_SECONDS / 5)
         with contextlib.suppress(OSError):  # an unknown client, or a rank that has exited
             greeting = tie.recv(2 * _TOKEN_BYTES + 8, socket.MSG_WAITALL)
@@ -147,25 +147,25 @@ class Lifeline:
         """Send a byte if it is due; call this at least every `BEAT_SECONDS`."""
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS / 5
-            self._talk(_BEAT)
+            self._exchange(_BEAT)
 
     def ended(self) -> dict[int, Ended]:
         """The processes that have exited, by rank."""
-        self._talk(b"")
+        self._exchange(b"")
         return dict(self._ended)
 
-    def _talk(self, word: bytes) -> None:
+    def _exchange(self, word: bytes) -> None:
         """Receive from all connections, and send a word."""
         with self._lock:
             for rank in self._ties.keys() - self._ended.keys():
                 try:
-                    self._talk_with(rank, self._ties[rank], word)
+                    self._exchange_with(rank, self._ties[rank], word)
                 except OSError as error:
                     last_step = self._said.get(rank)
                     cause = SILENT if error.errno in _LOST else DIED
                     self._ended[rank] = Ended(LEFT, int(last_step)) if last_step else Ended(cause)
 
-    def _talk_with(self, rank: int, tie: socket.socket, word: bytes) -> None:
+    def _exchange_with(self, rank: int, tie: socket.socket, word: bytes) -> None:
         with contextlib.suppress(BlockingIOError):
             while data := tie.recv(4096):
                 self._said[rank] = self._said.get(rank, b"") + data.replace(_BEAT, b"")
@@ -175,7 +175,7 @@ class Lifeline:
 
     def close(self, last_step: int) -> None:
         """Send the number of the last step, and close the connections; called once."""
-        self._talk(str(last_step).encode())
+        self._exchange(str(last_step).encode())
         with self._lock:
             self.close_descriptors()
 

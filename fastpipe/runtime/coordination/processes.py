@@ -22,7 +22,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from fastpipe.runtime.common import DIED, SECONDS, Failure, Patience, asked, attended, first_line, logged
+from fastpipe.runtime.common import DIED, SECONDS, Failure, Patience, attended, call_in_thread, first_line, logged
 from fastpipe.runtime.coordination.control import Control, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import Gather, SharedMemoryGather, StoreGather
@@ -30,7 +30,7 @@ from fastpipe.runtime.coordination.host import Identity, LocalPeers, RanksPerHos
 from fastpipe.runtime.coordination.lifeline import BEAT_SECONDS, GONE, LEFT, Lifeline
 
 logger = logging.getLogger("fastpipe")
-_UNWATCHED = "their deaths are noticed by their connections with rank 0, or after the timeout"
+_UNWATCHED = "their exits are detected by connections to rank 0, or after the timeout"
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
 
@@ -77,20 +77,20 @@ class Processes(Control):
         identity = self._local_peers.identity() | self._shared_gather.offer()
         replies = self.exchange("setup", identity | message)
         far = [rank for rank, reply in enumerate(replies) if rank and not _can_watch(replies[0], reply)]
-        own: Reply = {"tied": self._tie(far), "rings": self._local_peers.meet(self.rank, replies)}
+        own: Reply = {"tied": self._tie(far), "woken": self._local_peers.connect(self.rank, replies)}
         answers = self.exchange("connection", own | {"why": self._shared_gather.connect(replies)})
         self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["tied"]])
         if untied := [rank for rank in far if rank not in answers[0]["tied"] or 0 not in answers[rank]["tied"]]:
-            logger.warning("ranks %s cannot connect to rank 0: if they die, that is noticed after the timeout", untied)
+            logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", untied)
         unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
         self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
-        polls = not all(self.rank in answer["rings"] for answer in self._others(answers))
+        polls = not all(self.rank in answer["woken"] for answer in self._others(answers))
         self._watcher.start(polls, self._connect())
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
             self._gather = self._shared_gather
         else:
-            logger.info("the ranks agree over the store, which costs each step about a millisecond: %s", why)
+            logger.info("the ranks agree over the store, about a millisecond per step: %s", why)
             # a separate connection: a wait that has timed out leaves a thread blocked on it
             self._store_gather.waits = self._connect()
         return replies
@@ -142,7 +142,7 @@ class Processes(Control):
 
         self._watcher.begin(self.step, report)
         if self.step == 1 and self._gather is self._shared_gather:
-            self._shared_gather.look_around()
+            self._shared_gather.choose_wait()
 
     def on_loss(self, report: OnFailure) -> None:
         """See `Control.on_loss`."""
@@ -185,7 +185,7 @@ class Processes(Control):
     def close(self) -> None:
         """Stop the watcher, and close what the processes share."""
         self.deferred.close()
-        self._local_peers.part(self.rank, self.step)
+        self._local_peers.report_close(self.rank, self.step)
         self._watcher.close()
         self._lifeline.close(self.step)
         self._local_peers.close()
@@ -247,7 +247,7 @@ class Watcher:
             self.step = step
             self._on_failure = on_failure
         if self.polls or self.dead:
-            self.local_peers.ring_own()
+            self.local_peers.wake_own()
 
     def end(self) -> None:
         """End the step."""
@@ -272,7 +272,7 @@ class Watcher:
         first = write_failure(self.store, failure, self.step)
         if first == failure:
             self.published.append(self.step)
-        self.local_peers.ring()
+        self.local_peers.wake()
         return first
 
     def store_gone(self, error: RuntimeError) -> Failure:
@@ -287,7 +287,7 @@ class Watcher:
     def close(self) -> None:
         """End the thread."""
         self._stopping = True
-        self.local_peers.ring_own()
+        self.local_peers.wake_own()
         # the garbage collector may close a pipeline in any thread, this one included
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
@@ -348,7 +348,7 @@ class Watcher:
             return read_failure(store, step)
 
         if self._answer is None or self._answer[0] != step:
-            self._answer = step, asked(ask, "fastpipe-look")
+            self._answer = step, call_in_thread(ask, "fastpipe-look")
         answer = self._answer[1]
         if not wait([answer], _LOOK_SECONDS).done:
             return True
@@ -367,8 +367,8 @@ class Watcher:
         found = {rank: cause for rank, (cause, last_step) in ended.items() if last_step < step}
         found |= dict.fromkeys(self.local_peers.ended(), DIED)
         # after the exits: a process that closes its pipeline reports that before it exits
-        self.local_peers.quiet()
-        for rank, last_step in list(self.local_peers.parted.items()):
+        self.local_peers.drain()
+        for rank, last_step in list(self.local_peers.closed.items()):
             if last_step >= step:
                 found.pop(rank, None)
             elif last_step:  # a process that failed to build it has published why

@@ -71,7 +71,7 @@ class FlatBucket:
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
 
-class Told(NamedTuple):
+class ReplicaReports(NamedTuple):
     """The reports of all replicas.
 
     Attributes:
@@ -120,11 +120,11 @@ class Average:
             for parameter in parameters:
                 if parameter.requires_grad and comes(parameter):
                     self._missing[number] += 1
-                    hook = partial(self._came, number)
+                    hook = partial(self._on_gradient, number)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._start_complete()
 
-    def _came(self, number: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, number: int, _: torch.Tensor) -> None:
         self._missing[number] -= 1
         self._start_complete()
 
@@ -186,13 +186,13 @@ class Average:
             for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
         )
 
-    def finish(self, deadline: float) -> Told:
+    def finish(self, deadline: float) -> ReplicaReports:
         """Copy the averages into ``.grad``.
 
         Raises:
             TimeoutError: if they are not complete by the deadline.
         """
-        _awaited(self._reported, deadline)
+        _wait_for(self._reported, deadline)
         num_failed, num_asking, num_missing, *flags = self.status.tolist()
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
         averages: list[torch.Tensor] = []
@@ -204,21 +204,21 @@ class Average:
                 if count:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
-        return Told(num_failed, num_asking, num_missing, any(again))
+        return ReplicaReports(num_failed, num_asking, num_missing, any(again))
 
     def _average(self, number: int, deadline: float, *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]
-        result = _awaited(self._futures[number], deadline)
+        result = _wait_for(self._futures[number], deadline)
         if repeat:
             bucket.buffer().zero_()
             self._fill(number)
-            result = _awaited(self._run(bucket), deadline)
+            result = _wait_for(self._run(bucket), deadline)
         bucket.set_buffer(result[0] if isinstance(result, list | tuple) else result)
         gradients: Sequence[torch.Tensor] = bucket.gradients()
         return gradients
 
 
-def _awaited(future: Any, deadline: float) -> Any:
+def _wait_for(future: Any, deadline: float) -> Any:
     """A future's value; `Future.wait` has no timeout."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
@@ -279,13 +279,13 @@ class Reduced:
         if names and torch_private.has_comm_hook(self.wrapper):
             raise ValueError(
                 f"data_parallel: stage {self.stage} has parameters to train that it did not have before, "
-                f"{listed(names)}, and its DistributedDataParallel a communication hook, which may go by the buckets "
-                "that there were; build the Pipeline anew"
+                f"{listed(names)}, and its DistributedDataParallel has a communication hook, which may depend on the "
+                "old buckets; build a new Pipeline"
             )
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in found):
             raise ValueError(
                 f"data_parallel: of the parameters that stage {self.stage} did not have before, {listed(names)}, some "
-                "have no shape yet; run a forward of the new layer before"
+                "have no shape yet; run a forward of the new layer first"
             )
         return names
 
@@ -345,7 +345,7 @@ class Replicated(DataParallel):
         self._reduces = False
         self._begun = False
         self._early: Average | None = None
-        self._under_way: list[Average] = []
+        self._running: list[Average] = []
         self._asks = False
         self._missing: dict[DistributedDataParallel, int] = {}
         for wrapper in wrappers:
@@ -390,9 +390,10 @@ class Replicated(DataParallel):
         for wrapper, count in missing.items():
             if 0 < count < self.num_replicas:
                 raise ValueError(
-                    f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have parameters to "
-                    f"train that were not when it was wrapped, here {listed(self._reduced[wrapper].missed())}; "
-                    "unfreeze, exchange or append layers in all replicas alike"
+                    f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have trainable "
+                    "parameters that were not trainable when it was wrapped, here "
+                    f"{listed(self._reduced[wrapper].missed())}; unfreeze, exchange or append "
+                    "layers in all replicas alike"
                 )
         found = [wrapper for wrapper, count in missing.items() if count]
         for wrapper in found:
@@ -439,27 +440,27 @@ class Replicated(DataParallel):
                 average = self._early or self._average(wrapper)
                 self._early = None
                 average.complete(failed, (self._asks, self._asks and bool(self._reduced[wrapper].missed())))
-                self._under_way.append(average)
+                self._running.append(average)
 
     def _average(self, wrapper: DistributedDataParallel) -> Average:
         return Average(wrapper, self._reduced[wrapper].in_place)
 
     def finish(self, failed: bool, deadline: float) -> None:
         """Wait for the averages, and copy them into ``.grad``."""
-        under_way, self._under_way = self._under_way, []
+        running, self._running = self._running, []
         try:
-            ends = [average.finish(deadline) for average in under_way]
+            ends = [average.finish(deadline) for average in running]
         except TimeoutError as error:
             cause = (
                 f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
-                f"{self.num_replicas} replicas did not come"
+                f"{self.num_replicas} replicas did not respond"
             )
             raise FailureError(Failure(None, cause, is_fatal=True)) from error
         finally:
-            self._restore([average.wrapper for average in under_way])
+            self._restore([average.wrapper for average in running])
         # equal on every replica
         self._starts_early &= not any(end.again for end in ends)
-        self._missing = {average.wrapper: end.num_missing for average, end in zip(under_way, ends, strict=True)}
+        self._missing = {average.wrapper: end.num_missing for average, end in zip(running, ends, strict=True)}
         if ends and not failed:
             self._check(max(end.num_failed for end in ends), max(end.num_asking for end in ends))
 
@@ -467,9 +468,8 @@ class Replicated(DataParallel):
         """Raise unless all replicas completed the step."""
         if num_asking:
             cause = (
-                f"data_parallel: {num_asking} of {self.num_replicas} replicas have parameters to train since the last "
-                "step that were not when the stages were wrapped, and this one has none; unfreeze, exchange or append "
-                "layers in all replicas alike"
+                f"data_parallel: {num_asking} of {self.num_replicas} replicas have new trainable parameters since the "
+                "last step, and this one has none; unfreeze, exchange or append layers in all replicas alike"
             )
             raise FailureError(Failure(None, cause))
         if num_failed:

@@ -92,8 +92,8 @@ class Sharded(DataParallel):
             names = [f"{name} of a {type(module).__name__}" for module, name in found]
             raise ValueError(
                 f"stages: stage {self.stage} has parameters to train that it did not have when the Pipeline was built, "
-                f"{listed(names)}, of which fully_shard does not know; apply it to the new layers, and build the "
-                "Pipeline anew"
+                f"{listed(names)}, which fully_shard does not cover; apply it to the new layers, and build a "
+                "new Pipeline"
             )
         return []
 

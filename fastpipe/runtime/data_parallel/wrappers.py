@@ -112,7 +112,7 @@ def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: i
     if num_local_ranks > 1 and (parallel.num_replicas > 1 or num_routes > 1):
         raise ValueError(
             f"stages: stage {stage} is {parallel.description} and the ranks are threads of this process, which would "
-            "come to its collectives in any order; start one process a rank with torchrun"
+            "run its collectives in any order; start one process per rank with torchrun"
         )
     if num_routes > 1 and not parallel.whole_gradients:
         raise ValueError(
@@ -129,6 +129,6 @@ def check_not_sharded(stage: int, parallel: DataParallel | None, dtype: torch.dt
     """
     if parallel is not None and not parallel.whole_gradients:
         raise ValueError(
-            f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which says itself what gradients are "
-            "summed in; leave it out, and apply fully_shard with MixedPrecisionPolicy(reduce_dtype=...)"
+            f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which sets the dtype of summed "
+            "gradients itself; leave it out, and apply fully_shard with MixedPrecisionPolicy(reduce_dtype=...)"
         )

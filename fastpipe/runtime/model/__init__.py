@@ -50,7 +50,7 @@ from fastpipe.runtime.model.cuts import (
     layer_costs,
     layer_counts,
     layer_ranges,
-    left_alone,
+    restored,
 )
 from fastpipe.runtime.model.modules import (
     Named,
@@ -122,7 +122,6 @@ __all__ = [
     "layer_costs",
     "layer_counts",
     "layer_ranges",
-    "left_alone",
     "make_copies",
     "make_tied",
     "missing_argument",
@@ -135,6 +134,7 @@ __all__ = [
     "prefixes_message",
     "prefixes_of",
     "recomputing",
+    "restored",
     "share",
     "state_prefix",
     "tell_later",

@@ -426,8 +426,8 @@ def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapp
         return module
     if way == LAYERS:
         raise ValueError(
-            f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, whose layers are not known "
-            "here; use 'full', give the model's layers as a list, or have it use torch.utils.checkpoint itself "
+            f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, without a list of layers; "
+            "use 'full', give the model's layers as a list, or have it use torch.utils.checkpoint itself "
             "(models of Hugging Face: model.gradient_checkpointing_enable() before the split)"
         )
     if wrapper is not None:

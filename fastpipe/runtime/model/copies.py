@@ -109,8 +109,8 @@ def _follow(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Mad
         made: see `twin`.
     """
     follow_attributes(original, own, seen, made)
-    _become(parameters_of(own), parameters_of(original))
-    _become(children_of(own), {name: made.get(id(child), child) for name, child in children_of(original).items()})
+    _set_entries(parameters_of(own), parameters_of(original))
+    _set_entries(children_of(own), {name: made.get(id(child), child) for name, child in children_of(original).items()})
 
 
 def follow_attributes(
@@ -124,17 +124,17 @@ def follow_attributes(
     for name, value in theirs.items():
         if name not in apart and seen.get(name, _NOTHING) is not value:
             seen[name] = value
-            ours[name] = value if name in TORCHS_OWN else _as_seen_by(made, value)
+            ours[name] = value if name in TORCHS_OWN else _for_twin(made, value)
 
 
-def _become(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+def _set_entries(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:
     """Make the entries equal, in the same order."""
     if list(ours) != list(theirs):
         ours.clear()
     ours.update(theirs)
 
 
-def _as_seen_by(made: Made, value: Any) -> Any:
+def _for_twin(made: Made, value: Any) -> Any:
     """An attribute for a twin: the same object, unless it refers to a module with a twin in the stage."""
     leaves, shape = pytree.tree_flatten(value)
     own = [_own_leaf(made, leaf) for leaf in leaves]
@@ -150,7 +150,7 @@ def _own_leaf(made: Made, leaf: Any) -> Any:
         return MethodType(leaf.__func__, made[id(leaf.__self__)])
     if isinstance(leaf, functools.partial):
         given = (leaf.func, leaf.args, leaf.keywords)
-        func, args, keywords = seen = tuple(_as_seen_by(made, part) for part in given)
+        func, args, keywords = seen = tuple(_for_twin(made, part) for part in given)
         return leaf if all(map(operator.is_, seen, given)) else functools.partial(func, *args, **keywords)
     return leaf
 
@@ -164,7 +164,7 @@ def holders_of(placement: Placement, stage: int) -> list[int]:
     return list(dict.fromkeys(route[stage] for route in placement.routes))
 
 
-Told = dict[str, tuple[str, list[int]]]
+Changes = dict[str, tuple[str, list[int]]]
 """Changes since the last step by key, for example the name of a replaced tied weight: a digest, and the ranks that must
 report the same."""
 
@@ -175,7 +175,7 @@ FROZEN = "requires_grad of "
 class StageCopies(ABC):
     """The work around a step for stages that are held twice."""
 
-    def prepare(self) -> Told:
+    def prepare(self) -> Changes:
         """Apply the user's changes, and return those that other ranks must match; called before the ranks agree on a
         step."""
         return {}
@@ -203,7 +203,7 @@ class StageCopies(ABC):
         """Restore the user's modules after a step, also a failed one."""
 
 
-def check_told(replies: Sequence[Told]) -> None:
+def check_told(replies: Sequence[Changes]) -> None:
     """Refuse a tied weight that differs between the ranks that have it.
 
     Args:
@@ -222,7 +222,7 @@ def check_told(replies: Sequence[Told]) -> None:
                         "on every rank"
                     )
                 if given != digest:
-                    how = "was not" if given is None else "has other values, or another look,"
+                    how = "was not" if given is None else "has other values, shape or dtype"
                     raise ValueError(
                         f"tied: {name} was replaced by another Parameter on rank {rank}, and {how} on rank {other}: "
                         "assign one of the same values on every rank that has a stage with it"
@@ -252,8 +252,8 @@ def check_no_post_hooks(module: nn.Module) -> None:
         if torch_private.post_hooks_of(parameter):
             raise ValueError(
                 f"stages: {name} of a {type(module).__name__} has a hook of register_post_accumulate_grad_hook, and "
-                "the schedule holds its stage twice: the hook would see what one half of the microbatches gives to "
-                ".grad; remove it, and change .grad after pipe.step, before the optimizer's step"
+                "the schedule holds its stage twice: the hook would receive the gradient of one half of the "
+                "microbatches; remove it, and change .grad after pipe.step, before the optimizer's step"
             )
 
 
@@ -273,7 +273,7 @@ class LocalCopies(StageCopies):
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
 
-    def prepare(self) -> Told:
+    def prepare(self) -> Changes:
         """Refuse changes that the copies cannot follow."""
         for (original, _), children in zip(self.modules, self._children, strict=True):
             if children_of(original) != children:
@@ -351,9 +351,9 @@ class RemoteCopies(StageCopies):
                 for mine, given in zip(own, theirs, strict=True):
                     mine.copy_(given)
 
-    def prepare(self) -> Told:
+    def prepare(self) -> Changes:
         """Refuse hooks that would receive half of a gradient, and gradient flags that differ between the holders."""
-        told: Told = {}
+        told: Changes = {}
         for module, holders in self.stages:
             for inner in module.modules():
                 check_no_post_hooks(inner)

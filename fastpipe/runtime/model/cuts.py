@@ -76,7 +76,7 @@ def _by_layer(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any],
         for layer in layers:
             inputs = tuple(map(_leaves_of_a_graph, as_arguments(value)))
             named = chosen({**kwargs, **_leaves_of_a_graph(carried)}, accepted_names(layer))
-            with left_alone(layer):
+            with restored(layer):
                 costs.append(float(measure(layer, inputs, named)))
                 value, values = apart(layer(*inputs, **named))
                 carried |= values
@@ -115,7 +115,7 @@ def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str,
         inputs, named = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
         with mode:
             return _by_layer(fakes, inputs, named, _flops)
-    except Exception as error:
+    except Exception as error:  # logged
         # errors of the layers themselves appear again when they are run
         logger.info("FLOPs are counted in a real run, as the layers do not run without values: %s", error)
         return None
@@ -180,7 +180,7 @@ def _leaves_of_a_graph(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def left_alone(layer: nn.Module) -> Iterator[None]:
+def restored(layer: nn.Module) -> Iterator[None]:
     """Restore buffers and gradients afterwards."""
     put_back = keep_buffers([layer])
     grads = [(parameter, parameter.grad) for parameter in layer.parameters()]

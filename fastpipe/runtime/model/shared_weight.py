@@ -114,8 +114,8 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
     for method, find in (("register_hook", hooks_of), ("register_post_accumulate_grad_hook", post_hooks_of)):
         if find(parameter):
             raise ValueError(
-                f"tied: {name} has a hook of {method}, which would see what one stage gives to the gradient, and not "
-                "what all stages that share the weight do; remove it, and change .grad after pipe.step, before the "
+                f"tied: {name} has a hook of {method}, which would receive the gradient of one stage, and not "
+                "of all stages that share the weight; remove it, and change .grad after pipe.step, before the "
                 "optimizer's step"
             )
 

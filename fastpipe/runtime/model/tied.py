@@ -21,7 +21,7 @@ from torch import nn
 from fastpipe.placement import Placement
 from fastpipe.runtime.common import dense, grad_dtype_of, local_part, parameters_of
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model.copies import FROZEN, Exchange, StageCopies, Told, Twins, holders_of
+from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, holders_of
 from fastpipe.runtime.model.shared_weight import (
     Places,
     Shared,
@@ -110,7 +110,7 @@ def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
             if parameter.shape != first.shape or parameter.dtype != first.dtype:
                 raise ValueError(
                     f"tied: {name} is {parameter.dtype} {tuple(parameter.shape)} and {tie.names[0]} is {first.dtype} "
-                    f"{tuple(first.shape)}; only weights that look alike can be one"
+                    f"{tuple(first.shape)}; tied weights need equal dtypes and shapes"
                 )
             if not sharded or stage == tie.stages[0]:
                 check_own_replicas(tie, stage, modules[stage])
@@ -184,12 +184,12 @@ class TiedWeights(StageCopies):
         for weight in self.shared:
             weight.bind_alias()
 
-    def prepare(self) -> Told:
+    def prepare(self) -> Changes:
         """Take over weights that the user replaced."""
         self._adopt()
         for weight in self.shared:
             weight.check_hooks()
-        told = self._inside.prepare()
+        told = self._inner.prepare()
         for weight in self.shared if self.swaps is not None else ():
             assert self.swaps is not None
             name, holders = weight.tie.names[0], self.swaps.holders(weight.tie)
@@ -207,17 +207,17 @@ class TiedWeights(StageCopies):
     def follow(self) -> None:
         """Set the aliases before a step; they stay until `release`."""
         self._put_in()
-        self._inside.follow()
+        self._inner.follow()
 
     def before_step(self) -> None:
         """Save the gradients."""
         for weight in self.shared:
             weight.set_aside()
-        self._inside.before_step()
+        self._inner.before_step()
 
     def after_step(self, succeeded: bool) -> None:
         """Add the gradients of all stages' uses."""
-        self._inside.after_step(succeeded)
+        self._inner.after_step(succeeded)
         for weight in self.shared:
             grads = weight.grads()
             weight.add_up(self._gathered(weight, grads) if succeeded else grads)
@@ -246,7 +246,7 @@ class TiedWeights(StageCopies):
         return found
 
     @property
-    def _inside(self) -> StageCopies:
+    def _inner(self) -> StageCopies:
         assert self.base is not None
         return self.base
 

@@ -132,9 +132,9 @@ class Route:
         inputs = [node for node in nodes if node.op == "placeholder"]
         outputs = next(node for node in nodes if node.op == "output").all_input_nodes
         self.call = calls[index]
-        self.takes = inputs if index == 0 else _handed_on(calls, inputs, outputs, index - 1)
+        self.takes = inputs if index == 0 else _values_after(calls, inputs, outputs, index - 1)
         last = index == len(calls) - 1
-        self.gives = outputs if last else _handed_on(calls, inputs, outputs, index)
+        self.gives = outputs if last else _values_after(calls, inputs, outputs, index)
 
     def run(self, module: nn.Module, values: Sequence[Any]) -> Any:
         """Run the stage's module, and pass on the other values."""
@@ -151,7 +151,7 @@ class Route:
         return given[0] if len(given) == 1 else given
 
 
-def _handed_on(
+def _values_after(
     calls: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], index: int
 ) -> list[fx.Node]:
     """The available values after a stage that later stages or the model's outputs need."""

@@ -61,7 +61,7 @@ class Blocks(nn.ModuleList):
         """Run a block on the hidden states; return them unchanged for a block of another stage."""
         if self._entered and hidden is not self.hidden:
             raise ValueError(
-                "split: this model changes what goes from one block to the next between them; hand over its layers as "
+                "split: this model changes the hidden states between its blocks; hand over its layers as "
                 "a list, written so that each takes what the one before it returns"
             )
         self._entered = True
@@ -72,7 +72,7 @@ class Blocks(nn.ModuleList):
         return self.hidden
 
 
-class Absent(nn.Module):
+class Placeholder(nn.Module):
     """Replaces a module of another stage, whose output is not used."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Absent(nn.Module):
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
-class Handed(nn.Module):
+class HiddenStates(nn.Module):
     """Replaces the embedding of a stage that also takes token ids: returns the previous stage's hidden states.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch import nn
 
 from fastpipe.runtime.common import children_of, parameters_of, torch_private
 from fastpipe.runtime.model import Layers, WholeNames
-from fastpipe.runtime.split.blocks import Absent, Blocks, Handed, shallow
+from fastpipe.runtime.split.blocks import Blocks, HiddenStates, Placeholder, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
@@ -30,7 +30,7 @@ _OLDEST = (5, 4)
 """In earlier versions blocks of some models return tuples, or the model's forward reads a block's type."""
 
 
-class _Anatomy(NamedTuple):
+class _Layout(NamedTuple):
     """The attribute names of a model's parts.
 
     Attributes:
@@ -53,8 +53,8 @@ class _Anatomy(NamedTuple):
     embedding: str = ""
 
 
-_LLAMA = _Anatomy("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
-_GPT2 = _Anatomy("transformer", "h", ("wte", "wpe", "drop"), ("ln_f",), ())
+_LLAMA = _Layout("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
+_GPT2 = _Layout("transformer", "h", ("wte", "wpe", "drop"), ("ln_f",), ())
 _TASKS = {"ForCausalLM": False, "LMHeadModel": False, "ForSequenceClassification": True}
 """Suffixes of supported class names, and whether the model classifies a text."""
 
@@ -130,43 +130,43 @@ class DecoderStage(WholeNames):
 
     Args:
         model: the unsplit model; its modules are used, not copied.
-        anatomy: the names of its parts.
+        layout: the names of its parts.
         num_blocks: number of blocks.
         layers: 0 for the embedding, then the blocks, then the norm with the head.
     """
 
-    def __init__(self, model: Any, anatomy: _Anatomy, num_blocks: int, layers: list[int]) -> None:
+    def __init__(self, model: Any, layout: _Layout, num_blocks: int, layers: list[int]) -> None:
         super().__init__()
         self.is_first = 0 in layers
         self.is_last = num_blocks + 1 in layers
-        base = shallow(getattr(model, anatomy.base))
-        for name in (*anatomy.before, *anatomy.after):
-            if not (self.is_first if name in anatomy.before else self.is_last):
-                children_of(base)[name] = Absent()
-        for name in anatomy.everywhere:
+        base = shallow(getattr(model, layout.base))
+        for name in (*layout.before, *layout.after):
+            if not (self.is_first if name in layout.before else self.is_last):
+                children_of(base)[name] = Placeholder()
+        for name in layout.everywhere:
             # some of them store the longest text so far
             children_of(base)[name] = copy.deepcopy(children_of(base)[name])
-        blocks: Any = children_of(base)[anatomy.blocks]
+        blocks: Any = children_of(base)[layout.blocks]
         own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks)
-        children_of(base)[anatomy.blocks] = own
+        children_of(base)[layout.blocks] = own
         whole = shallow(model)
-        children_of(whole)[anatomy.base] = base
-        handed: Handed | None = None
+        children_of(whole)[layout.base] = base
+        hidden_states: HiddenStates | None = None
         if not self.is_last:
-            for name in anatomy.heads:
+            for name in layout.heads:
                 del children_of(whole)[name]
-        elif anatomy.embedding and not self.is_first:
-            handed = children_of(base)[anatomy.embedding] = Handed()
+        elif layout.embedding and not self.is_first:
+            hidden_states = children_of(base)[layout.embedding] = HiddenStates()
         # not children: their forwards are used, under this module's names
-        self._parts = whole, base, own, handed
+        self._parts = whole, base, own, hidden_states
         self._layers = layers
         torch_private.set_children(self, children_of(whole))
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments."""
         names = super().accepts()
-        *_, handed = self._parts
-        return names if self.is_first or handed is not None or names is None else names - {"input_ids"}
+        *_, hidden_states = self._parts
+        return names if self.is_first or hidden_states is not None or names is None else names - {"input_ids"}
 
     def forward(
         self,
@@ -184,17 +184,17 @@ class DecoderStage(WholeNames):
             attention_mask: as in the unsplit model; the same in every stage.
             position_ids: as in the unsplit model; the same in every stage.
         """
-        whole, base, blocks, handed = self._parts
+        whole, base, blocks, hidden_states = self._parts
         x = input_ids if x is None else x
         if x is None:
             raise ValueError("input_ids: give the token ids, by this name or by position")
-        if handed is not None and input_ids is None:
-            raise ValueError("input_ids: the last stage finds the token to classify by them; give them by name")
+        if hidden_states is not None and input_ids is None:
+            raise ValueError("input_ids: the last stage needs them to find the token to classify; give them by name")
         blocks.begin(None if self.is_first else x)
         # later stages use only its shape, dtype and device
         given: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": x.detach()}
-        if handed is not None:
-            handed.value, given = x.detach(), {"input_ids": input_ids}
+        if hidden_states is not None:
+            hidden_states.value, given = x.detach(), {"input_ids": input_ids}
         given |= {"attention_mask": attention_mask, "position_ids": position_ids}
         try:
             found = (whole if self.is_last else base)(**given, use_cache=False)
@@ -205,11 +205,11 @@ class DecoderStage(WholeNames):
             return blocks.hidden
         finally:
             blocks.begin(None)
-            if handed is not None:
-                handed.value = None
+            if hidden_states is not None:
+                hidden_states.value = None
 
 
-def _examine(model: Any, run: Callable[[], Any] | None) -> _Anatomy:
+def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
     """Find the parts of a model.
 
     Raises:
@@ -226,29 +226,29 @@ def _examine(model: Any, run: Callable[[], Any] | None) -> _Anatomy:
         )
     _check_config(model.config)
     if kind in SUPPORTED and not _TASKS[task]:
-        anatomy = _GPT2 if kind == "gpt2" else _LLAMA
-        _check_parts(model, anatomy)
+        layout = _GPT2 if kind == "gpt2" else _LLAMA
+        _check_parts(model, layout)
     elif run is None:
         raise ValueError(
-            f"model is a {name} (model_type {kind!r}): without an example split knows causal language models of "
+            f"model is a {name} (model_type {kind!r}): without an example split supports causal language models of "
             f"{', '.join(SUPPORTED)}; give one microbatch, as in split(model, input_ids), to try it, or hand over the "
             "layers as a list"
         )
     else:
-        anatomy = _found_out(model, run, classifies=_TASKS[task])
-    blocks = len(getattr(getattr(model, anatomy.base), anatomy.blocks))
+        layout = _find_parts(model, run, classifies=_TASKS[task])
+    blocks = len(getattr(getattr(model, layout.base), layout.blocks))
     if blocks != model.config.num_hidden_layers:
         raise ValueError(
             f"model has {blocks} blocks and config.num_hidden_layers = {model.config.num_hidden_layers}: make them "
             "alike, as the model's forward leaves out the rest"
         )
-    return anatomy
+    return layout
 
 
 def _check_config(config: Any) -> None:
     wrong = {
         "return_dict": (False, "split needs named outputs; set it to True"),
-        "add_cross_attention": (True, "which split does not know; set it to False"),
+        "add_cross_attention": (True, "which split does not support; set it to False"),
         "output_router_logits": (True, "and the loss that the model makes of them is lost; set it to False"),
     }
     for name, (value, why) in wrong.items():
@@ -256,16 +256,16 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"model: its config has {name}={value}, {why}")
 
 
-def _check_parts(model: Any, anatomy: _Anatomy) -> None:
-    base = getattr(model, anatomy.base)
-    known = {anatomy.blocks, *anatomy.before, *anatomy.after, *anatomy.everywhere}
-    odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {anatomy.base, *anatomy.heads}))
+def _check_parts(model: Any, layout: _Layout) -> None:
+    base = getattr(model, layout.base)
+    known = {layout.blocks, *layout.before, *layout.after, *layout.everywhere}
+    odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {layout.base, *layout.heads}))
     if odd:
         name = type(model).__name__
-        raise ValueError(f"model: {name} has other parts than split knows of ({', '.join(odd)}); was something added?")
+        raise ValueError(f"model: {name} has other parts than split supports ({', '.join(odd)}); was something added?")
 
 
-def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anatomy:
+def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Layout:
     """Find the parts from a run on an example: the modules called before and after the blocks.
 
     Raises:
@@ -319,7 +319,7 @@ def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anat
         raise ValueError(f"model: the embedding is no part of {name}.{prefix}; hand over the layers as a list")
     last_parts = tuple(key for key in parts if key in after)
     found = embedding[0] if classifies else ""
-    return _Anatomy(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found)
+    return _Layout(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found)
 
 
 def _check_version() -> None:

@@ -139,7 +139,7 @@ def _check_link(before: Call | None, after: Call, buffers: Container[int]) -> No
     others = [value for value in (*after.args[1:], *after.kwargs.values()) if not _is_fixed(value, buffers)]
     if others:
         raise ValueError(
-            f"model: {after.path} is given {len(others)} more arguments than its input that are no buffers of the "
+            f"model: {after.path} gets {len(others)} more arguments than its input that are not buffers of the "
             f"model; {_INSTEAD}"
         )
     if before is None:
@@ -202,7 +202,7 @@ class RowStage(WholeNames):
         torch_private.set_children(self, children_of(kept))
         # not children: they are submodules already, under the model's names
         self._own = [(model.get_submodule(path), *given[path]) for path in own]
-        self._before = [_until(model, "", given)] if begins else []
+        self._before = [_before_row(model, "", given)] if begins else []
         self._names = accepted_names(model) if begins else frozenset()
 
     def accepts(self) -> frozenset[str] | None:
@@ -215,8 +215,8 @@ class RowStage(WholeNames):
         for model in self._before:
             value = self._run_before(model, args, kwargs)
         for module, further, named in self._own:
-            others = (_beside(value, other) for other in further)
-            value = module(value, *others, **{name: _beside(value, other) for name, other in named.items()})
+            others = (_on_device_of(value, other) for other in further)
+            value = module(value, *others, **{name: _on_device_of(value, other) for name, other in named.items()})
         return value
 
     def _run_before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,7 +265,7 @@ def _is_same(found: Any, known: Any) -> bool:
     return type(found) is type(known) and bool(found == known)
 
 
-def _beside(value: Any, other: Any) -> Any:
+def _on_device_of(value: Any, other: Any) -> Any:
     """A further argument on the input's device: another stage may have moved the model's buffer."""
     return other.to(value.device) if isinstance(other, torch.Tensor) else other
 
@@ -288,7 +288,7 @@ def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str]
     return holder
 
 
-def _until(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Module:
+def _before_row(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Module:
     """A copy of the model without its row, which ends where the row begins."""
     if path in row:
         return _End(row[path])
@@ -296,7 +296,7 @@ def _until(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Modul
         return module
     twin: nn.Module = shallow(module)
     for name, child in children_of(module).items():
-        children_of(twin)[name] = child and _until(child, _join(path, name), row)
+        children_of(twin)[name] = child and _before_row(child, _join(path, name), row)
     return twin
 
 

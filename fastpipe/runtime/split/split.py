@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import cuda_devices
-from fastpipe.runtime.model import Layers, accepted_names, as_layers, chosen, left_alone
+from fastpipe.runtime.model import Layers, accepted_names, as_layers, chosen, restored
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers, row_of_modules, rows_of_modules
 
@@ -68,8 +68,8 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The layers of a module with a list of blocks, compared with it on the example."""
     if not example and not kwargs:
         raise ValueError(
-            f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to find out "
-            "what its forward does"
+            f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to trace "
+            "its forward"
         )
     refusal: ValueError | None = None
     for blocks in rows_of_modules(model):
@@ -83,11 +83,11 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> RowLayers:
-    row, expected = _tried(model, lambda: row_of_modules(model, blocks, example, kwargs))
+    row, expected = _run_restored(model, lambda: row_of_modules(model, blocks, example, kwargs))
     layers = RowLayers(model, row)
     _check_complete(model, layers)
-    whole, in_a_row = partial(model, *example, **kwargs), partial(_in_a_row, layers, example, kwargs)
-    _compare(model, whole, in_a_row, expected)
+    whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, layers, example, kwargs)
+    _compare(model, whole, sequence, expected)
     return layers
 
 
@@ -100,40 +100,40 @@ def _decoder(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> De
         logits: torch.Tensor = model(*example, **kwargs, use_cache=False).logits
         return logits
 
-    layers = DecoderLayers(model, lambda: _tried(model, whole))
+    layers = DecoderLayers(model, lambda: _run_restored(model, whole))
     _check_complete(model, layers)
     # a classifier's last layer takes the token ids by name
     given = dict(zip(["input_ids"], example, strict=False)) | kwargs
-    _compare(model, whole, partial(_in_a_row, layers, (), given), _tried(model, whole))
-    logger.info("split: the %d layers of %s give what it gives on the example", len(layers), type(model).__name__)
+    _compare(model, whole, partial(_run_layers, layers, (), given), _run_restored(model, whole))
+    logger.info("split: the %d layers of %s return its output on the example", len(layers), type(model).__name__)
     return layers
 
 
-def _compare(model: nn.Module, whole: Callable[[], Any], in_a_row: Callable[[], Any], expected: torch.Tensor) -> None:
-    if not torch.equal(_tried(model, in_a_row), expected):
+def _compare(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor) -> None:
+    if not torch.equal(_run_restored(model, sequence), expected):
         raise ValueError(
-            f"model: its layers in a row do not give what the whole gives ({type(model).__name__}); hand over the "
-            "model's layers as a list"
+            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); hand over "
+            "the model's layers as a list"
         )
-    if not model.training and not _equal_in_training(model, whole, in_a_row):
+    if not model.training and not _equal_in_training(model, whole, sequence):
         raise ValueError(
-            f"model: in training, its layers in a row do not give what the whole gives ({type(model).__name__}); does "
-            "its forward use dropout between them? Make that a module, or hand over the model's layers as a list"
+            f"model: in training, its layers in sequence do not return the model's output ({type(model).__name__}); "
+            "does its forward use dropout between them? Make that a module, or hand over the model's layers as a list"
         )
 
 
-def _tried(model: nn.Module, run: Callable[[], Result]) -> Result:
+def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
     """Return a run's result; restore the model and the random generators."""
-    with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), left_alone(model):
+    with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model):
         return run()
 
 
-def _equal_in_training(model: nn.Module, whole: Callable[[], Any], in_a_row: Callable[[], Any]) -> bool:
+def _equal_in_training(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool:
     """Compare in training mode: a function between blocks may act only there."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
-        return torch.equal(_tried(model, whole), _tried(model, in_a_row))
+        return torch.equal(_run_restored(model, whole), _run_restored(model, sequence))
     except Exception:  # it cannot be trained on the example, so this cannot be checked
         return True
     finally:
@@ -141,21 +141,21 @@ def _equal_in_training(model: nn.Module, whole: Callable[[], Any], in_a_row: Cal
             module.training = mode
 
 
-def _in_a_row(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_layers(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         value = layers[0](*example, **kwargs)
         for layer in layers[1:]:
             value = layer(value, **chosen(kwargs, accepted_names(layer)))
     except Exception as error:  # raised again with an explanation
         raise ValueError(
-            f"model: its layers in a row fail where the whole does not ({error}); does its forward use blocks, or what "
-            "comes after them, before the first block? Hand over the model's layers as a list"
+            f"model: its layers in sequence fail where the model does not ({error}); does its forward use blocks, or "
+            "what comes after them, before the first block? Hand over the model's layers as a list"
         ) from error
     return value
 
 
 def _check_complete(model: nn.Module, layers: Layers) -> None:
-    """Check that every parameter is in some layer: a forward that uses a later module early fails here or in the run."""
+    """Check that every parameter is in a layer: a forward that uses a later module early fails here or in the run."""
     found = {id(parameter) for layer in layers for parameter in layer.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     if missing:
