@@ -33,7 +33,7 @@ TIMEOUT = PATIENCE / 3
 # A name, and what is called at that moment: the victim goes no further than that.
 MOMENTS: dict[str, tuple[Any, str]] = {
     "began": (Arguments, "check"),
-    "told who it is": (LocalPeers, "meet"),
+    "told who it is": (LocalPeers, "connect"),
     "connecting": (SharedMemoryGather, "connect"),
     "agreed on the plan": (pipeline, "agree_on_stages"),
     "agreed on the stages": (construction, "check_alike"),
@@ -234,14 +234,14 @@ def test_another_process_with_a_number_that_was_free_again() -> None:
 def test_who_parts_is_heard_whatever_is_rung_before_and_by_whom() -> None:
     one, other = LocalPeers(), LocalPeers()
     try:
-        assert other.meet(1, [one.identity(), other.identity()]) == [0]
+        assert other.connect(1, [one.identity(), other.identity()]) == [0]
         for _ in range(100):
-            other.ring()
-        one.quiet()
+            other.wake()
+        one.drain()
         other._send((one.wakeup.getsockname(), "guessed"), "3 4")
-        other.part(1, 12)
-        one.quiet()
-        assert one.parted == {1: 12}
+        other.report_close(1, 12)
+        one.drain()
+        assert one.closed == {1: 12}
     finally:
         one.close()
         other.close()

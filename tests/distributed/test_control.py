@@ -83,7 +83,7 @@ def stay_away(way: str) -> tuple[str, int | None] | None:
 
 def test_who_does_not_come_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
     first, _, third = group_of(3).run(stay_away, way)
-    words = "rank 1 did not come to the start of step 1 within 0.5 s; call step and eval_step"
+    words = "rank 1 did not reach the start of step 1 within 0.5 s; call step and eval_step"
     for cause, rank in (first, third):
         assert cause.startswith(words) and rank == 1
 
@@ -97,8 +97,8 @@ def go_elsewhere(way: str) -> tuple[str, int | None]:
 
 def test_who_is_elsewhere_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
     first, second = group_of(2).run(go_elsewhere, way)
-    assert first[0].startswith("rank 1 did not come to the end of step 1") and first[1] == 1
-    assert second[0].startswith("rank 0 did not come to the start of step 1") and second[1] == 0
+    assert first[0].startswith("rank 1 did not reach the end of step 1") and first[1] == 1
+    assert second[0].startswith("rank 0 did not reach the start of step 1") and second[1] == 0
     assert way == "store" or "it is at the start of step 1" in first[0]
 
 

@@ -248,7 +248,7 @@ def test_who_is_missing_when_a_pipeline_is_built_is_named() -> None:
         zero, one = group.run(build_in_another_group)
     assert one[0] == "TypeError" and "group is a str" in one[1]
     assert zero[0] == "StepError" and zero[2] == 1
-    assert "rank 1 did not come" in zero[1] and "within 1 s" in zero[1] and "set a longer timeout" in zero[1]
+    assert "rank 1 did not reach" in zero[1] and "within 1 s" in zero[1] and "set a longer timeout" in zero[1]
 
 
 class Picky(nn.Module):

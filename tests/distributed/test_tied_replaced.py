@@ -66,7 +66,7 @@ def test_ranks_that_have_other_ones_are_refused(group_of: GroupOf) -> None:
         name, text, *_ = found["one rank"]
         assert name == "ValueError" and f"{EMBEDDING} was replaced by another Parameter on rank 0" in text
         name, text, *_ = found["values"]
-        assert name == "ValueError" and "has other values, or another look, on rank 1" in text
+        assert name == "ValueError" and "has other values, shape or dtype on rank 1" in text
 
 
 def with_replicas(executor: str) -> None:

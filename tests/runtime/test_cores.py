@@ -67,7 +67,7 @@ def test_nothing_is_done_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch)
         (Machine({0, 1}), 2, "meta", 1, {}, "the stages are on meta"),
         (Machine({0, 1}), 2, "cpu", 1, {"LOCAL_RANK": ""}, "torchrun has not started the processes"),
         (Machine({0, 1}), 2, "cpu", 1, {"OMP_PROC_BIND": "close"}, "OpenMP places threads (OMP_PROC_BIND)"),
-        (Machine({0, 1}, {0, 1, 2, 3}), 2, "cpu", 1, {}, "this process has been placed on 0, 1"),
+        (Machine({0, 1}, {0, 1, 2, 3}), 2, "cpu", 1, {}, "this process is pinned to 0, 1"),
         (Machine({0}), 2, "cpu", 1, {}, "2 ranks have 1 cores"),
         (Machine({0, 1, 2}), 2, "cpu", 4, {}, "a rank has 4 threads and 1 of 3 cores; set OMP_NUM_THREADS=1"),
     ],

@@ -191,11 +191,11 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     ),
     "blocks early": (
         lambda m, x: ending(m, through(m, x + m.inner["blocks"][3].mix.weight.mean())),
-        "fail where the whole does not .'_End' object has no attribute 'mix'",
+        "fail where the model does not .'_End' object has no attribute 'mix'",
     ),
     "the norm early": (
         lambda m, x: ending(m, through(m, m.inner["norm"](x))),
-        "in a row do not give what the whole gives",
+        "in sequence do not return the model's output",
     ),
 }
 

@@ -195,7 +195,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         fastpipe.split(decoder("llama").model)
     odd = decoder("llama")
     odd.model.extra = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"has other parts than split knows of \(extra\)"):
+    with pytest.raises(ValueError, match=r"has other parts than split supports \(extra\)"):
         fastpipe.split(odd)
     short = decoder("llama")
     short.config.num_hidden_layers = 3
@@ -203,7 +203,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         fastpipe.split(short)
     with pytest.raises(ValueError, match="output_router_logits=True.*set it to False"):
         fastpipe.split(decoder("mixtral", output_router_logits=True), torch.zeros(2, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match="changes what goes from one block to the next"):
+    with pytest.raises(ValueError, match="changes the hidden states between its blocks"):
         fastpipe.split(tried_model("bloom"), torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="return_dict=False.*set it to True"):
         fastpipe.split(decoder("llama", return_dict=False))
@@ -219,7 +219,7 @@ def test_a_forward_that_changes_hidden_states_between_blocks_is_refused() -> Non
     blocks = stage.model.layers
     blocks.begin(None)
     hidden = blocks[0](torch.randn(1, 3, 32), position_embeddings=(torch.ones(1, 3, 8), torch.zeros(1, 3, 8)))
-    with pytest.raises(ValueError, match="changes what goes from one block to the next"):
+    with pytest.raises(ValueError, match="changes the hidden states between its blocks"):
         blocks[1](hidden + 1)
 
 
@@ -311,7 +311,7 @@ def test_other_models_are_tried_on_an_example(kind: str, caplog: pytest.LogCaptu
     ids, mask, labels = padded_batch(4)
     with caplog.at_level("INFO", "fastpipe"):
         layers = fastpipe.split(model, ids[:2], attention_mask=mask[:2])
-    assert f"the {LAYERS} layers of {type(model).__name__} give what it gives on the example" in caplog.text
+    assert f"the {LAYERS} layers of {type(model).__name__} return its output on the example" in caplog.text
     assert torch.equal(state, torch.get_rng_state()) and model.training
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     options: dict[str, Any] = {"num_ranks": 2, "loss_reduction": layers.num_tokens, "rng": "per_microbatch"}

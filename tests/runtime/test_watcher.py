@@ -35,9 +35,9 @@ def test_who_closes_its_pipeline_before_it_ends_is_not_lost(watcher: Watcher, pa
     """Not in the step that was its last one; in the next it is missed."""
     other = LocalPeers()
     own = watcher.local_peers
-    other.meet(1, [own.identity(), other.identity()])
+    other.connect(1, [own.identity(), other.identity()])
     if parts:
-        other.part(1, 4)
+        other.report_close(1, 4)
     other.close()
     own.gone.add(1)
     assert watcher.find_dead(4) == ([] if parts else [dead(1)])
@@ -58,19 +58,19 @@ def test_a_step_that_begins_while_others_look_is_looked_after(watcher: Watcher) 
 
     watcher.find_dead = find_dead  # type: ignore[method-assign]
     watcher.start(True, watcher.store)
-    watcher.local_peers.ring_own()
+    watcher.local_peers.wake_own()
     assert told.wait(PATIENCE)
 
 
 def test_who_closes_while_others_look_is_not_waited_for(watcher: Watcher) -> None:
     def find_dead(step: int) -> list[Failure]:
         watcher._stopping = True
-        watcher.local_peers.ring_own()
+        watcher.local_peers.wake_own()
         return []
 
     watcher.find_dead = find_dead  # type: ignore[method-assign]
     watcher.start(False, watcher.store)
-    watcher.local_peers.ring_own()
+    watcher.local_peers.wake_own()
     assert watcher._thread is not None
     watcher._thread.join(PATIENCE)
     assert not watcher._thread.is_alive()

@@ -1,4 +1,4 @@
-"""Small things that every package of the runtime may use. It imports no other package of the runtime."""
+"""Utilities for every package of the runtime. It imports no other package of the runtime."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from fastpipe.runtime.common.waits import (
     Patience,
     PatientStore,
     aside,
-    asked,
     attended,
+    call_in_thread,
     pauses,
     silent_store,
     waiting,
@@ -84,9 +84,9 @@ __all__ = [
     "alias_of",
     "alike",
     "aside",
-    "asked",
     "attended",
     "bytes_of",
+    "call_in_thread",
     "cause_text",
     "check_grad_dtype",
     "children_of",

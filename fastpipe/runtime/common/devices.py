@@ -1,4 +1,4 @@
-"""Where a pipeline computes: a CPU, or a device with streams; and the state that torch keeps for each thread."""
+"""Devices: a CPU or a device with streams; and torch's state per thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PAUSE = 1e-3
 
 
 def located(device: torch.device) -> torch.device:
-    """The device with its index: the current one of its type unless given.
+    """The device with its index; default: the current device of its type.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: if there is no such device.
     """
     if device.type in ("cpu", "meta"):
         return device
@@ -36,25 +36,25 @@ def located(device: torch.device) -> torch.device:
 
 
 def cuda_devices(modules: Iterable[nn.Module]) -> list[torch.device]:
-    """The GPUs that hold parameters: those on which modules work, and whose random numbers they draw."""
+    """The GPUs that hold parameters, and whose random generators the modules use."""
     return list({p.device for module in modules for p in module.parameters() if p.device.type == "cuda"})
 
 
 def time_when_idle(devices: Iterable[torch.device]) -> float:
-    """The host's time, once these GPUs have done all they were given; in seconds."""
+    """The host's time in seconds, once these GPUs have finished all queued work."""
     for device in devices:
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def wants_streams(device: torch.device, overlap: str, held: Iterable[Sized]) -> bool:
-    """Whether every stage of this process has a stream of its own, so that a forward and a backward can overlap, and
-    ranks that are threads do not wait for each other's work.
+    """Whether every stage of this process needs its own stream, so that forwards and backwards can overlap and ranks
+    that are threads do not wait for each other's work.
 
     Args:
-        device: what is computed on.
+        device: of the stages.
         overlap: of the Pipeline.
-        held: the stages of each local rank.
+        held: per local rank, its stages.
     """
     return device.type != "cpu" and overlap != "never" and sum(len(stages) for stages in held) > 1
 
@@ -65,9 +65,9 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def recorded(device: torch.device) -> torch.Event:
-    """An event behind what the device's current stream has.
+    """An event recorded on the device's current stream.
 
-    (Without a stream `torch.Event.record` takes that of the current device, whichever the event was made for.)
+    (Without a stream, `torch.Event.record` uses that of the current device, not that of the event's device.)
     """
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
@@ -75,7 +75,7 @@ def recorded(device: torch.device) -> torch.Event:
 
 
 def wait_until_done(device: torch.device, seconds: float) -> bool:
-    """Wait until the device has done what its current stream has, no longer than so many seconds; whether it has."""
+    """Wait for the work queued on the device's current stream, at most ``seconds``; returns whether it is done."""
     event = recorded(device)
     until = time.monotonic() + seconds
     while not event.query():
@@ -86,13 +86,13 @@ def wait_until_done(device: torch.device, seconds: float) -> bool:
 
 
 class ThreadState:
-    """Grad mode, autocast, current stream, hooks of saved tensors and modes of the thread that made it.
+    """Grad mode, autocast, current stream, saved-tensor hooks and modes of the thread that creates the object.
 
-    A device that is the default is a mode, and so is what counts FLOPs. Hooks are those of `torch.autograd.graph`:
-    activations go to the host by them.
+    Modes include the default device and FLOP counters. Hooks are those of `torch.autograd.graph`, for example to move
+    activations to the host.
 
     Args:
-        device: what is computed on.
+        device: of the stages.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -106,7 +106,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The state, in another thread."""
+        """Apply the state in another thread."""
         with (
             torch.set_grad_enabled(self.grad),
             torch.autocast(self.type, dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache),

@@ -1,7 +1,7 @@
-"""Failures: what went wrong first, and where.
+"""Failures: what failed first, and where.
 
-`Failure` is the one record of that. Between processes it travels as JSON, within a process in a `FailureError`, and
-users get it as a `StepError`. Each of these is made in this file.
+`Failure` is the only record of it. It is sent between processes as JSON, raised within a process as a `FailureError`,
+and raised to users as a `StepError`. All three are made in this file.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from fastpipe.errors import StepError
 logger = logging.getLogger("fastpipe")
 DIED = "its process died"
 MAX_TEXT = 4000
-"""Characters of an exception's text that other ranks get."""
+"""The longest text of an exception, in characters, that other ranks receive."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong first, and where.
+    """What failed first, and where.
 
     Attributes:
-        rank: the rank on which it happened; None where that is not known.
-        cause: the exception as text, or what became of the rank.
+        rank: the rank that failed; None if unknown.
+        cause: the exception as text, or the end of the process.
         stage: the stage that was computed, if any.
         action: the text of the action or instruction.
         microbatch: the microbatch, if any.
         is_fatal: whether the pipeline cannot run another step: a rank has exited, is silent, or is out of step with the
             others. After any other failure all ranks drain the step, and the next one works.
-        is_suspected: whether the rank is named only because messages did not come: another one may be the silent one.
+        is_suspected: whether the rank is named only because its messages are missing: another rank may be the silent
+            one.
     """
 
     rank: int | None
@@ -44,11 +45,11 @@ class Failure:
 
     @property
     def number(self) -> int:
-        """The rank as C++ has it: -1 where it is not known."""
+        """The rank for C++: -1 if unknown."""
         return -1 if self.rank is None else self.rank
 
     def place(self) -> str:
-        """Where, as a user reads it."""
+        """The place, for users."""
         parts = ["an unknown rank" if self.rank is None else f"rank {self.rank}"]
         if self.stage is not None:
             parts.append(f"stage {self.stage}")
@@ -59,10 +60,10 @@ class Failure:
         return ", ".join(parts)
 
     def error(self, what: str = "") -> StepError:
-        """The exception for the ranks on which it did not happen.
+        """The exception for the other ranks.
 
         Args:
-            what: what the rank did, such as "refused its input"; unless given, the step failed there.
+            what: what the rank did, such as "refused its input"; default: the step failed there.
         """
         again = "; the pipeline cannot go on: build it again" if self.is_fatal and not what else ""
         place = f"{self.place()} {what}" if what else f"the step failed on {self.place()}"
@@ -77,7 +78,7 @@ class Failure:
 
 
 class FailureError(RuntimeError):
-    """A failure on its way up within a process, to where it is published or raised as `Failure.error`."""
+    """A failure within a process, until it is published or raised as `Failure.error`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.cause)
@@ -85,34 +86,34 @@ class FailureError(RuntimeError):
 
 
 def lost_peer(cause: str, peer: int | None) -> FailureError:
-    """The error of a transfer whose peer is dead or silent; None where it is not known which one is.
+    """The error of a transfer whose peer is dead or silent; ``peer`` is None if unknown.
 
-    The native runtime raises its own by this function, too.
+    The native runtime also creates its errors by this function.
     """
     return FailureError(Failure(peer, cause, is_fatal=True, is_suspected=True))
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """The failure behind an exception that was raised on a rank; a lost peer has failed itself."""
+    """The failure of an exception raised on a rank; for a lost peer, the peer's."""
     return error.failure if isinstance(error, FailureError) else Failure(rank, cause_text(error))
 
 
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
-    """Within this context an exception is logged and not raised, as what comes after it must be done as well."""
+    """Log an exception of this context instead of raising it, so that later cleanup runs too."""
     try:
         yield
-    except Exception:  # logged, as the name says
+    except Exception:  # logged
         logger.exception("%s failed", what)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its text, or its type where there is none."""
+    """The first line of the text, or the type if there is no text."""
     return _text(error) or type(error).__name__
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception in one line: its type and its text; of a `FailureError` the cause."""
+    """An exception in one line, "type: text"; of a `FailureError` the cause."""
     if isinstance(error, FailureError):
         return error.failure.cause
     text = _text(error)
@@ -120,10 +121,10 @@ def cause_text(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """The first line, at most `MAX_TEXT` characters that UTF-8 can encode; empty where the exception has no text."""
+    """The first line, at most `MAX_TEXT` characters that UTF-8 can encode; empty if the exception has no text."""
     try:
         text = str(error)[: 2 * MAX_TEXT]
-    except BaseException:  # of the text, not of the step: the exception itself is reported, by its type
+    except BaseException:  # from the text itself: the exception is still reported, by its type
         return ""
     line = next(iter(text.splitlines()), "").encode(errors="backslashreplace").decode()
     return line if len(line) <= MAX_TEXT else f"{line[:MAX_TEXT]} ..."

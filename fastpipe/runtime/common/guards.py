@@ -1,15 +1,14 @@
-"""Three guards of a pipeline: use in a forked child, calls at the same time, Ctrl-C within a step.
+"""Three guards of a pipeline: use in a forked child, concurrent calls, Ctrl-C within a step.
 
-A pipeline belongs to the process that built it. A forked child, a DataLoader's worker for example, has copies of its
-objects, but neither its threads nor a place among the ranks. So the child must not run a step or close what the
-parent still uses, and an object whose destructor waits for a thread is never destroyed there (``csrc/core/common.h``
-does the same for objects that C++ owns).
+A pipeline belongs to the process that built it. A forked child, for example a DataLoader worker, has copies of its
+objects, but neither its threads nor a rank. So the child must not run a step or close what the parent uses, and objects
+whose destructors wait for a thread are never destroyed there (``csrc/core/common.h`` does the same for C++ objects).
 
-Steps of one pipeline use the same channels and buffers, so only one call runs at a time.
+Steps of one pipeline share channels and buffers, so only one call runs at a time.
 
-Python raises KeyboardInterrupt between any two lines of the main thread. Between two transfers that would leave
-messages which the next step takes for its own, and peers that wait forever. So Ctrl-C makes the step fail and drain
-on all ranks, and then KeyboardInterrupt is raised.
+Python may raise KeyboardInterrupt between any two lines of the main thread. Between two transfers that would leave
+messages for the next step to misread, and blocked peers. So Ctrl-C makes the step fail and drain on all ranks; then
+KeyboardInterrupt is raised.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ForkGuard:
-    """The process in which it was made."""
+    """Records the process that created it."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -39,7 +38,7 @@ class ForkGuard:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Refuse to run a step elsewhere.
+        """Refuse to run a step in a forked child.
 
         Raises:
             RuntimeError: in a forked child.
@@ -52,7 +51,7 @@ class ForkGuard:
 
 
 def keep_in_children(thing: Any) -> None:
-    """Forked children never destroy it."""
+    """Never destroy the object in forked children."""
     _kept.add(thing)
 
 
@@ -65,20 +64,20 @@ os.register_at_fork(after_in_child=_keep)
 
 
 class ReentrancyGuard:
-    """Lets one call into a pipeline, in the process that built it."""
+    """Allows one call into a pipeline at a time, in the process that built it."""
 
     def __init__(self) -> None:
-        self._home = ForkGuard()
+        self._fork_guard = ForkGuard()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """The call is under way within.
+        """Run a call within this context.
 
         Raises:
-            RuntimeError: while another one is, or in a forked child.
+            RuntimeError: during another call, or in a forked child.
         """
-        self._home.check()
+        self._fork_guard.check()
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "this pipeline is in the middle of another call: in another thread, or this one was made by a layer, "
@@ -91,13 +90,13 @@ class ReentrancyGuard:
 
 
 class Interrupts:
-    """Holds back the interrupts of a step.
+    """Defers interrupts to the end of a step.
 
     Args:
-        on_interrupt: called in the main thread, wherever it is: it must take no lock that a step takes.
+        on_interrupt: called in the main thread at any line: it must not take a lock that a step takes.
 
     Attributes:
-        pending: whether there was one in this step.
+        pending: whether there was an interrupt in this step.
     """
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
@@ -106,12 +105,12 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at the end, and not within; a second Ctrl-C does not wait.
+        """Raise KeyboardInterrupt at the end and not within; a second Ctrl-C raises at once.
 
-        A handler of the user's own is left alone, and so is a thread that gets no signals.
+        A handler set by the user stays, and other threads than the main thread get no signals.
 
         Raises:
-            KeyboardInterrupt: in place of what the block raised, which becomes its context.
+            KeyboardInterrupt: in place of the block's exception, which becomes its context.
         """
         self.pending = False
         main = threading.current_thread() is threading.main_thread()

@@ -1,7 +1,7 @@
-"""Helpers for modules: walking through one, keeping its buffers, and the dtype of its gradients.
+"""Helpers for modules: traversal, saved buffers, and the dtype of gradients.
 
-Microbatches in bf16 may be summed in fp32: since torch 2.11 a leaf's ``grad_dtype`` says what its ``.grad`` is;
-autograd converts each contribution and then adds it.
+Microbatches in bf16 may be summed in fp32: since torch 2.11, ``grad_dtype`` of a leaf is the dtype of its ``.grad``;
+autograd converts each contribution before it adds it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fastpipe.runtime.common.torch_private import buffers_of, children_of, versi
 
 
 def walked(module: nn.Module) -> list[nn.Module]:
-    """It and all that is in it, each once.
+    """The module and all its submodules, each once.
 
-    ``modules()`` and ``parameters()``, which make names on their way, take several times as long.
+    ``modules()`` and ``parameters()`` also build names and take several times as long.
     """
     pending, seen = [module], {module}
     for found in pending:
@@ -30,10 +30,10 @@ def walked(module: nn.Module) -> list[nn.Module]:
 
 
 def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Remember which buffers there are under which names, and what is in them.
+    """Save the names and values of all buffers.
 
     Returns:
-        A function that puts all of it back, as often as it is called.
+        A function that restores them; may be called repeatedly.
     """
     places = [(module, dict(buffers_of(module).items())) for root in modules for module in root.modules()]
     found = {id(b): b for _, named in places for b in named.values() if b is not None}.values()
@@ -44,9 +44,9 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
             _rename(module, named)
         with torch.no_grad():
             for buffer, value, version in kept:
-                # Where its version says that it was changed, the copy is a change, too: what is saved for a backward
-                # may be the buffer itself, and torch then says so. But batch norm changes its statistics without a
-                # word, and whether it did would have to be asked of the device.
+                # If the version counter changed, the copy counts as another change: the buffer may be saved for a
+                # backward, and torch must report that. But batch norm changes its statistics without a new version, and
+                # comparing values would synchronize the device.
                 (buffer.data if version_of(buffer) == version else buffer).copy_(value)
 
     return put_back
@@ -54,7 +54,7 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 def _rename(module: nn.Module, named: Mapping[str, torch.Tensor | None]) -> None:
     """Give a module these buffers, and no others."""
-    now = buffers_of(module)  # of a scripted module no dict, and without its methods
+    now = buffers_of(module)  # not a dict in a scripted module, which lacks some methods
     for name in set(now.keys()).difference(named):
         del now[name]
     for name, buffer in named.items():
@@ -63,10 +63,10 @@ def _rename(module: nn.Module, named: Mapping[str, torch.Tensor | None]) -> None
 
 
 def check_grad_dtype(dtype: Any) -> None:
-    """Refuse what is no dtype of a gradient.
+    """Refuse an invalid dtype of gradients.
 
     Raises:
-        ValueError: naming it, or the torch that cannot do it.
+        ValueError: naming the dtype, or a torch release without ``grad_dtype``.
     """
     if dtype is None:
         return
@@ -77,7 +77,7 @@ def check_grad_dtype(dtype: Any) -> None:
 
 
 def set_grad_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Have the gradients of all floating-point parameters of a module in a dtype; those there are become it."""
+    """Set the dtype of gradients of all floating-point parameters; converts existing gradients."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and grad_dtype_of(parameter) != dtype:
             grad, parameter.grad = parameter.grad, None
@@ -92,12 +92,12 @@ def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:
 
 
 def has_grad_dtype(parameter: torch.Tensor) -> bool:
-    """Whether that is another one than its own."""
+    """Whether the gradient's dtype differs from the parameter's."""
     return grad_dtype_of(parameter) != parameter.dtype
 
 
 def alias_of(parameter: torch.Tensor) -> nn.Parameter:
-    """Another parameter over the same memory, with gradients of its own in the same dtype."""
+    """Another parameter on the same memory, with its own gradient in the same dtype."""
     alias = nn.Parameter(parameter.detach())
     if has_grad_dtype(parameter):
         alias.grad_dtype = grad_dtype_of(parameter)
@@ -105,7 +105,7 @@ def alias_of(parameter: torch.Tensor) -> nn.Parameter:
 
 
 def dense(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient as it is swapped with another process: both ends know the shape of one that is not sparse."""
+    """A gradient for an exchange between processes: dense, so that both know its shape."""
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 

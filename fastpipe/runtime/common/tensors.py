@@ -1,4 +1,4 @@
-"""What crosses a boundary between stages: tensors, and what they look like before they arrive."""
+"""Tensors that cross a boundary between stages, and their specs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor looks like.
+    """Dtype, shape and strides of a tensor.
 
     Attributes:
         dtype: its element type.
         size: its shape.
         stride: its strides, in elements; dense, so that its memory is a block of ``numel`` elements.
-        requires_grad: whether its receiver makes it require a gradient.
+        requires_grad: whether the receiver makes it require a gradient.
     """
 
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class TensorSpec(NamedTuple):
         return f"{name}{list(self.size)}{strides}{'' if self.requires_grad else ' without gradient'}"
 
     def like(self, other: TensorSpec) -> bool:
-        """Whether one may take the other's place: a dimension of size 1 has a stride that nothing uses."""
+        """Whether one fits where the other is expected: strides of dimensions of size 1 do not count."""
         return self._replace(stride=()) == other._replace(stride=()) and self._laid_out() == other._laid_out()
 
     def _laid_out(self) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class TensorSpec(NamedTuple):
         return tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
-        """A new tensor of this kind, on the CPU unless given, without the gradient flag; aligned to 64 bytes."""
+        """A new tensor with this spec, aligned to 64 bytes, without the gradient flag; default: on the CPU."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
 
@@ -62,20 +62,20 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> Specs:
 
 
 def alike(specs: Specs, others: Specs) -> bool:
-    """Whether tensors of one may come where the other was announced."""
+    """Whether tensors with these specs fit where the others are expected."""
     return len(specs) == len(others) and all(spec.like(other) for spec, other in zip(specs, others, strict=True))
 
 
 def specs_text(specs: Specs) -> str:
-    """Specs as a user reads them."""
+    """Specs as text for users."""
     return ", ".join(map(str, specs)) or "no tensor"
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its strides if its elements fill one block of memory; a contiguous copy otherwise.
+    """The tensor with its strides if its elements fill one block of memory; else a contiguous copy.
 
-    Strides are kept because kernels choose their order of summation by them. What is conjugated or negated by a mark
-    alone is so in the memory then.
+    Strides are kept because kernels choose their order of summation by them. Lazy conjugation and negation are
+    resolved.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -93,13 +93,13 @@ def dense_all(tensors: Sequence[torch.Tensor]) -> Tensors:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor as one dimension, in bytes: backends do not know every dtype."""
+    """The memory of a dense tensor as one dimension of bytes: backends do not support every dtype."""
     detached = tensor.detach()
     return detached.as_strided((detached.numel(),), (1,), detached.storage_offset()).view(torch.uint8)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a dense tensor in memory of its own: same strides, same gradient flag."""
+    """A copy of a dense tensor in new memory: same strides, same gradient flag."""
     with torch.no_grad():
         copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         copy.copy_(tensor)
@@ -107,7 +107,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def handed_over(tensors: Tensors) -> Tensors:
-    """The same memory for another stage of the same rank, cut off from the graph."""
+    """The same memory for another stage of the rank, detached from the graph."""
     return tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
 
 
@@ -115,7 +115,7 @@ def tensors_in(value: Any, what: str) -> Tensors:
     """The tensors of a tree, in its order.
 
     Raises:
-        ValueError: when there are none.
+        ValueError: if there are none.
     """
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -126,23 +126,23 @@ def tensors_in(value: Any, what: str) -> Tensors:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bytes in row-major order, on the CPU."""
+    """The bytes of the elements in row-major order, on the CPU."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Of the elements' bytes."""
+    """A digest of the bytes of the elements."""
     return hashlib.blake2b(bytes_of(tensor).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is spread over processes. Does not import DTensor, which would cost every program half a second."""
+    """Whether it is a DTensor. Does not import DTensor, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of it: its shard of a DTensor, all of any other."""
+    """This process's shard of a DTensor; any other tensor itself."""
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return local

@@ -1,14 +1,13 @@
-"""The door to what torch and Linux do not document: every private name that fastpipe uses is used here.
+"""All uses of private names of torch and Linux.
 
-A name is private if it begins with an underscore, or is an attribute that no documentation names. `PRIVATE` lists them
-with what they are for and what does not work without them; `missing` looks for each, which `fastpipe doctor` reports.
-Each was seen in the releases of torch that its entry names. Nearly all are looked up when they are used, so that a
-torch that has lost one still imports, and only what needs it fails. (C++ has a door of its own,
-``csrc/torch/torch_private.h``.)
+A name is private if it begins with an underscore, or is an undocumented attribute. `PRIVATE` lists them with their use,
+what does not work without them, and the torch releases in which they were seen; `missing` checks each, and `fastpipe
+doctor` reports the result. Nearly all are looked up on use, so that fastpipe imports under a torch without one, and
+only the features that need it fail. (C++ has ``csrc/torch/torch_private.h``.)
 
-What could be had by a public name is not here. For the rest there is none: no public function of torch says which
-backward runs in a thread or what a checkpoint recomputes, reduces a bucket of DDP or a gradient of FSDP at a time of
-the caller's, or makes a group that `torch.distributed` knows by its members alone.
+Names with a public alternative are not used. There is none to tell which backward runs in a thread or what a checkpoint
+recomputes, to reduce a bucket of DDP or a gradient of FSDP at a given time, or to create a registered process group by
+its members only.
 """
 
 from __future__ import annotations
@@ -32,49 +31,49 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _python_dispatch, _pytree, checkpoint
 
-# Trees. `torch.utils` has no public module of them.
+# Trees. `torch.utils` has no public module for them.
 
 pytree = _pytree
 
 
 def fake_tensor_mode() -> Any:
-    """A mode in which tensors have looks and no values; beside them real ones are taken."""
+    """A mode for tensors with shapes and without values; it also accepts real tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-# Modules. The public ways make names, leave out None and what is there twice, or check what they are given.
+# Modules. The public functions build names, skip None and duplicates, or check their arguments.
 
 MEMBERS = frozenset({"_parameters", "_modules"})
 """The attributes that hold a module's parameters and children."""
 
 OWN_STATE = MEMBERS | {"_buffers", "_non_persistent_buffers_set", "_compiled_call_impl"}
-"""What a copy of a module that follows another one has of its own."""
+"""Attributes that a copy which follows another module does not share with it."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name: the dict itself, to be changed in place."""
+    """A module's own parameters by name: the dict itself, which may be changed in place."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The same of its buffers. Of a scripted module it is no dict."""
+    """A module's own buffers by name; not a dict in a scripted module."""
     return module._buffers
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The same of its children."""
+    """A module's children by name: the dict itself."""
     return module._modules
 
 
 def set_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:
-    """Let a module have another dict of children."""
+    """Replace a module's dict of children."""
     module._modules = children
 
 
 def share_tensors(module: nn.Module, source: nn.Module) -> None:
-    """Let a module have the very parameters and buffers of another one, also those that come later."""
+    """Share the parameters and buffers of another module, also those added later."""
     module._parameters, module._buffers = source._parameters, source._buffers
     module._non_persistent_buffers_set = source._non_persistent_buffers_set
 
@@ -93,22 +92,22 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; those of inference mode do not count, and have 0."""
+    """The number of changes in place; 0 for tensors of inference mode, which have no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """By what the extension knows a tensor."""
+    """The address by which the extension identifies a tensor."""
     return int(tensor._cdata)
 
 
 def hooks_of(tensor: torch.Tensor) -> Any:
-    """The hooks of ``register_hook``; None where there are none."""
+    """The hooks of ``register_hook``; None if there are none."""
     return tensor._backward_hooks
 
 
 def share_hooks(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Let a tensor have the very hooks of ``register_hook`` of another one."""
+    """Share the ``register_hook`` hooks of another tensor."""
     if tensor._backward_hooks is not source._backward_hooks:
         tensor._backward_hooks = source._backward_hooks
 
@@ -119,7 +118,7 @@ def post_hooks_of(tensor: torch.Tensor | None) -> list[Callable[[torch.Tensor], 
 
 
 def grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, list[torch.Tensor], list[int]]]:
-    """Tensors of one device and dtype, with their places, the groups in the order of ``clip_grad_norm_``."""
+    """Tensors grouped by device and dtype, with their indices, in the order of ``clip_grad_norm_``."""
     from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
     found: Any = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
@@ -132,7 +131,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tenso
 
 
 def unsafe_view(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """As ``aten::linear`` does it: no view for autograd, so that it may be changed in place."""
+    """Reshape as ``aten::linear`` does: not a view for autograd, so that it may be changed in place."""
     viewed: torch.Tensor = torch.ops.aten._unsafe_view(tensor, sizes)
     return viewed
 
@@ -146,34 +145,35 @@ def graph_task() -> int:
 
 
 def current_node() -> Any:
-    """The node of autograd that this thread computes; None outside of a backward."""
+    """The autograd node that this thread computes; None outside of a backward."""
     return torch._C._current_autograd_node()
 
 
 def sequence_number() -> int:
-    """How many nodes of autograd this thread has made."""
+    """The number of autograd nodes that this thread has created."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def leaf_of(node: Any) -> Any:
-    """The tensor that a node adds a gradient to; None for any other node."""
+    """The leaf of an AccumulateGrad node; None for any other node."""
     return getattr(node, "variable", None)
 
 
 def function_of(node: Any) -> type[torch.autograd.Function] | None:
-    """The function of Python's that left this node in the graph; None for one of torch's own."""
+    """The Python `autograd.Function` of a node; None for torch's own nodes."""
     return getattr(node, "_forward_cls", None)
 
 
 def saved_tensors_hook() -> Any:
-    """What is done to tensors that autograd saves now: the innermost pair of functions, or None."""
+    """The innermost pair of saved-tensor hooks, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def is_recomputing() -> bool:
-    """Whether what runs in a backward is a checkpoint's, or another function's, and no forward of its own.
+    """Whether code in a backward runs in the recomputation of a checkpoint or other function, and not in a forward of
+    its own.
 
-    By the stack of calls; needed only where a forward and a backward are mixed.
+    Reads the call stack; needed only where a forward and a backward are fused.
     """
     recomputes = {_unpack_code(), BackwardCFunction.apply.__code__}
     frame: FrameType | None = sys._getframe(1)
@@ -186,7 +186,7 @@ def is_recomputing() -> bool:
 
 @functools.cache
 def _unpack_code() -> CodeType:
-    """Of what a checkpoint without reentrance gives autograd to have saved tensors computed again."""
+    """The code of the hook by which a checkpoint without reentrance recomputes saved tensors."""
     hook: Any = checkpoint._checkpoint_hook.__init__
     (found,) = (code for code in hook.__code__.co_consts if getattr(code, "co_name", "") == "unpack_hook")
     assert isinstance(found, CodeType)
@@ -194,7 +194,7 @@ def _unpack_code() -> CodeType:
 
 
 def is_traced() -> bool:
-    """Whether a graph is made of what this thread computes, which runs later and elsewhere."""
+    """Whether this thread's operations are traced into a graph."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -205,28 +205,28 @@ def is_traced() -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether no dispatch of Python's, and no functionalization, stands between a tensor and its kernels."""
+    """Whether no Python dispatch and no functionalization applies to a tensor."""
     by_python = torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
     return not by_python and not torch._is_functional_tensor(tensor)
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch runs; to name ranges while none does costs microseconds."""
+    """Whether a torch profiler runs; naming ranges without one costs microseconds."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 class Modes:
-    """Hooks of saved tensors, function and dispatch modes of the thread that made it."""
+    """Saved-tensor hooks, function and dispatch modes of the thread that creates the object."""
 
     def __init__(self) -> None:
-        # of several hooks the innermost alone has effect; tracing's own are left out
+        # only the innermost of several hooks has effect; hooks of tracing are left out
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._functions = _overrides._get_current_function_mode_stack()
         self._dispatches = _dispatch._get_current_dispatch_mode_stack()
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The modes in another thread: not entered, which they were there, but put on this thread's stacks."""
+        """Apply the modes in another thread: they are pushed onto its stacks and not entered again."""
         with contextlib.ExitStack() as stack:
             if self._hooks is not None:
                 stack.enter_context(saved_tensors_hooks(*self._hooks))
@@ -248,10 +248,10 @@ _dispatch: Any = _python_dispatch
 
 
 def end_allocations(device: torch.device, pool: Any) -> None:
-    """Tell the allocator that a recording has ended which failed.
+    """End the allocator's recording after a failed capture.
 
     Raises:
-        RuntimeError: where it knows.
+        RuntimeError: if the allocator has ended it already.
     """
     torch._C._cuda_endAllocateToPool(device.index, pool)
     torch._C._cuda_releasePool(device.index, pool)
@@ -261,18 +261,18 @@ def end_allocations(device: torch.device, pool: Any) -> None:
 
 
 def backend_for(group: Any, device: torch.device) -> Any:
-    """What carries a group's messages from such a device."""
+    """The backend of a group for a device."""
     return group._get_backend(device)
 
 
 def unregistered_group(store: Any, rank: int, size: int, backends: Mapping[torch.device, tuple[Any, Any]]) -> Any:
-    """A group that `torch.distributed` does not know: it ends when nobody holds it.
+    """A group that is not registered with `torch.distributed`: it ends with its last reference.
 
     Args:
         store: of the group.
         rank: of this process in it.
-        size: how many there are.
-        backends: by device the type of the backend and the backend.
+        size: number of processes.
+        backends: by device, the type of the backend and the backend.
     """
     group = dist.ProcessGroup(store, rank, size)
     for device, (kind, backend) in backends.items():
@@ -281,11 +281,11 @@ def unregistered_group(store: Any, rank: int, size: int, backends: Mapping[torch
 
 
 def registered_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta) -> Any:
-    """A group that torch's collectives take, made by its members alone, under a name of the caller's.
+    """A registered group for torch's collectives, created by its members only, under a given name.
 
-    `dist.new_group` would have the processes that are in none of it call it, too; or, with
-    ``use_local_synchronization``, give it a name with the number of groups that this process is in. Where that is not
-    the same for all, they would wait for each other for ever.
+    `dist.new_group` must also be called by processes outside of the group; or, with ``use_local_synchronization``, it
+    names the group by the number of groups of this process. If that differs between processes, they wait for each other
+    forever.
     """
     c10d: Any = dist.distributed_c10d
     made, _ = c10d._new_process_group_helper(
@@ -309,45 +309,45 @@ def default_store() -> Any:
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """That of NCCL's options."""
+    """Set the timeout of NCCL options."""
     options._timeout = timeout
 
 
 @contextlib.contextmanager
 def coalesced(group: Any, device: torch.device) -> Iterator[list[Any]]:
-    """Begin what is sent and received within as one operation; the list has its work afterwards."""
+    """Run the sends and receives within this context as one operation; the list receives its work."""
     group._start_coalescing(device)
     work: list[Any] = []
     try:
         yield work
     finally:
-        # whatever fails: what NCCL is given in a group that nobody ends, by whomever on this thread, never begins
+        # also on failure: NCCL operations in an unfinished group, of any caller on this thread, never start
         work.append(group._end_coalescing(device))
 
 
-# DistributedDataParallel. No public method gives the reducer's buckets, or averages one outside of a backward.
+# DistributedDataParallel. No public method returns the reducer's buckets, or averages one outside of a backward.
 
 NOT_REDUCING = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
 """Flags of a wrapper with which no hook reduces, not even at the end of a static graph's first backward."""
 
 
 def buckets_of(wrapper: Any) -> list[Any]:
-    """New buckets of zeros, laid out as the reducer's."""
+    """New buckets of zeros, with the reducer's layout."""
     return list(wrapper.reducer._get_zeros_like_grad_buckets())
 
 
 def run_comm_hook(wrapper: Any, bucket: Any) -> Any:
-    """Average a bucket by the wrapper's communication hook, or as torch does without one; a future."""
+    """Average a bucket by the wrapper's communication hook, or as torch does without one; returns a future."""
     return wrapper.reducer._run_comm_hook(bucket)
 
 
 def has_comm_hook(wrapper: Any) -> bool:
-    """Whether a communication hook of the user's was registered."""
+    """Whether the user registered a communication hook."""
     return bool(wrapper._get_ddp_logging_data().get("comm_hook"))
 
 
 def has_delayed_all_reduce(wrapper: Any) -> bool:
-    """Whether it was made with ``delay_all_reduce_named_params``."""
+    """Whether it was created with ``delay_all_reduce_named_params``."""
     return bool(wrapper._delay_all_reduce_params)
 
 
@@ -357,11 +357,11 @@ def has_python_reducer(wrapper: Any) -> bool:
 
 
 def sync_buffers(wrapper: Any, *, as_known: bool) -> None:
-    """Send the first replica's buffers to the others, where the wrapper would do that in its next forward.
+    """Broadcast the first replica's buffers, if the wrapper would do so in its next forward.
 
     Args:
-        wrapper: whose.
-        as_known: those that it had when this was done last; else those that it has.
+        wrapper: the DistributedDataParallel.
+        as_known: send the buffers of the last broadcast; else the current ones.
     """
     if wrapper._check_sync_bufs_pre_fwd():
         wrapper.require_forward_param_sync = False
@@ -372,7 +372,7 @@ def sync_buffers(wrapper: Any, *, as_known: bool) -> None:
 
 
 def sync_module(wrapper: Any) -> None:
-    """Send the first replica's parameters and buffers to the others."""
+    """Broadcast the first replica's parameters and buffers."""
     from torch.distributed.utils import _sync_module_states
 
     group, ignored, size = wrapper.process_group, wrapper.parameters_to_ignore, wrapper.broadcast_bucket_size
@@ -380,9 +380,9 @@ def sync_module(wrapper: Any) -> None:
 
 
 def renew_reducer(wrapper: Any) -> None:
-    """Make a wrapper's reducer anew, for what its module is to train now, as the wrapper does when it is unpickled.
+    """Rebuild a wrapper's reducer for the parameters that are trainable now, as unpickling does.
 
-    Another wrapper around the module would have to be given arguments that this one does not keep.
+    A new wrapper would need arguments that this one does not keep.
     """
     ignored = wrapper.parameters_to_ignore
     wrapper._module_parameters = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
@@ -396,7 +396,7 @@ def renew_reducer(wrapper: Any) -> None:
 
 
 def is_composable_replicate(module: nn.Module) -> bool:
-    """Whether ``replicate`` was applied to it. Who has not imported that has not applied it."""
+    """Whether ``replicate`` was applied to it. If its module is not imported, it was not."""
     replicate: Any = sys.modules.get("torch.distributed._composable.replicate")
     if replicate is None:
         return False
@@ -405,47 +405,47 @@ def is_composable_replicate(module: nn.Module) -> bool:
     return isinstance(_get_module_state(module), replicate._ReplicateState)
 
 
-# FSDP2. torch.distributed.pipelining itself reduces after the last backward by these very names, as the public
-# methods (`set_requires_gradient_sync` and the like) only say what a backward that is still to come does.
+# FSDP2. torch.distributed.pipelining itself uses these names to reduce after the last backward: the public methods
+# (`set_requires_gradient_sync` and the like) only affect a later backward.
 
 
 def fsdp_states(modules: Iterable[Any]) -> list[Any]:
-    """What FSDP knows of modules that ``fully_shard`` was applied to, outer before inner, each once."""
+    """FSDP's states of modules with ``fully_shard``, outer before inner, each once."""
     return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """The groups of parameters of one module: torch 2.11 has one at most."""
+    """The parameter groups of one module; at most one in torch 2.11."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def fsdp_roots(states: Iterable[Any]) -> list[Any]:
-    """The outermost, which run what is to be done once a backward."""
+    """The states of the outermost modules, which run the work at the end of a backward."""
     return [state for state in states if state._is_root]
 
 
 def find_fsdp_roots(states: Iterable[Any]) -> None:
-    """Let FSDP find its outermost modules, which the first forward would do."""
+    """Make FSDP find its outermost modules, as the first forward does."""
     for state in states:
         if state._is_root is None:
-            # the outermost comes first, and makes the inner ones its own
+            # the outermost is first and claims the inner ones
             state._lazy_init()
 
 
 def fsdp_context(root: Any) -> Any:
-    """What the modules below an outermost one share; its ``is_last_backward`` says whether a backward reduces."""
+    """The context shared by the modules of a root; its ``is_last_backward`` says whether a backward reduces."""
     return root._state_ctx
 
 
 def end_fsdp_backward(root: Any) -> None:
-    """Wait for the gradients, as is done once after a backward."""
+    """Wait for the gradients, as at the end of a backward."""
     root._root_post_backward_final_callback()
 
 
 def unsharded(parameter: Any) -> nn.Parameter | None:
-    """The gathered parameter, where there has been one."""
+    """The gathered parameter, once there has been one."""
     return getattr(parameter, "_unsharded_param", None)
 
 
@@ -453,16 +453,16 @@ def unsharded(parameter: Any) -> nn.Parameter | None:
 
 
 class _Unknown:
-    """What no object is an instance of."""
+    """A type without instances."""
 
 
 def pipeline_stage_type() -> type:
-    """That of torch's stages, if anybody has imported it; who has not has none of its objects."""
+    """The type of torch's stages; a type without instances if its module is not imported."""
     return getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", _Unknown)
 
 
 def traced_model_type() -> type:
-    """That of models that were traced by ``pipeline()`` of torch, if anybody has imported it."""
+    """The type of models traced by ``pipeline()`` of torch; a type without instances if its module is not imported."""
     return getattr(sys.modules.get("torch.distributed.pipelining._IR"), "Pipe", _Unknown)
 
 
@@ -470,38 +470,38 @@ def traced_model_type() -> type:
 
 
 def host_identity() -> str:
-    """What only processes that see each other's /proc have in common; empty where there is none."""
+    """A name shared by the processes that see the same /proc; empty where there is none."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") if boot.exists() else ""
 
 
 def start_of_process(pid: int) -> str:
-    """When a process was started, in the kernel's words; empty where that is not known, or it is gone."""
+    """The start time of a process, as the kernel writes it; empty if unknown or if the process is gone."""
     with contextlib.suppress(OSError):
-        # after its name, which may hold anything, come fields 3 to 52; this is the 22nd
+        # fields 3 to 52 follow the name, which may contain any character; this is field 22
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
 def process_descriptor(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends.
+    """A descriptor that becomes readable when the process exits.
 
     Raises:
-        ProcessLookupError: if it is gone.
-        OSError, AttributeError: where the kernel grants none: an old one has none, and a sandbox may deny them.
+        ProcessLookupError: if the process is gone.
+        OSError, AttributeError: if the kernel grants none: old kernels lack them, and sandboxes may deny them.
     """
     return os.pidfd_open(pid)
 
 
 class Private(NamedTuple):
-    """Names of one owner.
+    """Private names of one owner.
 
     Attributes:
-        owner: a module, a class, or a folder; something that makes an object to look at.
-        names: what it has; ``a|b`` for either, ``f.<locals>.g`` for a function within a function.
+        owner: a module, a class, or a folder; or a function that creates an object to inspect.
+        names: the names; ``a|b`` for either, ``f.<locals>.g`` for a nested function.
         use: what they are for.
         without: what does not work without them.
-        seen: the releases of torch that they were seen in.
+        seen: the torch releases in which they were seen.
     """
 
     owner: str | Callable[[], Any]
@@ -525,7 +525,7 @@ _SHARDED, _REPLICATED = "stages under fully_shard", "stages under DistributedDat
 _NORM = "clip_grad_norm_"
 _FUSED = "add_loss in modules with overlapped_forward_backward"
 _GROUPS = "checkpoints in the background; backends that are neither Gloo nor NCCL"
-_DEATHS = "shared memory between processes; deaths on this host are seen by the lifeline instead"
+_DEATHS = "shared memory between processes; exits on this host are detected by the lifeline instead"
 
 PRIVATE = (
     Private(
@@ -539,7 +539,7 @@ PRIVATE = (
     Private(nn.Module, "_non_persistent_buffers_set", "which of them its state leaves out", "split and traced models"),
     Private(nn.Module, "_forward_hooks _forward_pre_hooks _compiled_call_impl", "what a call does", "split models"),
     Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split, {_PYTHON}"),
-    Private("torch.Tensor", "_cdata", "a parameter, as the extension knows it", "replicas with a split backward"),
+    Private("torch.Tensor", "_cdata", "a parameter's address, for the extension", "replicas with a split backward"),
     Private(
         "torch.Tensor", "_backward_hooks", "a parameter's hooks, to be refused or shared", "tied weights, two routes"
     ),
@@ -551,7 +551,7 @@ PRIVATE = (
     Private("torch._C", "_current_graph_task_id", "which backward a thread runs", f"add_loss, {_PYTHON}"),
     Private("torch._C", "_current_autograd_node", "what a reentrant checkpoint recomputes", _PYTHON),
     Private(_reentrant_node, "_forward_cls", "the nodes of Python's functions", f"random numbers, {_PYTHON}"),
-    Private("torch._C._autograd", "_get_sequence_nr", "nodes that a recompute makes", "random numbers of stages"),
+    Private("torch._C._autograd", "_get_sequence_nr", "nodes created by a recompute", "random numbers of stages"),
     Private("torch._C._autograd", "_top_saved_tensors_default_hooks", "hooks of saved tensors, in other threads", _ALL),
     Private(
         "torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode", "modes, in other threads", _ALL
@@ -563,16 +563,16 @@ PRIVATE = (
     Private(
         "torch.utils.checkpoint",
         "_checkpoint_hook.__init__.<locals>.unpack_hook",
-        "a recompute on the stack of calls",
+        "a recompute on the call stack",
         _FUSED,
     ),
-    Private("sys", "_getframe", "the stack of calls", _FUSED),
+    Private("sys", "_getframe", "the call stack", _FUSED),
     Private("torch._C", "_len_torch_dispatch_stack _get_tracing_state _dispatch_keys", "what traces a graph", _PYTHON),
     Private("torch._C._functorch", "peek_interpreter_stack", "what transforms a graph", _PYTHON),
     Private("torch.autograd.forward_ad", "_current_level", "whether forward mode is on", _PYTHON),
     Private("torch", "_is_functional_tensor", "what traces a graph", _PYTHON),
     Private("torch.autograd.profiler", "_is_profiler_enabled", "whether to name actions", "the Python executor"),
-    Private(_C10D, "_new_process_group_helper _world GroupName", "groups made by members alone", _GROUPS),
+    Private(_C10D, "_new_process_group_helper _world GroupName", "groups created by their members only", _GROUPS),
     Private(
         "torch.distributed.ProcessGroup",
         "get_group_store _register_backend _get_backend _start_coalescing _end_coalescing",
@@ -586,10 +586,10 @@ PRIVATE = (
         "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
         "_use_python_reducer _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers _build_params_for_reducer "
         "_build_debug_param_to_name_mapping _ddp_init_helper",
-        "averages once a step, which no backward of its own ends; parameters that are new",
+        "averages once a step, outside of a backward; new parameters",
         _REPLICATED,
     ),
-    Private("torch.distributed.Logger", "_set_static_graph", "a reducer made anew", _REPLICATED),
+    Private("torch.distributed.Logger", "_set_static_graph", "a rebuilt reducer", _REPLICATED),
     Private(
         "torch.distributed.Reducer",
         "_get_zeros_like_grad_buckets _run_comm_hook _set_static_graph",
@@ -597,10 +597,10 @@ PRIVATE = (
         _REPLICATED,
     ),
     Private("torch.distributed.GradBucket", "buffer set_buffer gradients parameters", "the same", _REPLICATED),
-    Private("torch.distributed.utils", "_sync_module_states", "parameters that are new", _REPLICATED),
+    Private("torch.distributed.utils", "_sync_module_states", "new parameters", _REPLICATED),
     Private("torch.distributed._composable_state", "_get_module_state", "replicate(), to be refused", "its refusal"),
     Private("torch.distributed._composable.replicate", "_ReplicateState", "replicate(), to be refused", "its refusal"),
-    Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "what FSDP knows of a module", _SHARDED),
+    Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "FSDP's state of a module", _SHARDED),
     Private(
         f"{_FSDP}._fsdp_state.FSDPState",
         "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init _state_ctx _root_post_backward_final_callback",
@@ -625,24 +625,24 @@ PRIVATE = (
     Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
     Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
     Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),
-    Private("os", "pidfd_open", "a death wakes who waits", _DEATHS),
+    Private("os", "pidfd_open", "an exit wakes waiting ranks", _DEATHS),
 )
 CUDA = Private("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", "a recording that failed", "cuda_graph=True")
 NCCL = Private("torch.distributed.ProcessGroupNCCL.Options", "_timeout", "when NCCL gives up", "NCCL")
 
 
 def private_names() -> list[Private]:
-    """Those that this torch is to have: not every build has CUDA and NCCL."""
+    """The names that this build of torch should have: not every build has CUDA and NCCL."""
     return [*PRIVATE, *([CUDA] if torch.version.cuda else []), *([NCCL] if dist.is_nccl_available() else [])]
 
 
 def num_names() -> int:
-    """How many there are."""
+    """The number of private names."""
     return sum(len(private.names.split()) for private in private_names())
 
 
 def missing() -> dict[str, str]:
-    """The private names that are not there, each with what does not work without it."""
+    """The missing private names, each with what does not work without it."""
     return {
         f"{_text(private.owner)}.{name}": private.without
         for private in private_names()
@@ -659,21 +659,21 @@ def _has(owner: Any, name: str) -> bool:
     if isinstance(owner, str) and owner.startswith("/"):
         return Path(owner, name).exists()
     try:
-        found = _found(owner) if isinstance(owner, str) else owner() if callable(owner) else owner
+        found = _resolve(owner) if isinstance(owner, str) else owner() if callable(owner) else owner
     except (ImportError, AttributeError):
         return False
     return any(_reaches(found, one) for one in name.split("|"))
 
 
-def _found(path: str) -> Any:
-    """A module, or something in one."""
+def _resolve(path: str) -> Any:
+    """A module, or an attribute of one."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
         owner, _, name = path.rpartition(".")
         if not owner:
             raise
-        return getattr(_found(owner), name)
+        return getattr(_resolve(owner), name)
 
 
 def _reaches(owner: Any, path: str) -> bool:
@@ -687,7 +687,7 @@ def _reaches(owner: Any, path: str) -> bool:
 
 
 def _sets(owner: type, name: str) -> bool:
-    """Whether the objects of a class have an attribute, by the class's annotations and what its methods name."""
+    """Whether instances of a class have an attribute, by annotations and the names in its methods."""
     methods = [method for kind in owner.__mro__ for method in vars(kind).values() if isinstance(method, FunctionType)]
     annotated = any(name in vars(kind).get("__annotations__", ()) for kind in owner.__mro__)
     return annotated or any(name in method.__code__.co_names for method in methods)

@@ -1,8 +1,8 @@
-"""Waiting for events that may never come: with pauses, in a thread that may be left behind, and for calls of c10d.
+"""Waits for events that may never happen: with pauses, in threads that may be abandoned, and around calls of c10d.
 
-c10d's own waits neither handle signals nor notice that a peer has exited: a store whose host process is stopped does
-not answer, and `store.wait` writes two warnings for every timeout. So the store is polled, and calls that may block
-run in threads.
+c10d's waits neither handle signals nor detect that a peer has exited: a store does not answer if its process is
+stopped, and `store.wait` logs two warnings per timeout. So the store is polled, and calls that may block run in
+threads.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 from fastpipe.runtime.common.failure import Failure, FailureError, lost_peer
 
 LOOK_SECONDS = 0.1
-"""The longest pause."""
+"""The longest pause, in seconds."""
 _PAUSE_SECONDS = 0.001
 
 
 def pauses(seconds: float) -> Iterator[float]:
-    """Pauses until the time is over: short ones at first, as most things come soon."""
+    """Yield pauses until the time is over; the first are short, as most events happen soon."""
     start = now = time.monotonic()
     while now < start + seconds:
         yield min(_PAUSE_SECONDS + (now - start) / 10, LOOK_SECONDS, start + seconds - now)
@@ -35,10 +35,10 @@ Work = Callable[[], None]
 
 
 def aside(works: Iterable[Work], name: str) -> list[threading.Thread]:
-    """Begin each in a thread of its own, which may be left alone.
+    """Start each function in its own daemon thread, which may be abandoned.
 
-    Where there can be no more threads, as in an interpreter that is about to exit (Python 3.12), the rest is done here
-    and now, when all threads have begun.
+    If no thread can be started, as in an exiting interpreter (Python 3.12), run the rest here after all threads have
+    started.
     """
     threads, left = [], []
     for work in works:
@@ -54,14 +54,14 @@ def aside(works: Iterable[Work], name: str) -> list[threading.Thread]:
     return threads
 
 
-def asked(question: Callable[[], _T], name: str) -> Future[_T]:
-    """The same for what gives or raises something."""
+def call_in_thread(question: Callable[[], _T], name: str) -> Future[_T]:
+    """Call a function in a thread as `aside` does; returns a future of its result or exception."""
     answer: Future[_T] = Future()
 
     def put() -> None:
         try:
             answer.set_result(question())
-        except BaseException as error:  # raised where the answer is read
+        except BaseException as error:  # raised where the result is read
             answer.set_exception(error)
 
     aside([put], name)
@@ -69,28 +69,28 @@ def asked(question: Callable[[], _T], name: str) -> Future[_T]:
 
 
 SECONDS = 10.0
-"""An answer takes less than a millisecond, and on a machine that does much else a hundred times as long."""
+"""Timeout of a store's answer. It usually takes less than a millisecond, on a busy machine a hundred times as long."""
 
 
 class Patience:
-    """Asks a store where nothing may hang, until it has not answered once.
+    """Asks a store until it fails to answer in time; later calls return at once.
 
     Args:
-        seconds: how long an answer is waited for.
+        seconds: timeout of an answer.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds, self._answers = seconds, True
 
     def ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
-        """The store's answer, or `otherwise` where it does not answer, or is gone.
+        """The store's answer, or `otherwise` if it does not answer or is gone.
 
-        The question is put in a thread of its own, which is left alone if there is no answer. So is the store's client,
-        that is not asked again: a further question would wait behind the first one.
+        A thread asks; it is abandoned on a timeout, and so is the store's client: another request would wait behind the
+        first.
         """
         if not self._answers:
             return otherwise
-        answer = asked(question, "fastpipe-ask")
+        answer = call_in_thread(question, "fastpipe-ask")
         self._answers = bool(wait([answer], self._seconds).done)
         try:
             return answer.result(0) if self._answers else otherwise
@@ -99,14 +99,14 @@ class Patience:
 
 
 def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[float]:
-    """Pauses in which to wait while a pipeline is built, until the time is over: short ones at first.
+    """Yield pauses while a pipeline is built, until the time is over; the first are short.
 
     Args:
-        seconds: after which there are no more.
-        lost: what keeps another process from coming, if anything does.
+        seconds: timeout.
+        lost: returns the failure that keeps another process from answering, if any.
 
     Raises:
-        FailureError: when a process will not come. One that is merely slow is waited for.
+        FailureError: if a process cannot answer. Slow processes are waited for.
     """
     next_look = time.monotonic()
     for pause in pauses(seconds):
@@ -120,20 +120,20 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
 def attended(
     connect: Callable[[], _T], lost: Callable[[], Failure | None], timeout: timedelta, peer: int | None = None
 ) -> _T:
-    """Make connections with others, for which c10d waits deaf and blind: in a thread, while this one looks after them.
+    """Connect to other ranks in a thread, as c10d blocks, while this thread checks for lost processes.
 
-    If one of them will not come the thread is left alone.
+    The thread is abandoned if a process is lost.
 
     Args:
-        connect: what makes them. It has nothing of the calling thread, its current device say.
-        lost: what keeps another process from coming, as a `Membership` has it.
-        timeout: for one that is slow, or of which it is not known that it will not come.
-        peer: the rank that is connected, if it is one.
+        connect: connects. It gets no state of the calling thread, such as its current device.
+        lost: returns the failure that keeps another process from connecting, if any; see `Control.lost`.
+        timeout: for slow processes, and for losses that are not detected.
+        peer: the rank to connect to, if it is one.
 
     Raises:
-        FailureError: when a process is dead, does not build the pipeline, or is not there in time.
+        FailureError: if a process is dead, fails to build the pipeline, or does not connect in time.
     """
-    made = asked(connect, "fastpipe-connect")
+    made = call_in_thread(connect, "fastpipe-connect")
     for pause in waiting(timeout.total_seconds(), lost):
         if wait([made], pause).done:
             return made.result()
@@ -144,15 +144,15 @@ def attended(
 
 
 def silent_store(seconds: float) -> str:
-    """The cause of a failure where the store does not answer."""
+    """The cause of a failure if the store does not answer."""
     return f"the store of the process group did not answer within {seconds:g} s"
 
 
 class PatientStore:
-    """A store that is asked while a pipeline is built: an error where it does not answer within the timeout.
+    """A store during construction: raises if it does not answer within the timeout.
 
     Args:
-        store: it.
+        store: the store.
         timeout: seconds.
     """
 
@@ -163,7 +163,7 @@ class PatientStore:
         method = getattr(self._store, name)
 
         def ask(*args: Any) -> Any:
-            answer = asked(lambda: method(*args), "fastpipe-ask")
+            answer = call_in_thread(lambda: method(*args), "fastpipe-ask")
             if not wait([answer], self._timeout).done:
                 text = f"{silent_store(self._timeout)}; see whether the process that holds it is stopped"
                 raise lost_peer(text, None)

@@ -1,4 +1,4 @@
-"""What the processes of a pipeline exchange beside tensors: messages of all to all, and failures.
+"""Exchanges between the processes of a pipeline beside tensors: small messages, and failures.
 
 Promises: a wait for a process that has exited, raised or stopped ends with a `FailureError`, at the latest at the
 timeout.

@@ -1,4 +1,4 @@
-"""What the processes of a pipeline have to agree on when they build it: all build the same, or all raise."""
+"""Agreement while a pipeline is built: all processes build the same one, or all raise."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from fastpipe.runtime.coordination.control import Control, Reply, exchange_or_re
 Value = TypeVar("Value")
 _GRACE_SECONDS = 0.5
 _LOST = (FailureError, dist.DistError)
-"""What is raised where another process is lost, or the store with it."""
+"""Raised if another process, or the store, is lost."""
 _NOT_BUILT = "could not build the pipeline"
 
 
 def agree(
     control: Control, make: Callable[[], tuple[Value, Reply]], *, part: str | None = None
 ) -> tuple[Value, list[Reply]]:
-    """Make something on all processes that must be alike, or raise on all of them.
+    """Build a part on all processes and compare it, or raise on all of them.
 
     Args:
-        control: the way to the other processes.
-        make: makes it; also returns what the others need to know: ``plan`` and ``seed``, the same on all, and more.
-        part: what is made, where it is not the first thing that they agree on.
+        control: the exchange with the other processes.
+        make: builds the part; also returns its message to the others, with ``plan`` and ``seed``, which must be equal
+            on all.
+        part: name of the part; None for the first one.
 
     Returns:
-        What was made here, and the messages of all.
+        The local result, and the messages of all processes.
 
     Raises:
-        ValueError: when the processes did not make the same.
-        StepError: naming a process that could not; on that one, what was raised there comes through.
-        FailureError: when a process is dead or silent.
+        ValueError: if the processes built different things.
+        StepError: naming a process that failed; the failed process raises its own exception.
+        FailureError: if a process is dead or silent.
     """
     error: Exception | None = None
     own: Reply = {}
     try:
         made, own = make()
-    except Exception as found:  # raised below, when the others have been told
+    except Exception as found:  # raised below, after the exchange
         error = found
     exchange = control.setup if part is None else functools.partial(control.exchange, part)
     try:
@@ -52,7 +53,7 @@ def agree(
     except FailureError as lost:
         if error is None:
             raise
-        raise error from lost  # says more than that another is lost
+        raise error from lost  # says more than the loss of another process
     if error is not None:
         raise error
     if refused is not None:
@@ -62,17 +63,17 @@ def agree(
 
 
 def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
-    """Make what a new program needs, on all processes or on none: memory or descriptors may not be there on one.
+    """Prepare a new program on all processes or on none: one of them may lack memory or descriptors.
 
-    Programs have numbers, the same on every rank. So where one has none the pipeline is over.
+    Programs are numbered, equally on every rank, so a failure here is fatal.
 
     Raises:
-        FailureError: naming the process that could not; of a single process, what was raised comes through.
+        FailureError: naming the process that failed; a single process raises its own exception.
     """
     error: Exception | None = None
     try:
         prepare()
-    except Exception as found:  # raised below, when the others have been told
+    except Exception as found:  # raised below, after the exchange
         error = found
     failure = None if error is None else Failure(control.rank, cause_text(error), is_fatal=True)
     replies, refused = exchange_or_refuse(functools.partial(control.exchange, "program"), {}, failure)
@@ -84,21 +85,21 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def building(control: Control) -> Iterator[list[Callable[[], None]]]:
-    """Within this context a pipeline is built. A process that raises publishes that, so that no other one waits for it.
+    """Build a pipeline within this context. A process that raises publishes its failure, so that no other waits for it.
 
     Args:
-        control: the way to the other processes; closed when the pipeline is not built.
+        control: the exchange with the other processes; closed on failure.
 
     Yields:
-        What is to be called when the pipeline is not built, to end connections.
+        A list for functions that close connections; they are called on failure.
 
     Raises:
-        StepError: for a process that is dead or silent, or does not build the pipeline.
+        StepError: for a process that is dead or silent, or fails to build the pipeline.
     """
     undo: list[Callable[[], None]] = []
     try:
         yield undo
-    except BaseException as error:  # raised again, when word is left for the others
+    except BaseException as error:  # raised again after it is published
         failure = _failure(control, error)
         control.publish(failure)
         for close in undo:
@@ -110,7 +111,7 @@ def building(control: Control) -> Iterator[list[Callable[[], None]]]:
 
 
 def _failure(control: Control, error: BaseException) -> Failure:
-    """What is behind an error. A connection that breaks does not say why; a little later that is known."""
+    """The cause of an error. A broken connection does not tell it; the watcher or the store may, a little later."""
     known = error.failure if isinstance(error, FailureError) else None
     if known is not None and not known.is_suspected:
         return known
@@ -135,10 +136,10 @@ def _check_alike(replies: Sequence[Reply]) -> None:
 
 
 def check_seeds(seeds: Sequence[int | None]) -> None:
-    """Refuse ranks whose seeds differ; None for one with torch's own generators.
+    """Refuse different seeds on the ranks; None stands for torch's own generators.
 
     Raises:
-        ValueError: saying which rank has which.
+        ValueError: listing the seeds by rank.
     """
     if len(set(seeds)) > 1:
         listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))

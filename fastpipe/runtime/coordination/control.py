@@ -1,8 +1,9 @@
-"""Control: what the processes of a pipeline exchange beside tensors. The interface, and that of a single process.
+"""Control: exchanges between the processes of a pipeline beside tensors. The interface, and the one of a single
+process.
 
-Before a step they agree that all inputs are good and whether shapes are known; after it they gather how it went, and
-the losses. In between each of them learns of a failure or of the death of another one, so that all stop computing.
-`fastpipe.runtime.coordination.processes` is the control of several.
+Before a step the processes agree that all inputs are valid and whether shapes are cached; after it they gather results
+and losses. Within the step each learns of failures and exits of others, so that all stop.
+`fastpipe.runtime.coordination.processes` is the control of several processes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Control(ABC):
 
     Attributes:
         rank: this process.
-        step: how often `begin` was called.
-        deferred: for results that a device has after the host ends a step; None for a single process.
-        remark: what `Pipeline.describe` says of it; empty where there is nothing unusual.
+        step: number of calls of `begin`.
+        deferred: results that the device computes after the host ends a step; None for a single process.
+        remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
     """
 
     rank = 0
@@ -38,43 +39,45 @@ class Control(ABC):
         """The first exchange.
 
         Raises:
-            FailureError: when a process is dead or does not come, or the store is gone.
+            FailureError: if a process is dead or silent, or the store is gone.
         """
 
     @abstractmethod
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
-        """Start a step: from now on a failure elsewhere is reported to ``on_failure``, from another thread."""
+        """Start a step; failures on other ranks are passed to ``on_failure``, from another thread."""
 
     @abstractmethod
     def exchange(self, phase: str, message: Reply) -> list[Reply]:
-        """Give a message and get those of all processes, in order.
+        """Send a message and return the messages of all processes, by rank.
 
         Raises:
-            FailureError: when a process is dead or does not come, or the store is gone.
+            FailureError: if a process is dead or silent, or the store is gone.
         """
 
     @abstractmethod
     def publish(self, failure: Failure) -> Failure:
-        """Report to the others at once that this process failed; before the first step, that it builds no pipeline.
+        """Report a failure of this process to the others at once; before the first step, that it cannot build the
+        pipeline.
 
         Returns:
-            The first failure of the step, or of the building: this one, or that of a process which was faster.
+            The first failure of the step, or of construction: this one, or an earlier one of another process.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
 
     def on_loss(self, report: Callable[[Failure], None]) -> None:  # noqa: B027 - a single process loses none
-        """From now on ``report`` is called when a process has ended before it closed the pipeline, in a step or between
-        two; from another thread, and more than once."""
+        """Call ``report`` if a process exits before it closes the pipeline, in or between steps; from another thread,
+        possibly more than once."""
 
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
-        """What keeps another process from building the pipeline, or in a step from taking part in it, if that is known.
+        """The failure that keeps another process from building the pipeline, or from taking part in the step, if any is
+        detected.
 
         Args:
-            awaited: while it is built, the ranks whose end matters; that of all unless given. A process that has done
-                its part may end.
+            awaited: during construction, the ranks whose exit matters; default: all. A process that has done its part
+                may exit.
         """
         return None
 
@@ -83,21 +86,21 @@ class Control(ABC):
 
 
 class Alone(Control):
-    """A single process: nothing to exchange."""
+    """The control of a single process: nothing to exchange."""
 
     def setup(self, message: Reply) -> list[Reply]:
-        """Its own message."""
+        """Return the message."""
         return [message]
 
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
         """Nothing to watch."""
 
     def exchange(self, phase: str, message: Reply) -> list[Reply]:
-        """Its own message."""
+        """Return the message."""
         return [message]
 
     def publish(self, failure: Failure) -> Failure:
-        """The only one."""
+        """Return the failure."""
         return failure
 
     def end(self) -> None:
@@ -107,18 +110,18 @@ class Alone(Control):
 def exchange_or_refuse(
     exchange: Callable[[Reply], list[Reply]], message: Reply, failure: Failure | None
 ) -> tuple[list[Reply], Failure | None]:
-    """Exchange messages before something that all processes do or none.
+    """Exchange messages before an action of all processes or none.
 
     Args:
-        exchange: gives the message to all, and gets theirs.
-        message: what the others need to know.
-        failure: what keeps this process from it, if anything does.
+        exchange: sends a message to all and returns theirs.
+        message: for the others.
+        failure: what keeps this process from the action, if anything.
 
     Returns:
-        The messages of all, and the failure of the first process that has one.
+        The messages of all, and the failure of the lowest rank that has one.
 
     Raises:
-        FailureError: when a process is dead or does not come, or the store is gone.
+        FailureError: if a process is dead or silent, or the store is gone.
     """
     replies = exchange(message if failure is None else message | {"failure": asdict(failure)})
     failures = (Failure(**reply["failure"]) for reply in replies if "failure" in reply)

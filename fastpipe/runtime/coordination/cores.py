@@ -1,12 +1,12 @@
-"""Each rank of a host on cores of its own while a step runs, where the variable FASTPIPE_PIN asks for it.
+"""Pins each rank of a host to its own cores during a step, if FASTPIPE_PIN is 1.
 
-A kernel that is free to choose may keep two ranks on one core for seconds at a time while another one idles. What is
-asked for is done where torchrun started the ranks, as it says how many there are and which one this is, and where
-nobody has placed this process: it may use the same cores as torchrun itself.
+Without pinning the kernel may run two ranks on one core for seconds while another core idles. Ranks are pinned only if
+torchrun started them, as it sets the number of local ranks and this rank's index, and if nothing else has set the
+affinity: the process may use the same cores as torchrun.
 
-Only the thread that runs the step is kept, with those that it starts meanwhile, and only for as long as the step takes.
-So workers of a DataLoader, the optimizer, and other threads have all cores. What is started in a step, the compilers of
-torch.compile among it, has the rank's.
+Only the thread that runs the step is pinned, with the threads that it starts meanwhile, and only during the step.
+DataLoader workers, the optimizer and other threads use all cores. Processes started within a step, such as the
+compilers of torch.compile, inherit the rank's cores.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 
 VARIABLE = "FASTPIPE_PIN"
 _PLACED = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""With these OpenMP places its threads by itself."""
+"""Variables that make OpenMP place its threads."""
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 @dataclass(frozen=True)
 class Cores:
-    """Where the steps of this process run.
+    """The cores on which this process runs its steps.
 
     Attributes:
-        own: the cores that they are kept on; None where they are not.
-        why: why not, where that was asked for.
+        own: the cores; None if the process is not pinned.
+        why: why pinning was requested and not possible.
     """
 
     own: frozenset[int] | None = None
@@ -39,7 +39,7 @@ class Cores:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Within this context the calling thread is kept on them, unless somebody has placed it since."""
+        """Pin the calling thread within this context, unless its affinity has changed since."""
         before = os.sched_getaffinity(0) if self.own is not None else set()
         if self.own is None or not self.own < before:
             yield
@@ -51,27 +51,27 @@ class Cores:
             os.sched_setaffinity(0, before)
 
     def __str__(self) -> str:
-        """For `Pipeline.describe`; empty where nothing was asked for."""
+        """For `Pipeline.describe`; empty if pinning was not requested."""
         if self.own is not None:
             return f"{', '.join(map(str, sorted(self.own)))} while a step runs ({VARIABLE})"
         return f"any: {VARIABLE} is set, but {self.why}" if self.why else ""
 
 
 def find_cores(num_processes: int, device: torch.device, environment: Mapping[str, str] = os.environ) -> Cores:
-    """This process's share of the cores, where it is asked for and to be had.
+    """This process's share of the cores, if requested and possible.
 
     Args:
         num_processes: of the pipeline.
-        device: what it computes on.
-        environment: its variables.
+        device: the device of the stages.
+        environment: environment variables.
 
     Raises:
-        ValueError: for a FASTPIPE_PIN that says neither yes nor no.
+        ValueError: if FASTPIPE_PIN is not 0 or 1.
     """
-    asked = environment.get(VARIABLE, "0")
-    if asked not in ("0", "1"):
-        raise ValueError(f"{VARIABLE} = {asked!r}: set it to 1 to keep each rank on cores of its own, or to 0")
-    if asked == "0":
+    requested = environment.get(VARIABLE, "0")
+    if requested not in ("0", "1"):
+        raise ValueError(f"{VARIABLE} = {requested!r}: set it to 1 to keep each rank on cores of its own, or to 0")
+    if requested == "0":
         return Cores()
     rank, size = (environment.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if num_processes == 1:
@@ -89,7 +89,7 @@ def _share(rank: int, size: int) -> Cores:
     cores = os.sched_getaffinity(0)
     try:
         if cores != os.sched_getaffinity(os.getppid()):
-            return Cores(why=f"this process has been placed on {', '.join(map(str, sorted(cores)))}")
+            return Cores(why=f"this process is pinned to {', '.join(map(str, sorted(cores)))}")
         share = len(cores) // size
         if share == 0:
             return Cores(why=f"{size} ranks have {len(cores)} cores")
@@ -98,18 +98,18 @@ def _share(rank: int, size: int) -> Cores:
                 why=f"a rank has {threads} threads and {share} of {len(cores)} cores; set OMP_NUM_THREADS={share}"
             )
         own = Cores(frozenset(by_place(cores)[rank * share : (rank + 1) * share]))
-        with own.kept():  # where that is denied it is not done
+        with own.kept():  # pinning may be denied
             return own
     except OSError as error:
         return Cores(why=f"the system does not allow it ({error.strerror})")
 
 
 def by_place(cores: Collection[int]) -> list[int]:
-    """Cores in the order of sockets and cores of the hardware, so that neighbours share caches."""
+    """Cores sorted by socket and physical core, so that neighbours share caches."""
 
     def place(core: int) -> tuple[int, int, int]:
         found = [0, 0]
-        with contextlib.suppress(OSError, ValueError):  # unknown: then by their numbers
+        with contextlib.suppress(OSError, ValueError):  # no topology: keep the order of their numbers
             found = [int(Path(_TOPOLOGY.format(core, name)).read_text()) for name in ("physical_package_id", "core_id")]
         return found[0], found[1], core
 

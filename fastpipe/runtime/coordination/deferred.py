@@ -1,8 +1,8 @@
-"""Results of a step that are still on a device: other processes get them when they are there, and no host waits.
+"""Results of a step that are published when the device has computed them, without blocking a host.
 
-When a step ends, its work is queued and its losses are still to be computed. A rank that has some reports that, and a
-thread of it waits for the device and puts them into the store, where the others read them. They stay as long as a
-process may read them.
+When a step ends, its work is queued and its losses are still to be computed. The rank reports that a result will
+follow. A thread of that rank waits for the device and writes the result into the store, where the others read it. It
+stays there as long as a process may read it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from datetime import timedelta
 from typing import Any
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import LOOK_SECONDS, Failure, asked, attended, cause_text, first_line, pauses
+from fastpipe.runtime.common import LOOK_SECONDS, Failure, attended, call_in_thread, cause_text, first_line, pauses
 
 _CLOSING_SECONDS = 10
 _GRACE_SECONDS = 2.0
 _LOST = "lost"
-"""In place of what was found: the failure because of which it cannot be trusted."""
+"""The key of a failure that makes a result invalid; it replaces the contents."""
 
 Contents = dict[str, Any]
-"""As JSON has it."""
+"""JSON."""
 
 Ready = Callable[[], Contents]
-"""Waits for the device, and gives its results; raises StepError when they cannot be trusted."""
+"""Waits for the device and returns its results; raises StepError if they are invalid."""
 
 
 class DeferredResult:
-    """What one process found in one step, for another one; read when it is called."""
+    """The result of one step on another process; calling it reads it."""
 
     def __init__(self, results: DeferredResults, step: int, rank: int) -> None:
         self.step = step
@@ -45,14 +45,14 @@ class DeferredResult:
 
     @property
     def is_read(self) -> bool:
-        """Whether it is here."""
+        """Whether it has been received."""
         return self._found is not None
 
     def __call__(self) -> Contents:
-        """Wait until it is there.
+        """Wait for the result.
 
         Raises:
-            StepError: when it does not come.
+            StepError: if it does not arrive.
         """
         if self._found is None:
             self._found = self._results.fetch(self.step, self._rank)
@@ -60,13 +60,13 @@ class DeferredResult:
 
 
 class DeferredResults:
-    """One process's.
+    """The deferred results of one process.
 
     Args:
-        store: that of all processes; what waits makes a connection of its own.
+        store: shared by all processes; threads that wait clone it.
         rank: this process.
         timeout: seconds to wait for a result.
-        dead: the processes that have ended.
+        dead: returns the processes that have exited.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DeferredResults:
         self._thread: threading.Thread | None = None
 
     def post(self, step: int, ready: Ready) -> None:
-        """Publish what this process found in a step, when it is there."""
+        """Publish this process's result of a step once it is computed."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._work, args=(self._connect(),), name="fastpipe-deferred", daemon=True
@@ -93,27 +93,27 @@ class DeferredResults:
         self._jobs.put((step, ready))
 
     def _connect(self) -> Any:
-        """A connection of its own to the store."""
+        """Open another connection to the store."""
         return attended(self.store.clone, lambda: None, timedelta(seconds=self.timeout))
 
     def result(self, step: int, rank: int) -> DeferredResult:
-        """What another process reported that it would post."""
+        """The result that another process has announced."""
         if self._reading is None:
-            # not when it is read: to connect takes minutes where the store is gone by then
+            # connect now: once the store is gone, connecting takes minutes
             self._reading = self._connect()
         result = DeferredResult(self, step, rank)
         self._given_out.add(result)
         return result
 
     def wanted(self) -> int | None:
-        """The first step of which this process may still read a result."""
+        """The first step whose result this process may still read."""
         return min((result.step for result in self._given_out if not result.is_read), default=None)
 
     def forget(self, step: int, wanted: Sequence[int | None]) -> None:
-        """Drop what no process will read.
+        """Delete the results that no process will read.
 
         Args:
-            step: the one that ends.
+            step: the step that ends.
             wanted: `wanted` of each process.
         """
         first = min((number for number in wanted if number is not None), default=step)
@@ -122,10 +122,10 @@ class DeferredResults:
             self._jobs.put((old, None))
 
     def fetch(self, step: int, rank: int) -> Contents:
-        """What a process found; waits for it.
+        """Wait for the result of a process.
 
         Raises:
-            StepError: when it does not come.
+            StepError: if it does not arrive.
         """
         try:
             found: Contents = json.loads(self._read(_key(step, rank), rank))
@@ -136,8 +136,8 @@ class DeferredResults:
                 raise failure.error() from error
             cause = first_line(error)
             raise StepError(
-                f"rank {rank} has not told the losses of a step within {self.timeout:g} s ({cause}); see what that "
-                "rank's device is doing, or read them before the processes end",
+                f"rank {rank} has not published the losses of a step within {self.timeout:g} s ({cause}); see "
+                "what that rank's device is doing, or read them before the processes end",
                 rank=rank,
                 cause=cause,
             ) from error
@@ -146,18 +146,18 @@ class DeferredResults:
         return found
 
     def _read(self, key: str, rank: int) -> str:
-        """What is there in the end. The store may not answer any more: so it is asked in another thread.
+        """Wait for a key and read it. The store may have stopped answering, so another thread asks it.
 
         Raises:
-            RuntimeError: when it does not come in time, or the store is gone.
-            StepError: when its sender has ended.
+            RuntimeError: on a timeout, or if the store is gone.
+            StepError: if the sender has exited.
         """
 
         def read() -> str:
             self._await(key, rank)
             return bytes(self._reading.get(key)).decode()
 
-        answer = asked(read, "fastpipe-fetch")
+        answer = call_in_thread(read, "fastpipe-fetch")
         until = time.monotonic() + self.timeout + _GRACE_SECONDS
         while not wait([answer], LOOK_SECONDS).done:
             if self._dead():
@@ -167,14 +167,14 @@ class DeferredResults:
         return answer.result()
 
     def _await(self, key: str, rank: int) -> None:
-        """Wait until it is there, as long as its sender lives.
+        """Wait until a key exists, while its sender runs.
 
         Raises:
-            RuntimeError: when it does not come in time, or the store is gone.
-            StepError: when its sender has ended.
+            RuntimeError: on a timeout, or if the store is gone.
+            StepError: if the sender has exited.
         """
         for pause in pauses(self.timeout):
-            # before it is looked for: it may come in between, and then its sender end
+            # read before the key is checked: the sender may write the key and exit in between
             ended = next((failure for failure in self._dead() if failure.rank == rank), None)
             if self._reading.check([key]):
                 return
@@ -185,11 +185,11 @@ class DeferredResults:
             raise RuntimeError("it is not in the store")
 
     def close(self) -> None:
-        """Send what is still to be sent, and end the thread; one that waits for a device that hangs is left alone."""
+        """Send what is pending and end the thread; a thread blocked on a hung device is abandoned."""
         if self._thread is None:
             return
         self._jobs.put(None)
-        # a pipeline may be collected in any thread, this one too
+        # the garbage collector may close a pipeline in any thread, this one included
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSING_SECONDS)
 
@@ -197,7 +197,7 @@ class DeferredResults:
         while (job := self._jobs.get()) is not None:
             step, ready = job
             contents = None if ready is None else self._contents(ready)
-            # without the store nothing can be published; readers find that out
+            # without the store nothing can be published; readers detect that
             with contextlib.suppress(RuntimeError):
                 if contents is None:
                     store.delete_key(_key(step, self.rank))
@@ -205,12 +205,12 @@ class DeferredResults:
                     store.set(_key(step, self.rank), contents)
 
     def _contents(self, ready: Ready) -> str:
-        """What was found, or the failure in its place: the others do not wait for it."""
+        """The result as text, or the failure, so that other ranks do not wait."""
         try:
             return json.dumps(ready())
         except StepError as error:
             lost = Failure(error.rank, str(error.cause), is_fatal=True)
-        except Exception as error:  # raised to all that read it
+        except Exception as error:  # raised on all readers
             lost = Failure(self.rank, cause_text(error), is_fatal=True)
         return json.dumps({_LOST: asdict(lost)})
 

@@ -1,9 +1,8 @@
-"""Every process gives a message and gets those of all: over a store, or in the memory of one host.
+"""All-gather of small messages: over a store, or in the shared memory of one host.
 
-Over the store each exchange costs about a millisecond. In the memory of one host every process has a page that it
-alone writes and that all others read; a waiting process sleeps on a futex. That part is C++
-(``csrc/core/shared_memory_exchange.h``); this module decides what is written, and which failure it is when a process
-does not answer.
+An exchange over the store takes about a millisecond. In shared memory every process has a page that only it writes and
+all others read; waiting processes sleep on a futex. That part is C++ (``csrc/core/shared_memory_exchange.h``). This
+module defines the messages, and the failure that is reported if a process does not answer.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fastpipe.runtime.common import (
     Failure,
     FailureError,
     Patience,
-    asked,
+    call_in_thread,
     first_line,
     silent_store,
     waiting,
@@ -34,22 +33,22 @@ from fastpipe.runtime.coordination.control import Reply
 from fastpipe.runtime.coordination.host import RanksPerHost
 
 _MORE_SECONDS = 5.0
-"""For processes that are on their way."""
+"""Time for processes that are delayed."""
 
 Lost = Callable[[Sequence[int]], Failure | None]
-"""What keeps awaited ranks from coming while the pipeline is built, as `Control.lost` has it."""
+"""Why awaited ranks cannot take part while the pipeline is built; see `Control.lost`."""
 
 
 class Gather(ABC):
-    """How the processes of a pipeline exchange messages.
+    """All-gather of messages between the processes of a pipeline.
 
     Args:
         rank: this process.
-        size: how many there are.
+        size: number of processes.
         timeout: seconds to wait for the others.
 
     Attributes:
-        suspected: a reported failure by which a rank is suspected in this step, set by any thread.
+        suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
     """
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
@@ -60,31 +59,31 @@ class Gather(ABC):
 
     @abstractmethod
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
-        """Give a message and get those of all, in order.
+        """Send a message and return the messages of all processes, by rank.
 
         Raises:
-            FailureError: when a process is dead or does not come, or nothing can be exchanged any more.
+            FailureError: if a process is dead or silent, or the exchange is no longer possible.
         """
 
     def late(self, missing: Sequence[int], step: int, phase: str) -> FailureError:
-        """The error for processes that live and do not come."""
+        """The error for processes that run and do not answer."""
         ranks = ", ".join(map(str, missing))
         place, advice = f"the {phase} of step {step}", "call step and eval_step on every rank"
         if step == 0:
-            place, advice = "the building of the pipeline", "build it on every rank, all with the same group"
-        cause = f"rank {ranks} did not come to {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
+            place, advice = "the construction of the pipeline", "build it on every rank, all with the same group"
+        cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = None if self.suspected is None else self.suspected.rank
         return FailureError(Failure(suspected if suspected in missing else missing[0], cause, is_fatal=True))
 
 
 class Deadline:
-    """When processes that have not come are reported as lost.
+    """When missing processes are reported as lost.
 
-    That is after the timeout, or soon after one is suspected to be silent: all others know of that, and come at once,
-    but for the silent one.
+    This is after the timeout, or soon after a process is suspected to be silent: all others learn of the suspicion and
+    answer at once.
 
     Args:
-        gather: where they are waited for.
+        gather: the exchange in which this process waits.
     """
 
     def __init__(self, gather: Gather) -> None:
@@ -96,7 +95,7 @@ class Deadline:
         """The processes to report now.
 
         Args:
-            missing: those that have not come.
+            missing: returns the processes that have not answered.
         """
         now, more = time.monotonic(), min(self._gather.timeout / 4, _MORE_SECONDS)
         if self._gather.suspected is not None and not self._is_last:
@@ -106,24 +105,24 @@ class Deadline:
         found = missing()
         if len(found) < 2 or self._is_last:
             return found
-        # those that waited for a silent one in the step report it now
+        # ranks that waited for a silent rank in the step report it now
         self._at, self._is_last = now + more, True
         return []
 
 
 class StoreGather(Gather):
-    """Over the store of a process group, wherever the processes are.
+    """All-gather over the store of a process group, on any hosts.
 
     Args:
-        store: one that all of them share, with a prefix of its own.
+        store: shared by all processes, with its own prefix.
         rank: this process.
-        size: how many there are.
+        size: number of processes.
         timeout: seconds to wait for the others.
-        gone: the failure behind a store that does not answer.
+        gone: returns the failure that explains why the store does not answer.
         lost: see `Control.lost`.
 
     Attributes:
-        waits: the connection on which it waits.
+        waits: the connection used for waiting.
     """
 
     def __init__(
@@ -142,10 +141,10 @@ class StoreGather(Gather):
         self.written: list[tuple[int, str]] = []
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
-        """One key a process, step and phase. Another thread asks the store, which may not answer any more."""
+        """Use one key per process, step and phase. Another thread asks the store, which may have stopped answering."""
         keys = [_key(step, phase, rank) for rank in range(self.size)]
         self.written.append((step, keys[self.rank]))
-        answer = asked(lambda: self._gather(keys, message, step), "fastpipe-gather")
+        answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
         deadline, patience = Deadline(self), Patience(min(SECONDS, self.timeout))
         while not wait([answer], LOOK_SECONDS).done:
             if step and (failure := self.lost(())) is not None:
@@ -173,10 +172,10 @@ class StoreGather(Gather):
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
     def _wait_watching(self, keys: list[str]) -> None:
-        """The same while the pipeline is built, and no watcher runs. (The store warns of each wait in vain.)"""
+        """Wait for the keys while the pipeline is built and no watcher runs. (`store.wait` warns at each timeout.)"""
 
         def lost() -> Failure | None:
-            # a process that has come may have failed since, for what all are about to read
+            # a process that has answered may have failed since, which explains the missing keys
             failure = self.lost(self._missing(keys))
             return failure if self._missing(keys) else None
 
@@ -186,11 +185,11 @@ class StoreGather(Gather):
             time.sleep(pause)
 
     def forget(self, step: int) -> None:
-        """Drop the messages of this process up to a step that all have passed; step 0 builds the pipeline."""
+        """Delete this process's messages up to a step that all have passed; step 0 builds the pipeline."""
         self.forget_first(sum(number <= step for number, _ in self.written))
 
     def forget_first(self, count: int) -> None:
-        """Drop the first messages of this process, which all have read."""
+        """Delete the first messages of this process, which all have read."""
         for _ in range(count):
             self.store.delete_key(self.written.pop(0)[1])
 
@@ -200,15 +199,15 @@ def _key(step: int, phase: str, rank: int | None) -> str:
 
 
 _SLICE_SECONDS = 0.1
-"""After which signals are handled, and lost processes looked for."""
+"""The interval at which a wait handles signals and checks for lost processes."""
 
 
 class SharedMemoryGather(Gather):
-    """Through shared memory; `offer` and `connect` before the first exchange.
+    """All-gather through shared memory; call `offer` and `connect` before the first exchange.
 
     Args:
         rank: this process.
-        size: how many there are.
+        size: number of processes.
         timeout: seconds to wait for the others.
         ranks_per_host: the ranks of this host.
         lost: see `Control.lost`.
@@ -221,7 +220,7 @@ class SharedMemoryGather(Gather):
         self._native: Any = None
 
     def offer(self) -> Reply:
-        """Where this process's board is, or why there is none."""
+        """The address of this process's page, or why there is none."""
         runtime: Any = native.load()
         if runtime is None:
             return {"no_board": native.native_status()}
@@ -232,7 +231,7 @@ class SharedMemoryGather(Gather):
         return {"board": self._native.address()}
 
     def connect(self, offers: Sequence[Reply]) -> str:
-        """Open what the others offer; why it cannot be, or nothing."""
+        """Open the pages of the others; returns why that is impossible, or an empty string."""
         for rank, offer in enumerate(offers):
             if offer["host"] != offers[0]["host"] or not offer["host"]:
                 return "the processes are not all on one host"
@@ -246,13 +245,13 @@ class SharedMemoryGather(Gather):
             return first_line(error)
         return ""
 
-    def look_around(self) -> None:
-        """Wait as it fits a host with so many ranks; when pipelines beside this one have been built."""
-        with contextlib.suppress(RuntimeError):  # a store that is gone is reported elsewhere
+    def choose_wait(self) -> None:
+        """Choose how to wait by the number of ranks on this host, once other pipelines have been built."""
+        with contextlib.suppress(RuntimeError):  # a lost store is reported elsewhere
             self._native.share_host(self._ranks_per_host.count())
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
-        """Every message begins with the place that its process is at, which must be the same everywhere."""
+        """Exchange messages. Each begins with its process's step and phase, which must be equal on all."""
         place = f"{phase} of step {step}"
         self._native.post(f"{place}\n{json.dumps(message)}".encode())
         try:
@@ -278,7 +277,7 @@ class SharedMemoryGather(Gather):
         found, _, content = text.decode().partition("\n")
         if found != place:
             cause = (
-                f"rank {rank} did not come to the {place}: it is at the {found}; call step and eval_step on every rank"
+                f"rank {rank} did not reach the {place}: it is at the {found}; call step and eval_step on every rank"
             )
             raise FailureError(Failure(rank, cause, is_fatal=True))
         reply: Reply = json.loads(content)

@@ -1,11 +1,11 @@
-"""Lifeline: connections by which processes of different hosts learn that the other one has exited.
+"""TCP connections that report the exit of a process to processes on other hosts.
 
 Within one host a process descriptor does that (`fastpipe.runtime.coordination.host`). Every process on another host
-than rank 0 has a TCP connection to rank 0, and what either end learns all others read in the store. The kernel closes
-a connection when its process exits. A host that vanishes closes nothing: so both ends send a byte from time to time,
-and each one's kernel ends the connection when the byte is not acknowledged for a while, so that both ends notice if
-either direction is cut. The other kernel acknowledges, so a process may be busy or stopped. A process that closes its
-pipeline sends its last step, since others may still be reading what it published there.
+than rank 0 has a connection to rank 0; what either end detects it publishes in the store. The kernel closes a
+connection when its process exits. A lost host closes nothing. So both ends send a byte periodically, and each kernel
+ends the connection if the byte is not acknowledged in time: both ends detect a break of either direction. The kernel
+acknowledges, so a process may be busy or stopped. A process that closes its pipeline sends its last step, since others
+may still read what it published for that step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEFT = "its process ended or closed the pipeline"
 SILENT = "its host does not answer"
 BEAT_SECONDS = 0.25
 GONE = getattr(select, "POLLRDHUP", select.POLLIN)
-"""What to poll for: bytes alone need no waking up."""
+"""The event to poll for: received bytes need not wake the watcher."""
 
 _BEAT = b"."
 _TIE_SECONDS = 5.0
@@ -41,20 +41,20 @@ _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 
 class Ended(NamedTuple):
-    """The end of a process: what became of it, and its last complete step if it sent that, else 0."""
+    """The end of a process: its cause, and the last complete step if it was sent, else 0."""
 
     cause: str
     last_step: int = 0
 
 
 class Lifeline:
-    """The connections of one process; from `tie` on other threads may use it, too.
+    """The connections of one process; after `tie`, other threads may use it.
 
     Args:
         rank: this process.
 
     Raises:
-        ValueError: when the variable FASTPIPE_SILENCE is not a number of seconds.
+        ValueError: if FASTPIPE_SILENCE is not a number of seconds.
     """
 
     def __init__(self, rank: int) -> None:
@@ -71,10 +71,10 @@ class Lifeline:
         _open.add(self)
 
     def offer(self, store: Any) -> Reply:
-        """Rank 0's: where it can be reached, or why it cannot.
+        """Rank 0: its address, or why it cannot listen.
 
         Args:
-            store: whose server all processes reach.
+            store: its server is reachable from all processes.
         """
         try:
             own, name = _addresses(store)
@@ -85,13 +85,13 @@ class Lifeline:
             return {"no_lifeline": first_line(error)}
 
     def tie(self, offer: Reply, far: Sequence[int]) -> list[int]:
-        """Connect, all at the same time; the ranks that this process has a connection with.
+        """Connect to all at the same time; returns the connected ranks.
 
         Args:
-            offer: rank 0's.
+            offer: the address from rank 0.
             far: the ranks that rank 0 cannot watch.
         """
-        with contextlib.suppress(OSError):  # the others learn of it from what is returned
+        with contextlib.suppress(OSError):  # the others see it in the result
             if self._listener is not None:
                 self._accept(self._listener, far)
             elif self.rank in far and "address" in offer:
@@ -107,14 +107,14 @@ class Lifeline:
         while self._awaited and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 tie, _ = listener.accept()
-                # a client that connects and sends nothing delays no other
-                aside([functools.partial(self._greet, tie)], "fastpipe-tie")
+                # a client that connects and sends nothing delays no other client
+                aside([functools.partial(self._handshake, tie)], "fastpipe-tie")
         with self._lock:
             self._awaited.clear()
 
-    def _greet(self, tie: socket.socket) -> None:
+    def _handshake(self, tie: socket.socket) -> None:
         tie.settimeout(_TIE_SECONDS / 5)
-        with contextlib.suppress(OSError):  # a stranger, or a rank that has ended meanwhile
+        with contextlib.suppress(OSError):  # an unknown client, or a rank that has exited
             greeting = tie.recv(2 * _TOKEN_BYTES + 8, socket.MSG_WAITALL)
             token, rank = greeting[: 2 * _TOKEN_BYTES], greeting[2 * _TOKEN_BYTES :]
             with self._lock:
@@ -131,7 +131,7 @@ class Lifeline:
         self._ties[rank] = tie
 
     def keep(self, ranks: Sequence[int]) -> None:
-        """Only these have the other end of a connection; it has begun."""
+        """Keep the connections of these ranks only, whose other ends are connected too; start the beat."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -140,47 +140,47 @@ class Lifeline:
 
     @property
     def descriptors(self) -> list[int]:
-        """To poll for `GONE`."""
+        """The descriptors to poll for `GONE`."""
         return [tie.fileno() for tie in self._ties.values()]
 
     def beat(self) -> None:
-        """Send a byte, if it is time; to be called at least every `BEAT_SECONDS`."""
+        """Send a byte if it is due; call this at least every `BEAT_SECONDS`."""
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS / 5
-            self._talk(_BEAT)
+            self._exchange(_BEAT)
 
     def ended(self) -> dict[int, Ended]:
-        """The processes that have ended, by rank."""
-        self._talk(b"")
+        """The processes that have exited, by rank."""
+        self._exchange(b"")
         return dict(self._ended)
 
-    def _talk(self, word: bytes) -> None:
-        """Receive from all, and send a word."""
+    def _exchange(self, word: bytes) -> None:
+        """Receive from all connections, and send a word."""
         with self._lock:
             for rank in self._ties.keys() - self._ended.keys():
                 try:
-                    self._talk_with(rank, self._ties[rank], word)
+                    self._exchange_with(rank, self._ties[rank], word)
                 except OSError as error:
                     last_step = self._said.get(rank)
                     cause = SILENT if error.errno in _LOST else DIED
                     self._ended[rank] = Ended(LEFT, int(last_step)) if last_step else Ended(cause)
 
-    def _talk_with(self, rank: int, tie: socket.socket, word: bytes) -> None:
+    def _exchange_with(self, rank: int, tie: socket.socket, word: bytes) -> None:
         with contextlib.suppress(BlockingIOError):
             while data := tie.recv(4096):
                 self._said[rank] = self._said.get(rank, b"") + data.replace(_BEAT, b"")
             raise ConnectionResetError("it has ended the connection")
-        with contextlib.suppress(BlockingIOError):  # there is enough to acknowledge
+        with contextlib.suppress(BlockingIOError):  # enough bytes wait for an acknowledgement
             tie.send(word)
 
     def close(self, last_step: int) -> None:
         """Send the number of the last step, and close the connections; called once."""
-        self._talk(str(last_step).encode())
+        self._exchange(str(last_step).encode())
         with self._lock:
             self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """Close this process's copies of the descriptors; its parent's connections, if it is a forked child, go on."""
+        """Close this process's copies of the descriptors; in a forked child the parent's connections stay open."""
         for descriptor in (self._listener, *self._ties.values()):
             if descriptor is not None:
                 descriptor.close()
@@ -188,7 +188,7 @@ class Lifeline:
 
 
 def _silence_seconds() -> float:
-    """After which a byte that was not acknowledged ends the connection; it is sent several times until then."""
+    """Seconds after which an unacknowledged byte ends the connection; until then it is sent again."""
     text = os.environ.get("FASTPIPE_SILENCE", "1.5")
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) < 1e6:
@@ -197,13 +197,13 @@ def _silence_seconds() -> float:
 
 
 def _addresses(store: Any) -> tuple[str, str]:
-    """Where to listen, and what the others call this host: its address on the way to the store's host.
+    """Where to listen, and the address for the others: this host's address on the route to the store's host.
 
-    If it is that host itself, the others use the store's name. Where this host takes that name for its own loopback,
-    it does not say by which address the others come, and all are listened on.
+    On the store's host itself the others use the store's name. If that name resolves to loopback here, the address that
+    the others use is not visible, so this process listens on all of them.
 
     Raises:
-        OSError: when there is no such way.
+        OSError: if there is no route.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

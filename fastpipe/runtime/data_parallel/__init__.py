@@ -1,6 +1,6 @@
-"""What a stage whose module is replicated (DistributedDataParallel) or sharded (fully_shard) does within a step.
+"""Data parallelism of a stage within a step: DistributedDataParallel or fully_shard.
 
-Promises: gradients are averaged over the replicas once a step, also where the backward is split.
+Promises: gradients are averaged over the replicas once a step, also if the backward is split.
 Uses: `common`.
 """
 

@@ -1,18 +1,18 @@
 """Stages in DistributedDataParallel: buckets are averaged once a step, by the wrapper's communication hook.
 
-DDP's reducer expects one hook call a parameter in the backward that it was armed for. A pipeline has no such
-backward: the last I and the last W of a stage may have others between them. And the end of that backward would wait
-for the averages while gradients for other ranks are still to be sent. So the reducer is never armed. Buckets with the
-reducer's layout are reduced in the background, in order, through the communication hook.
+DDP's reducer expects one hook call per parameter, in the backward that it is prepared for. A pipeline has no such
+backward: a stage's last I and last W may have other actions between them. And the end of that backward would wait for
+the averages while gradients for other ranks are still unsent. So the reducer is never prepared. Buckets with its layout
+are reduced in the background, in order, through the communication hook.
 
-A bucket may start while the stage's last backward still runs, as soon as hooks of its parameters and of those before
-it have seen a gradient. Whether that was too early, because something added to a gradient afterwards, is checked when
-all gradients are complete. One small message says which buckets are averaged once more, which parameters have a
-gradient, and whether the step failed. The remaining buckets are reduced at REDUCE_GRAD.
+A bucket may start within the stage's last backward, once its parameters and those of earlier buckets have gradients. If
+a gradient changes afterwards, the bucket started too early; this is checked when all gradients are complete. One small
+message lists the buckets to average again, the parameters that have a gradient, and whether the step failed. The
+remaining buckets are reduced at REDUCE_GRAD.
 
-The reducer knows the parameters that were trainable when it was made. Every step checks whether layers were unfrozen,
-exchanged or appended since; if so, and if all replicas have the same ones, the reducer is made anew, as the wrapper
-does when it is unpickled: the wrapper stays the same object, with its settings.
+The reducer covers the parameters that were trainable at its creation. Every step checks whether layers were unfrozen,
+exchanged or appended since. If so, and if all replicas have the same parameters, the reducer is rebuilt, as in
+unpickling: the wrapper stays the same object, with its settings.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from fastpipe.runtime.data_parallel.interface import DataParallel, listed
 
 
 class FlatBucket:
-    """A bucket in the dtype of gradients that is not their parameters'; one of the reducer's has that of parameters.
+    """A bucket for gradients whose dtype differs from their parameters'; the reducer's buckets have the parameters'
+    dtype.
 
     Args:
-        parameters: whose gradients lie in it, one after the other.
+        parameters: their gradients lie in the bucket one after the other.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -57,27 +58,27 @@ class FlatBucket:
         self._buffer = torch.zeros(sum(sizes), dtype=grad_dtype_of(first), device=first.device)
 
     def buffer(self) -> torch.Tensor:
-        """All of it."""
+        """The whole bucket."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Take what came of it."""
+        """Replace the bucket by its average."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The part of every parameter, in its shape."""
+        """Each parameter's part, in its shape."""
         parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
 
-class Told(NamedTuple):
-    """What the replicas reported to each other.
+class ReplicaReports(NamedTuple):
+    """The reports of all replicas.
 
     Attributes:
-        num_failed: in how many of them the step failed.
-        num_asking: how many of these made none, since parameters are missed in their pipeline.
-        num_missing: how many miss some in this wrapper.
-        again: whether a bucket had to be averaged again in any.
+        num_failed: number of replicas in which the step failed.
+        num_asking: number of those that failed only because their pipeline has parameters without a reducer.
+        num_missing: number of replicas with such parameters in this wrapper.
+        again: whether any replica had to average a bucket again.
     """
 
     num_failed: int
@@ -87,11 +88,11 @@ class Told(NamedTuple):
 
 
 class Average:
-    """One step's.
+    """The average of one step.
 
     Args:
-        wrapper: whose parameters, group and communication hook.
-        in_place: from a parameter that the wrapper knows to the one that is used.
+        wrapper: has the parameters, group and communication hook.
+        in_place: maps a parameter of the reducer to the one in use.
     """
 
     def __init__(self, wrapper: Any, in_place: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -101,7 +102,7 @@ class Average:
         self._flat = any(map(has_grad_dtype, wrapper.module.parameters()))
         if self._flat:
             self.buckets = [FlatBucket(parameters) for parameters in self.parameters]
-        # as the reducer does it: a hook gets gradients as they are, without one they are divided before they are summed
+        # as the reducer: a hook gets unscaled gradients, without a hook they are divided and then summed
         self.factor = 1.0 if torch_private.has_comm_hook(wrapper) else 1.0 / wrapper.process_group.size()
         self._futures: list[Any] = []
         self._used: list[list[tuple[torch.Tensor | None, int]]] = []
@@ -109,26 +110,26 @@ class Average:
         self._hooks: list[Any] = []
 
     def watch(self, comes: Callable[[nn.Parameter], bool]) -> None:
-        """The last backward begins: start every bucket when it is complete.
+        """Start every bucket once it is complete; called at the start of the last backward.
 
         Args:
-            comes: whether a parameter's gradient is still to come; the others have theirs.
+            comes: whether this backward adds to a parameter's gradient; those of the others are complete.
         """
         self._missing = [0] * len(self.buckets)
         for number, parameters in enumerate(self.parameters):
             for parameter in parameters:
                 if parameter.requires_grad and comes(parameter):
                     self._missing[number] += 1
-                    hook = partial(self._came, number)
+                    hook = partial(self._on_gradient, number)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._start_complete()
 
-    def _came(self, number: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, number: int, _: torch.Tensor) -> None:
         self._missing[number] -= 1
         self._start_complete()
 
     def _start_complete(self) -> None:
-        # in their order, whichever is complete first: it must be the same on every replica
+        # in order, whichever is complete first: the order must be the same on every replica
         while len(self._futures) < len(self.buckets) and self._missing[len(self._futures)] <= 0:
             self._start(failed=False)
 
@@ -153,11 +154,12 @@ class Average:
                     torch.mul(parameter.grad, self.factor, out=view)
 
     def complete(self, failed: bool, asks: tuple[bool, bool] = (False, False)) -> None:
-        """All gradients are complete: start what has not been started, and report to the other replicas.
+        """Start the remaining buckets, and report to the other replicas; called when all gradients are complete.
 
         Args:
-            failed: the step failed here, so send zeros instead, and that they mean nothing.
-            asks: that it is none, since parameters are missed in the pipeline, and whether they are in this wrapper.
+            failed: the step failed here: send zeros, which are ignored.
+            asks: whether it failed because the pipeline has parameters without a reducer, and whether this wrapper has
+                them.
         """
         self.unwatch()
         early = len(self._futures)
@@ -171,26 +173,26 @@ class Average:
         self._reported = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
 
     def unwatch(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _changed(self, number: int) -> bool:
-        """Whether a gradient is another one than went into the bucket."""
+        """Whether a gradient has changed since it was copied into the bucket."""
         now = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters[number]]
         return any(
             grad is not before or version != old
             for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
         )
 
-    def finish(self, deadline: float) -> Told:
-        """Put the averages into ``.grad``.
+    def finish(self, deadline: float) -> ReplicaReports:
+        """Copy the averages into ``.grad``.
 
         Raises:
-            TimeoutError: when they are not there by the deadline.
+            TimeoutError: if they are not complete by the deadline.
         """
-        _awaited(self._reported, deadline)
+        _wait_for(self._reported, deadline)
         num_failed, num_asking, num_missing, *flags = self.status.tolist()
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
         averages: list[torch.Tensor] = []
@@ -202,22 +204,22 @@ class Average:
                 if count:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
-        return Told(num_failed, num_asking, num_missing, any(again))
+        return ReplicaReports(num_failed, num_asking, num_missing, any(again))
 
     def _average(self, number: int, deadline: float, *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]
-        result = _awaited(self._futures[number], deadline)
+        result = _wait_for(self._futures[number], deadline)
         if repeat:
             bucket.buffer().zero_()
             self._fill(number)
-            result = _awaited(self._run(bucket), deadline)
+            result = _wait_for(self._run(bucket), deadline)
         bucket.set_buffer(result[0] if isinstance(result, list | tuple) else result)
         gradients: Sequence[torch.Tensor] = bucket.gradients()
         return gradients
 
 
-def _awaited(future: Any, deadline: float) -> Any:
-    """A future's value; `Future.wait` knows no limit of time."""
+def _wait_for(future: Any, deadline: float) -> Any:
+    """A future's value; `Future.wait` has no timeout."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     if not done.wait(max(0.0, deadline - time.monotonic())):
@@ -229,7 +231,7 @@ class Reduced:
     """The parameters of one wrapper.
 
     Args:
-        wrapper: which.
+        wrapper: the DistributedDataParallel.
         stage: the stage's index, for messages.
     """
 
@@ -244,22 +246,22 @@ class Reduced:
             for module in self.wrapper.module.modules()
             for name, p in parameters_of(module).items()
         }
-        # the reducer's own, since who wrapped it may have frozen others since then
+        # the reducer's own: others may have been frozen since the wrapper was created
         buckets = torch_private.buckets_of(self.wrapper)
         self._parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
 
     def in_place(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What stands where the parameter stood when it was wrapped: of a tied weight, an alias while a step runs."""
+        """The parameter that is now in its place: for a tied weight, an alias during a step."""
         module, name = self._places[id(parameter)]
         found = parameters_of(module).get(name)
-        # a parametrization takes a parameter away and holds others instead
+        # a parametrization removes a parameter and holds others
         return parameter if found is None else found
 
     def missed(self) -> list[str]:
-        """The parameters that are to be trained and not reduced, by name. Looked for in every step.
+        """Names of trainable parameters that the reducer does not cover. Checked in every step.
 
         Raises:
-            ValueError: where the wrapper cannot be told of them.
+            ValueError: if the wrapper cannot cover them.
         """
         reduced = {id(self.in_place(parameter)) for parameter in self._parameters}
         found = [
@@ -277,24 +279,24 @@ class Reduced:
         if names and torch_private.has_comm_hook(self.wrapper):
             raise ValueError(
                 f"data_parallel: stage {self.stage} has parameters to train that it did not have before, "
-                f"{listed(names)}, and its DistributedDataParallel a communication hook, which may go by the buckets "
-                "that there were; build the Pipeline anew"
+                f"{listed(names)}, and its DistributedDataParallel has a communication hook, which may depend on the "
+                "old buckets; build a new Pipeline"
             )
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in found):
             raise ValueError(
                 f"data_parallel: of the parameters that stage {self.stage} did not have before, {listed(names)}, some "
-                "have no shape yet; run a forward of the new layer before"
+                "have no shape yet; run a forward of the new layer first"
             )
         return names
 
     def adopt(self) -> None:
-        """Begin with the first replica's values, and reduce all that is to be trained; all replicas come here.
+        """Broadcast the first replica's values, and reduce all trainable parameters; called on all replicas.
 
         Raises:
-            ValueError: when they do not train the same, or gradients are those of other values.
+            ValueError: if the replicas train different parameters, or have gradients of different values.
         """
         self._compare()
-        self._bring_together()
+        self._broadcast()
         torch_private.renew_reducer(self.wrapper)
         self._note()
 
@@ -311,8 +313,8 @@ class Reduced:
                 f"here {listed(self.missed())}; unfreeze, exchange or append layers in all replicas alike"
             )
 
-    def _bring_together(self) -> None:
-        """What was added in `no_sync` counts if it was added alike: a layer that was made here may be another there."""
+    def _broadcast(self) -> None:
+        """Broadcast the first replica's values; refuse gradients from `no_sync` if values differed between replicas."""
         missed = set(self.missed())
         added = [p for name, p in self.wrapper.module.named_parameters() if name in missed and p.grad is not None]
         before = [parameter.detach().clone() for parameter in added]
@@ -332,7 +334,7 @@ class Replicated(DataParallel):
     """Every replica has the whole stage.
 
     Args:
-        wrappers: the DistributedDataParallel of the stage, most often one.
+        wrappers: the DistributedDataParallel of the stage, usually one.
         stage: the stage's index, for messages.
     """
 
@@ -343,7 +345,7 @@ class Replicated(DataParallel):
         self._reduces = False
         self._begun = False
         self._early: Average | None = None
-        self._under_way: list[Average] = []
+        self._running: list[Average] = []
         self._asks = False
         self._missing: dict[DistributedDataParallel, int] = {}
         for wrapper in wrappers:
@@ -361,7 +363,7 @@ class Replicated(DataParallel):
         return len(self.wrappers) == 1 and not any(isinstance(module, nn.SyncBatchNorm) for module in modules)
 
     def prepare(self) -> None:
-        """Refuse a communication hook that would get gradients of another dtype than its buckets'."""
+        """Refuse a communication hook whose gradients and buckets would differ in dtype."""
         for wrapper in self.wrappers:
             if torch_private.has_comm_hook(wrapper) and any(map(has_grad_dtype, wrapper.module.parameters())):
                 raise ValueError(
@@ -370,8 +372,8 @@ class Replicated(DataParallel):
                 )
 
     def missed(self) -> list[str]:
-        """By wrapper, as torch would begin with them if the stage were wrapped now."""
-        # the user's own no_sync() is kept, too
+        """By wrapper, in the order of a new DistributedDataParallel."""
+        # no_sync() of the user is respected
         reducing = [wrapper for wrapper in self.wrappers if wrapper.require_backward_grad_sync]
         found = [(wrapper, self._reduced[wrapper].missed()) for wrapper in reducing]
         for wrapper in (wrapper for wrapper, names in found if names):
@@ -379,18 +381,19 @@ class Replicated(DataParallel):
         return [name for _, names in found for name in names]
 
     def ask(self) -> None:
-        """What is to be said is said at REDUCE_GRAD."""
+        """Report at REDUCE_GRAD."""
         self._asks = True
 
     def adopt(self) -> bool:
-        """Make the reducers anew that miss parameters."""
+        """Rebuild the reducers that do not cover all parameters."""
         missing, self._missing = self._missing, {}
         for wrapper, count in missing.items():
             if 0 < count < self.num_replicas:
                 raise ValueError(
-                    f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have parameters to "
-                    f"train that were not when it was wrapped, here {listed(self._reduced[wrapper].missed())}; "
-                    "unfreeze, exchange or append layers in all replicas alike"
+                    f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have trainable "
+                    "parameters that were not trainable when it was wrapped, here "
+                    f"{listed(self._reduced[wrapper].missed())}; unfreeze, exchange or append "
+                    "layers in all replicas alike"
                 )
         found = [wrapper for wrapper, count in missing.items() if count]
         for wrapper in found:
@@ -399,7 +402,7 @@ class Replicated(DataParallel):
         return bool(found)
 
     def begin(self, reduces: bool) -> None:
-        """No hook reduces from now on."""
+        """Disable the wrapper's hooks."""
         self._reduces = reduces
         self._begun = self._asks = False
         self._set = [
@@ -409,65 +412,64 @@ class Replicated(DataParallel):
             vars(wrapper).update({name: torch_private.NOT_REDUCING[name] for name in flags})
 
     def unshard(self, failed: bool) -> None:
-        """Send the first replica's buffers to the others, which the forward would do."""
+        """Broadcast the first replica's buffers, as the wrapper's forward does."""
         wrapper: Any
         for wrapper in self.wrappers:
-            # who asks may have more of them than another who makes the step
+            # a replica that asks may have more buffers than one that runs the step
             torch_private.sync_buffers(wrapper, as_known=self._asks)
 
     def reshard(self) -> None:
         """Nothing is sharded."""
 
     def last_backward(self, comes: Callable[[nn.Parameter], bool]) -> None:
-        """Start the average of each bucket as the gradients come."""
-        # The order of collectives must be that of the other replicas, whatever their gradients are. Of two wrappers
-        # either may be first; a SyncBatchNorm has collectives of its own in the backward.
+        """Start the average of each bucket once its gradients are complete."""
+        # All replicas need the same order of collectives, whatever their gradients. Of two wrappers either may be
+        # first; a SyncBatchNorm has collectives of its own in the backward.
         if self._reduces and not self._begun and self._starts_early and self._set[0]["require_backward_grad_sync"]:
             self._early = self._average(self.wrappers[0])
             self._early.watch(comes)
 
     def reduce_grad(self, failed: bool) -> None:
-        """Start the averages that have not been started."""
+        """Start the remaining averages."""
         if not self._reduces or self._begun:
             return
         self._begun = True
         for wrapper, flags in zip(self.wrappers, self._set, strict=True):
-            # the user's own no_sync() is kept, too
+            # no_sync() of the user is respected
             if flags["require_backward_grad_sync"]:
                 average = self._early or self._average(wrapper)
                 self._early = None
                 average.complete(failed, (self._asks, self._asks and bool(self._reduced[wrapper].missed())))
-                self._under_way.append(average)
+                self._running.append(average)
 
     def _average(self, wrapper: DistributedDataParallel) -> Average:
         return Average(wrapper, self._reduced[wrapper].in_place)
 
     def finish(self, failed: bool, deadline: float) -> None:
-        """Await the averages, and put them into ``.grad``."""
-        under_way, self._under_way = self._under_way, []
+        """Wait for the averages, and copy them into ``.grad``."""
+        running, self._running = self._running, []
         try:
-            ends = [average.finish(deadline) for average in under_way]
+            ends = [average.finish(deadline) for average in running]
         except TimeoutError as error:
             cause = (
                 f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
-                f"{self.num_replicas} replicas did not come"
+                f"{self.num_replicas} replicas did not respond"
             )
             raise FailureError(Failure(None, cause, is_fatal=True)) from error
         finally:
-            self._restore([average.wrapper for average in under_way])
-        # every replica sees the same
+            self._restore([average.wrapper for average in running])
+        # equal on every replica
         self._starts_early &= not any(end.again for end in ends)
-        self._missing = {average.wrapper: end.num_missing for average, end in zip(under_way, ends, strict=True)}
+        self._missing = {average.wrapper: end.num_missing for average, end in zip(running, ends, strict=True)}
         if ends and not failed:
             self._check(max(end.num_failed for end in ends), max(end.num_asking for end in ends))
 
     def _check(self, num_failed: int, num_asking: int) -> None:
-        """Whether all replicas made the step."""
+        """Raise unless all replicas completed the step."""
         if num_asking:
             cause = (
-                f"data_parallel: {num_asking} of {self.num_replicas} replicas have parameters to train since the last "
-                "step that were not when the stages were wrapped, and this one has none; unfreeze, exchange or append "
-                "layers in all replicas alike"
+                f"data_parallel: {num_asking} of {self.num_replicas} replicas have new trainable parameters since the "
+                "last step, and this one has none; unfreeze, exchange or append layers in all replicas alike"
             )
             raise FailureError(Failure(None, cause))
         if num_failed:
@@ -481,7 +483,7 @@ class Replicated(DataParallel):
         for wrapper, flags in zip(self.wrappers, self._set, strict=True):
             vars(wrapper).update(flags)
         for wrapper in reduced:
-            # as after a backward of its own: the next forward brings the buffers together
+            # as after a normal backward: the next forward broadcasts the buffers
             wrapper.require_forward_param_sync = True
 
     @property
@@ -491,17 +493,17 @@ class Replicated(DataParallel):
 
     @property
     def whole_gradients(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     @property
     def description(self) -> str:
-        """In one line."""
+        """One line."""
         return f"in DistributedDataParallel over {self.num_replicas} replicas"
 
 
 def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
-    """Refuse what depends on hooks in the backward.
+    """Refuse options that depend on hooks in the backward.
 
     Raises:
         ValueError: naming the option.

@@ -1,8 +1,8 @@
-"""Stages with fully_shard (FSDP2): gathered once a step, reduced once a step.
+"""Stages with fully_shard (FSDP2): parameters are gathered and gradients reduced once a step.
 
-Left alone it reduces at the end of every backward, which for a split one is the end of I: what W adds later would
-never be reduced. While a step runs its flags say that no backward is the last one, so gradients gather in the unsharded
-parameters; REDUCE_GRAD calls `post_backward` of every group of parameters, in the order of a backward.
+By default FSDP reduces at the end of every backward. For a split backward that is the end of I, and gradients from W
+would never be reduced. During a step its flags say that no backward is the last, so gradients accumulate in the
+unsharded parameters; REDUCE_GRAD calls `post_backward` of every parameter group, in the order of a backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastpipe.runtime.data_parallel.interface import DataParallel, listed
 
 @dataclass
 class _Flags:
-    """What the user had set for one group of parameters."""
+    """The user's settings of one parameter group."""
 
     post_forward_mesh_info: Any
     reshard_after_backward: bool
@@ -44,7 +44,7 @@ _HELD_BACK = _Flags(None, False, False, False)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to it. Who has not imported that has not applied it."""
+    """Whether `fully_shard` was applied to it. If its module is not imported, it was not."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -53,7 +53,7 @@ class Sharded(DataParallel):
     """Every replica has a shard of the stage's parameters.
 
     Args:
-        modules: those of the stage that `fully_shard` was applied to, outer before inner.
+        modules: the modules with `fully_shard`, outer before inner.
         stage: the stage's index, for messages.
     """
 
@@ -67,19 +67,19 @@ class Sharded(DataParallel):
         self._known = {module: set(parameters_of(module)) for module in self._inner()}
 
     def _inner(self) -> list[nn.Module]:
-        """All modules that are sharded, and what is in them."""
+        """All sharded modules and their submodules."""
         return list(dict.fromkeys(inner for module in self.modules for inner in walked(module)))
 
     @property
     def wrapped(self) -> Sequence[nn.Module]:
-        """Those that `fully_shard` was applied to."""
+        """The modules with `fully_shard`."""
         return self.modules
 
     def missed(self) -> list[str]:
-        """None: what `fully_shard` was not applied to it cannot be told of.
+        """An empty list: `fully_shard` cannot cover parameters later.
 
         Raises:
-            ValueError: for parameters to train in a place where there was none.
+            ValueError: for trainable parameters in new places.
         """
         found = [
             (module, name)
@@ -92,29 +92,29 @@ class Sharded(DataParallel):
             names = [f"{name} of a {type(module).__name__}" for module, name in found]
             raise ValueError(
                 f"stages: stage {self.stage} has parameters to train that it did not have when the Pipeline was built, "
-                f"{listed(names)}, of which fully_shard does not know; apply it to the new layers, and build the "
-                "Pipeline anew"
+                f"{listed(names)}, which fully_shard does not cover; apply it to the new layers, and build a "
+                "new Pipeline"
             )
         return []
 
     @property
     def _groups(self) -> list[Any]:
-        """The groups of parameters that are gathered and reduced together."""
+        """The parameter groups, which are gathered and reduced together."""
         return [group for state in self._states() for group in torch_private.fsdp_groups(state)]
 
     def _states(self) -> list[Any]:
         return torch_private.fsdp_states(self.modules)
 
     def _roots(self) -> list[Any]:
-        """The outermost, which run what is to be done once a backward."""
+        """The outermost modules, which run the work at the end of a backward."""
         return torch_private.fsdp_roots(self._states())
 
     def prepare(self) -> None:
-        """Let the wrapper find its outermost modules, which its first forward would do."""
+        """Find the outermost modules, as the first forward does."""
         torch_private.find_fsdp_roots(self._states())
 
     def begin(self, reduces: bool) -> None:
-        """No backward is the last one, and nothing is resharded before the schedule says so."""
+        """Mark no backward as the last one, and reshard only when the schedule says so."""
         self._reduces = reduces
         self._begun = False
         self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
@@ -130,18 +130,18 @@ class Sharded(DataParallel):
             module.unshard(async_op=True)
 
     def reshard(self) -> None:
-        """Let the gathered parameters go; gradients stay."""
+        """Free the gathered parameters; gradients stay."""
         for group in self._groups:
             group.wait_for_unshard()
             group.reshard()
 
     @property
     def folds(self) -> bool:
-        """Whether gradients are summed in another dtype than the one they are computed in."""
+        """Whether gradients are summed in another dtype than they are computed in."""
         return any(parameter.reduce_dtype is not None for group in self._groups for parameter in group.fsdp_params)
 
     def fold(self) -> None:
-        """Add a microbatch's gradients in the dtype that they are summed in."""
+        """Add a microbatch's gradients in the dtype of the sum."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 if torch_private.unsharded(parameter) is not None:
@@ -161,7 +161,7 @@ class Sharded(DataParallel):
             group.post_backward()
 
     def finish(self, failed: bool, deadline: float) -> None:
-        """Wait for the shards' gradients, and leave the parameters sharded as between any two steps."""
+        """Wait for the shards' gradients, and leave the parameters sharded, as between steps."""
         begun, self._begun = self._begun, False
         for context, _ in self._last:
             context.is_last_backward = True
@@ -178,7 +178,7 @@ class Sharded(DataParallel):
             self._compare(failed)
 
     def _compare(self, failed: bool) -> None:
-        """Whether all replicas got to the end of the step."""
+        """Raise unless all replicas completed the step."""
         meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
         groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
         count = torch.tensor(int(failed), dtype=torch.int32, device=self._groups[0].device)
@@ -194,16 +194,16 @@ class Sharded(DataParallel):
 
     @property
     def whole_gradients(self) -> bool:
-        """Not: it is a shard."""
+        """False: it is a shard."""
         return False
 
     @property
     def description(self) -> str:
-        """In one line."""
+        """One line."""
         return f"sharded by fully_shard over {self.num_replicas} replicas"
 
     def _of(self, parameter: nn.Parameter) -> Any:
-        """What FSDP knows of a shard."""
+        """FSDP's object of a shard."""
         found = (known for group in self._groups for known in group.fsdp_params if known.sharded_param is parameter)
         return next(found, None)
 
@@ -213,7 +213,7 @@ class Sharded(DataParallel):
         return parameter if found is None else found
 
     def whole_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """That of the gathered parameter."""
+        """The gradient of the gathered parameter."""
         known = self._of(parameter)
         if known is None:
             return parameter.grad
@@ -221,7 +221,7 @@ class Sharded(DataParallel):
         return self.leaf(parameter).grad if waiting is None else waiting
 
     def put_aside(self) -> Callable[[], None]:
-        """Those of gathered parameters."""
+        """Save the gradients of gathered parameters."""
         known = [parameter for group in self._groups for parameter in group.fsdp_params]
         leaves = [leaf for leaf in map(torch_private.unsharded, known) if leaf is not None]
         waiting = [(p, "unsharded_accumulated_grad", p.unsharded_accumulated_grad) for p in known]
@@ -232,7 +232,7 @@ class Sharded(DataParallel):
         def put_back() -> None:
             for parameter in known:
                 if (leaf := torch_private.unsharded(parameter)) is not None:
-                    # made in between, if it is none of the leaves
+                    # created since, without a saved gradient
                     leaf.grad = None
             for owner, name, value in kept:
                 setattr(owner, name, value)
@@ -241,7 +241,7 @@ class Sharded(DataParallel):
 
 
 def _complete(group: Any) -> None:
-    """Zeros where gradients are missing: the other replicas count on messages as long as theirs."""
+    """Fill missing gradients with zeros: the replicas' messages must have equal lengths."""
     for parameter in group.fsdp_params:
         leaf = torch_private.unsharded(parameter)
         assert leaf is not None

@@ -1,12 +1,12 @@
-"""Data parallelism: what a stage whose module is replicated, or sharded, does beside its forwards and backwards.
+"""Data parallelism: the collectives of a replicated or sharded stage within a step.
 
-A wrapper reduces gradients from hooks in the backward. In a pipeline a backward is one microbatch's, it may come in two
-parts, and the last to end need not be that of the last forward. So the hooks are held back while a step runs, and what
-they would do is done once a step, at the program's instructions: UNSHARD before a stage is used, REDUCE_GRAD when its
-gradients are complete. The reduction is awaited when the rank's program has ended.
+A wrapper reduces gradients from hooks in the backward. In a pipeline a backward is one microbatch's, may have two
+parts, and the last one to end need not belong to the last forward. So the hooks are disabled during a step. Their work
+is done once a step, by the program's instructions: UNSHARD before a stage is used, REDUCE_GRAD when its gradients are
+complete. The rank waits for the reduction after its program.
 
-A rank that drains a failed step takes part in its collectives all the same, and reports in them that it failed: the
-other replicas neither wait for it nor train on what it gave.
+A rank that drains a failed step still takes part in its collectives, and reports the failure in them. So the other
+replicas neither wait for it nor use its gradients.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from fastpipe.runtime.common import children_of, parameters_of
 
 
 class DataParallel(ABC):
-    """The replicas of one stage, in one step after the other."""
+    """The replicas of one stage."""
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
-        """Before a step is agreed on: whatever may be wrong with the wrapper shows here, and not while others wait."""
+        """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""
 
     def missed(self) -> list[str]:
-        """By name, parameters that are to be trained and that it would not reduce: they were not when it was made.
+        """Names of trainable parameters that it would not reduce, as they were not trainable at its creation.
 
         Raises:
-            ValueError: where it cannot be told of them.
+            ValueError: if it cannot cover them.
         """
         return []
 
     def ask(self) -> None:  # noqa: B027 - most miss nothing
-        """The step that has begun is none: the replicas only come together to say whether they miss parameters."""
+        """Skip this step: the replicas only report to each other whether they miss parameters."""
 
     def adopt(self) -> bool:
-        """After that: reduce them from now on, if all replicas do. Whether there was anything to be done.
+        """After `ask`: reduce them from now on, if all replicas do; returns whether there were any.
 
         Raises:
-            ValueError: when another replica does not, or has others.
+            ValueError: if another replica does not miss the same parameters.
         """
         return False
 
     @property
     @abstractmethod
     def wrapped(self) -> Sequence[nn.Module]:
-        """The modules of the stage that the user has wrapped; what is in them is the wrapper's."""
+        """The wrapped modules of the stage; the wrapper handles all that is in them."""
 
     def check_covers(self, module: nn.Module, stage: int) -> None:
-        """Refuse parameters outside of what is wrapped, whose gradients nobody would average.
+        """Refuse parameters outside of the wrapped modules, which would not be averaged.
 
         Args:
-            module: the stage's.
+            module: of the stage.
             stage: its index.
 
         Raises:
-            ValueError: with their names and what to do.
+            ValueError: with the names and a remedy.
         """
         wrapped = set(self.wrapped)
         if module in wrapped or self.num_replicas == 1:
             return
         found, pending = [], [("", module)]
         for prefix, inner in pending:
-            # one that is spread over processes is the user's to reduce
+            # the user reduces DTensors
             found += [
                 prefix + name
                 for name, p in parameters_of(inner).items()
@@ -81,86 +81,86 @@ class DataParallel(ABC):
 
     @abstractmethod
     def begin(self, reduces: bool) -> None:
-        """A step begins: hold the wrapper's hooks back.
+        """Start a step: disable the wrapper's hooks.
 
         Args:
-            reduces: whether gradients are reduced in it; False where steps accumulate.
+            reduces: whether this step reduces gradients; False where steps accumulate.
         """
 
     @abstractmethod
     def unshard(self, failed: bool) -> None:
-        """The stage is about to be used."""
+        """Prepare the parameters; called before the stage is used."""
 
     @abstractmethod
     def reshard(self) -> None:
-        """The stage is not used for a while."""
+        """Free gathered parameters; the stage is not used for a while."""
 
     @property
     def folds(self) -> bool:
-        """Whether `fold` is wanted after every backward for weights."""
+        """Whether `fold` must be called after every backward for weights."""
         return False
 
     def fold(self) -> None:  # noqa: B027 - most have nothing to do
-        """A microbatch's gradients are complete."""
+        """Add the gradients of a microbatch, once they are complete."""
 
     def last_backward(self, comes: Callable[[nn.Parameter], bool]) -> None:  # noqa: B027 - most wait for REDUCE_GRAD
-        """The stage's last B or W begins, and its REDUCE_GRAD follows before anything else that meets.
+        """Called before the stage's last B or W; its REDUCE_GRAD follows before any other collective.
 
         Args:
-            comes: whether a parameter's gradient comes in it; the others' are complete.
+            comes: whether this backward adds to a parameter's gradient; those of the others are complete.
         """
 
     @abstractmethod
     def reduce_grad(self, failed: bool) -> None:
-        """All gradients of the step are complete: start to reduce them.
+        """Start to reduce; called when all gradients of the step are complete.
 
         Args:
-            failed: the step failed on this rank, so the gradients are worth nothing.
+            failed: the step failed on this rank, so its gradients are invalid.
         """
 
     @abstractmethod
     def finish(self, failed: bool, deadline: float) -> None:
-        """The step is over: wait for what was started, and let the wrapper have its hooks back.
+        """End a step: wait for the reduction, and enable the wrapper's hooks.
 
         Args:
-            failed: it failed on this rank.
-            deadline: until when to wait for the other replicas, on the monotonic clock.
+            failed: the step failed on this rank.
+            deadline: for the other replicas, on the monotonic clock.
 
         Raises:
-            FailureError: when it failed in another replica, and not here. The failure is fatal when another replica did
-                not come, as what is still under way cannot be taken back.
+            FailureError: if the step failed in another replica and not here. It is fatal if a replica is missing, as
+                running collectives cannot be cancelled.
         """
 
     @property
     @abstractmethod
     def num_replicas(self) -> int:
-        """How many processes share the stage."""
+        """The number of processes that share the stage."""
 
     @property
     @abstractmethod
     def whole_gradients(self) -> bool:
-        """Whether ``.grad`` is that of a whole parameter, so that others may sum or compare it."""
+        """Whether ``.grad`` belongs to a whole parameter, so that it may be summed or compared."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """What the stage is wrapped in, for `Pipeline.describe`."""
+        """The wrapper, for `Pipeline.describe`."""
 
     def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The leaf of autograd's graph that stands for a parameter."""
+        """The leaf of the autograd graph for a parameter."""
         return parameter
 
     def whole_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """What steps that reduced nothing gave this replica, for the whole of a parameter."""
+        """This replica's gradient of the whole parameter, from steps without a reduction."""
         return parameter.grad
 
     def put_aside(self) -> Callable[[], None]:
-        """Put aside gradients that wait to be reduced and are not in ``.grad``; the function puts them back."""
+        """Save unreduced gradients that are not in ``.grad``; returns a function that restores them."""
         return lambda: None
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few of them."""
+    """The first few names."""
     if not names:
         return "none"
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,4 +1,4 @@
-"""The wrappers that users bring: which ones are known, and what is inside them."""
+"""The supported wrappers of user modules, and the modules in them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fastpipe.runtime.data_parallel.interface import DataParallel
 
 
 def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
-    """How a stage is parallelised; None when it is not.
+    """The data parallelism of a stage; None if there is none.
 
     Raises:
-        ValueError: for a wrapper that is not known, or an option of a known one that a pipeline cannot keep.
+        ValueError: for an unknown wrapper, or an unsupported option of a known one.
     """
     replicated = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
     sharded = [m for m in module.modules() if is_sharded(m)]
@@ -40,7 +40,7 @@ def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
 
 
 def _check_unknown(module: nn.Module, stage: int) -> None:
-    """What can be told not to reduce (``no_sync``) reduces from hooks that nobody here holds back."""
+    """Refuse wrappers with ``no_sync``: they reduce from hooks that are not disabled here."""
     name = type(module).__name__
     if torch_private.is_composable_replicate(module):
         name = "composable replicate"
@@ -53,20 +53,20 @@ def _check_unknown(module: nn.Module, stage: int) -> None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module within DistributedDataParallel: its keys and its arguments are the model's."""
+    """The user's module in a DistributedDataParallel, whose keys and arguments are the model's."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
 
 
 def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Module]:
-    """Wrap what has parameters in DistributedDataParallel, also those that are frozen: they may not stay it.
+    """Wrap modules with parameters in DistributedDataParallel, also frozen ones, which may be unfrozen later.
 
     Args:
         modules: by stage.
         group: of the replicas: a process group, or a DeviceMesh of one dimension.
 
     Raises:
-        ValueError: for a group that is none, or a stage that is parallel already.
+        ValueError: for another kind of group, or a stage that has data parallelism already.
     """
     if hasattr(group, "mesh_dim_names"):
         if group.ndim != 1:
@@ -86,7 +86,7 @@ def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     parameters = list(module.parameters())
     stand_ins: list[nn.Parameter] = []
     if not any(parameter.requires_grad for parameter in parameters):
-        # a frozen stage may be unfrozen later, and torch wants one parameter to train: the one that costs the least
+        # torch requires a trainable parameter, and a frozen stage may be unfrozen later: use the cheapest one
         able = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         stand_ins = sorted(able, key=nn.Parameter.numel)[:1]
         if not able:
@@ -94,7 +94,7 @@ def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     for stand_in in stand_ins:
         stand_in.requires_grad_(True)
     try:
-        # else torch begins with one bucket for all, and makes smaller ones only when its own reducer has been at work
+        # otherwise torch starts with one bucket for all, and makes smaller ones only after its own reducer has run
         return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
     finally:
         for stand_in in stand_ins:
@@ -102,17 +102,17 @@ def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: int, num_routes: int) -> None:
-    """Refuse what the ranks of this process cannot do together.
+    """Refuse combinations that the ranks of this process cannot run.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: with a remedy.
     """
     if parallel is None:
         return
     if num_local_ranks > 1 and (parallel.num_replicas > 1 or num_routes > 1):
         raise ValueError(
             f"stages: stage {stage} is {parallel.description} and the ranks are threads of this process, which would "
-            "come to its collectives in any order; start one process a rank with torchrun"
+            "run its collectives in any order; start one process per rank with torchrun"
         )
     if num_routes > 1 and not parallel.whole_gradients:
         raise ValueError(
@@ -122,13 +122,13 @@ def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: i
 
 
 def check_not_sharded(stage: int, parallel: DataParallel | None, dtype: torch.dtype) -> None:
-    """Refuse a stage whose wrapper says itself what gradients are reduced in.
+    """Refuse a stage whose wrapper sets the dtype of reduced gradients.
 
     Raises:
-        ValueError: saying what to set instead.
+        ValueError: with a remedy.
     """
     if parallel is not None and not parallel.whole_gradients:
         raise ValueError(
-            f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which says itself what gradients are "
-            "summed in; leave it out, and apply fully_shard with MixedPrecisionPolicy(reduce_dtype=...)"
+            f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which sets the dtype of summed "
+            "gradients itself; leave it out, and apply fully_shard with MixedPrecisionPolicy(reduce_dtype=...)"
         )

@@ -1,4 +1,4 @@
-"""From what the user gives as ``stages`` to the modules of the local stages.
+"""From the user's ``stages`` to the modules of the local stages.
 
 Promises: modules by stage, with the unsplit model's names; tied weights and copies of a stage have equal gradients.
 Uses: `data_parallel`, `common`.
@@ -50,7 +50,7 @@ from fastpipe.runtime.model.cuts import (
     layer_costs,
     layer_counts,
     layer_ranges,
-    left_alone,
+    restored,
 )
 from fastpipe.runtime.model.modules import (
     Named,
@@ -122,7 +122,6 @@ __all__ = [
     "layer_costs",
     "layer_counts",
     "layer_ranges",
-    "left_alone",
     "make_copies",
     "make_tied",
     "missing_argument",
@@ -135,6 +134,7 @@ __all__ = [
     "prefixes_message",
     "prefixes_of",
     "recomputing",
+    "restored",
     "share",
     "state_prefix",
     "tell_later",

@@ -1,11 +1,10 @@
-"""Layers one after the other as one module, under the keys of the whole model; values that skip layers; recomputation.
+"""Sequences of layers as one module, with the unsplit model's keys; values that skip layers; recomputation.
 
-`carry` hands a value of one layer to every later layer that names it.
+`carry` passes a value from one layer to every later layer whose forward names it.
 
-Recomputation is `torch.utils.checkpoint` without reentrance, around a stage or around each of its layers. The split
-of a backward recomputes once, in I (see `fastpipe.runtime.stage.weight_grad`); random numbers are those of F;
-buffers, BatchNorm's for example, are after the backward what F made of them, as a forward that runs twice would count
-twice.
+Recomputation is `torch.utils.checkpoint` without reentrance, around a stage or each of its layers. A split backward
+recomputes once, in I (see `fastpipe.runtime.stage.weight_grad`), with the random numbers of F. Buffers, for example
+BatchNorm's, keep the values of F, as a second forward would update them twice.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from fastpipe.runtime.data_parallel import is_sharded
 
 @dataclass(eq=False)
 class Carried:
-    """An output, and values for later layers by name; made by `carry`.
+    """An output with named values for later layers; returned by `carry`.
 
     Attributes:
-        output: what the next layer gets.
-        values: what every later layer gets whose forward names it.
+        output: input of the next layer.
+        values: by name, for every later layer whose forward names them.
     """
 
     output: Any
     values: dict[str, Any] = field(default_factory=dict)
 
 
-# what looks into outputs, hooks of FSDP say, has to find the tensors
+# tree functions, as in FSDP's hooks, must find the tensors in it
 pytree.register_pytree_node(
     Carried,
     lambda carried: ([carried.output, carried.values], None),
@@ -50,17 +49,20 @@ pytree.register_pytree_node(
 
 
 def carry(output: Any, /, **values: Any) -> Carried:
-    """Return this from a layer's forward to give values to later layers, however far behind it they are.
+    """Return this from a layer's forward to pass values to any later layers.
 
-    Every later layer whose ``forward`` names a value gets it as a keyword argument, in the same stage and in others;
-    the layers between need not know of it. So does a ``loss_fn`` that has a keyword-only parameter of that name, or a
-    further one without a default. Gradients come back the same way. Within a pipeline a value travels as far
-    as the last stage that names it.
+    Every later layer whose ``forward`` names a value gets it as a keyword argument, in this and later stages; the
+    layers between need no change. A ``loss_fn`` gets it by a keyword-only parameter of that name, or by a further
+    parameter without a default. Gradients flow back the same way. A value is sent as far as the last stage that names
+    it.
 
     Args:
-        output: what the layer hands to the next one, as if it were returned by itself.
-        values: by name, anything that may cross a boundary: trees of tensors, None, numbers. A name that is carried
-            already gets the new value from here on.
+        output: input of the next layer, as if it were returned by itself.
+        values: by name: trees of tensors, None, numbers; anything that may cross a stage boundary. A repeated name
+            replaces the value for later layers.
+
+    Raises:
+        ValueError: without values.
     """
     if not values:
         raise ValueError("carry: there is nothing to carry; give values by name, or return the output by itself")
@@ -68,7 +70,7 @@ def carry(output: Any, /, **values: Any) -> Carried:
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:
-    """What a layer returned, as the next one's positional arguments: a tuple or a list gives several.
+    """A layer's output as positional arguments of the next one: a tuple or a list gives several.
 
     A NamedTuple, a dict or any other object is one argument.
     """
@@ -76,7 +78,7 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
 
 
 def apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """What a layer returned: its output, and what it carries."""
+    """A layer's output and its carried values."""
     return (value.output, value.values) if isinstance(value, Carried) else (value, {})
 
 
@@ -87,12 +89,12 @@ def carried_on(
     own: frozenset[str] | None,
     later: frozenset[str] | None,
 ) -> dict[str, Any]:
-    """What travels on after a stage.
+    """The values that are sent on after a stage.
 
     Args:
-        carried: what came to it.
-        values: what its own layers carry.
-        stage: which one.
+        carried: values received by the stage.
+        values: values carried by its own layers.
+        stage: its index.
         own: the names that its layers, or its loss, take; None for any.
         later: the names that later stages take; None for any.
 
@@ -109,10 +111,10 @@ def carried_on(
 
 
 def together(given: Mapping[str, Any], named: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
-    """A stage's keyword arguments: those of the step, and those that are carried to it.
+    """A stage's keyword arguments: those of the step, and the carried values.
 
     Raises:
-        ValueError: when a name is among both.
+        ValueError: if a name is among both.
     """
     both = sorted(given.keys() & named.keys())
     if both:
@@ -124,12 +126,12 @@ def together(given: Mapping[str, Any], named: Mapping[str, Any], stage: int) -> 
 
 
 class Taker(Protocol):
-    """A stage, as far as names are concerned.
+    """A stage's keyword names.
 
     Attributes:
-        index: its place.
+        index: its index.
         takes: the names that it takes; None for any.
-        later: those that later stages take; None for any.
+        later: the names that later stages take; None for any.
     """
 
     index: int
@@ -142,18 +144,18 @@ class Taker(Protocol):
 
 
 def names_message(stages: Iterable[Taker]) -> dict[str, list[str] | None]:
-    """Which names the local stages take, for the other processes."""
+    """The names that the local stages take, for the other processes."""
     return {str(stage.index): None if stage.takes is None else sorted(stage.takes) for stage in stages}
 
 
 def tell_later(stages: Iterable[Taker], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
-    """Tell the local stages what is taken behind them."""
+    """Set the names that later stages take, for every local stage."""
     for stage in stages:
         stage.later = names_later(messages, stage.index)
 
 
 def names_later(messages: Sequence[Mapping[str, list[str] | None]], stage: int) -> frozenset[str] | None:
-    """What the stages after one take; None for any."""
+    """The names that the stages after one take; None for any."""
     found = [names for message in messages for index, names in message.items() if int(index) > stage]
     return None if None in found else frozenset(name for names in found if names is not None for name in names)
 
@@ -164,14 +166,14 @@ LAYERS = "layers"
 WAYS = (NONE, FULL, LAYERS)
 
 Policy = str | Callable[[int, nn.Module], str]
-"""One way for all stages, or ``function(stage index, module)`` that says it for each."""
+"""One setting for all stages, or ``function(stage index, module)`` that returns each stage's."""
 
 
 def check_policy(policy: Any) -> None:
-    """Refuse a ``recompute`` that is none.
+    """Refuse an invalid ``recompute``.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming the value.
     """
     if not callable(policy) and policy not in WAYS:
         raise ValueError(
@@ -181,13 +183,13 @@ def check_policy(policy: Any) -> None:
 
 
 def way_of(policy: Policy, stage: int, module: nn.Module) -> str:
-    """What one stage recomputes.
+    """The setting of one stage.
 
     Raises:
-        ValueError: when the policy's function returns no way.
+        ValueError: if the policy's function returns an invalid value.
     """
     if callable(policy):
-        with contextlib.suppress(ValueError):  # of a function that does not tell its arguments
+        with contextlib.suppress(ValueError):  # for a function without a signature
             _check_arguments(policy)
     way = policy(stage, module) if callable(policy) else policy
     if way not in WAYS:
@@ -203,11 +205,11 @@ def _check_arguments(policy: Callable[..., Any]) -> None:
 
 
 def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that keeps its inputs alone.
+    """Call a function that saves only its inputs for the backward.
 
     Args:
-        function: what to call; in the backward again.
-        module: whose buffers it may change.
+        function: called again in the backward.
+        module: the buffers that the function may change.
         args: positional arguments.
         kwargs: keyword arguments.
     """
@@ -218,12 +220,12 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
 
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:
-    """Around the forward, and around its repetitions."""
+    """The contexts of the forward, and of its repetitions."""
     return contextlib.nullcontext(), _BuffersKept(module)
 
 
 class _BuffersKept:
-    """Around every repetition: a forward that asks for a gradient itself is repeated for that, and in the backward."""
+    """Restores buffers after every repetition; there are several if the forward computes gradients itself."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -237,21 +239,21 @@ class _BuffersKept:
 
 
 class WholeNames(nn.Module):
-    """A part of a model whose parameters and buffers have the names that they have in the whole model."""
+    """A part of a model whose parameters and buffers have the unsplit model's names."""
 
     def accepts(self) -> frozenset[str] | None:
-        """The keyword arguments that it takes; None for any."""
+        """The accepted keyword arguments; None for any."""
         return _named_in(self)
 
 
 class Chain(WholeNames):
-    """Layers one after the other, under their names in the whole model, so that the keys of the state are its own.
+    """Layers in sequence, with the unsplit model's names, so that the keys of its state match.
 
-    A layer that returns a tuple or a list feeds the next one several arguments; a keyword argument goes to every layer
-    whose ``forward`` names it, and so does what a layer carries to every later one.
+    A layer that returns a tuple or a list gives the next one several arguments. A keyword argument goes to every layer
+    whose ``forward`` names it; a carried value to every later one.
 
     Attributes:
-        recompute: what it does not keep for the backward; see `fastpipe.runtime.model.chain`.
+        recompute: what is recomputed in the backward; see `fastpipe.runtime.model.chain`.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module] | Mapping[str, nn.Module]) -> None:
@@ -269,7 +271,7 @@ class Chain(WholeNames):
         value: Any = args
         carried: dict[str, Any] = {}
         layers: Any = children_of(self).values()
-        # not children(), which leaves out a layer that stands there twice
+        # not children(), which skips a repeated layer
         for layer, names in zip(layers, self._names, strict=True):
             inputs, named = as_arguments(value), chosen(kwargs, names) if kwargs else {}
             found = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
@@ -280,17 +282,17 @@ class Chain(WholeNames):
         return Carried(value, carried) if carried else value
 
     def accepts(self) -> frozenset[str] | None:
-        """The keyword arguments that a layer of it takes; None for any."""
+        """The keyword arguments that any of its layers takes; None for any."""
         names = [accepted_names(layer) for layer in self.children()]
         return None if None in names else frozenset().union(*(n for n in names if n is not None))
 
 
 class Layers(Sequence[nn.Module]):
-    """The layers of a model, and how neighbours become one module.
+    """The layers of a model; consecutive ones can be combined into a module.
 
     Args:
         layers: in order.
-        names: what each is called in the whole model; its index unless given.
+        names: of each layer in the unsplit model; default: its index.
     """
 
     _layers: Sequence[nn.Module] = ()
@@ -312,11 +314,11 @@ class Layers(Sequence[nn.Module]):
         return self._layers[index]
 
     def chain(self, indices: Iterable[int]) -> WholeNames:
-        """Neighbours as one module."""
+        """Consecutive layers as one module."""
         return Chain({self._names[i]: self._layers[i] for i in indices})
 
     def check_unhooked(self, indices: Iterable[int]) -> None:
-        """Refuse hooks of layers, where `chain` makes a module that does not call the layers themselves.
+        """Refuse hooks of layers that `chain` would not call.
 
         Raises:
             ValueError: naming the layer.
@@ -330,13 +332,13 @@ class Layers(Sequence[nn.Module]):
                 )
 
     def layer_of(self, name: str) -> int | None:
-        """The layer of a parameter; None for a name that there is not."""
+        """The layer of a parameter; None for an unknown name."""
         first = name.partition(".")[0]
         return self._names.index(first) if first in self._names else None
 
 
 def as_layers(stages: Any) -> Layers | None:
-    """The layers of a model that is given as their list; None for other forms."""
+    """The layers, if a model is given as a list of them; else None."""
     if isinstance(stages, Layers):
         return stages
     if isinstance(stages, nn.Sequential | nn.ModuleList):
@@ -347,23 +349,23 @@ def as_layers(stages: Any) -> Layers | None:
                 f"model: {kind.__name__} is a {kind.__mro__[1].__name__} with a forward of its own, which its members "
                 "one after the other would leave out; hand over its layers as a list"
             )
-        # with their names, which need not be numbers
+        # under their names, which may not be numbers
         modules: Any = children_of(stages)
         return Layers(modules.values(), modules)
     return Layers(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else None
 
 
 def has_own_forward(model: Any) -> bool:
-    """Whether it is a list of modules that does something else than call its members one after the other."""
+    """Whether it is a list of modules with a forward other than calling its members in sequence."""
     is_list = isinstance(model, nn.Sequential | nn.ModuleList)
     return is_list and type(model).forward not in (nn.Sequential.forward, nn.Module.forward)
 
 
 def check_forward(module: nn.Module) -> None:
-    """That calling a module runs the forward of its class on the module, so that a part of it can do the same.
+    """Check that calling a module runs its class's forward, so that a part of it can do the same.
 
     Raises:
-        ValueError: for a ``forward`` that was replaced on the instance, for a compiled module and for a wrapped one.
+        ValueError: for a ``forward`` replaced on the instance, a compiled module, and a wrapped one.
     """
     name = type(module).__name__
     if torch_private.is_compiled(module):
@@ -384,7 +386,7 @@ def check_forward(module: nn.Module) -> None:
         )
     own = vars(module).get("forward")
     accepted: Any = type(module).forward
-    # accelerate's unwrap_model leaves the forward of the class there, without its decorators
+    # accelerate's unwrap_model leaves the undecorated forward of the class there
     while own is not None and own != MethodType(accepted, module):
         if not hasattr(accepted, "__wrapped__"):
             raise ValueError(
@@ -396,7 +398,7 @@ def check_forward(module: nn.Module) -> None:
 
 
 def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """The model as one module, where it is given as its layers too."""
+    """The model as one module, also if it is given as layers."""
     if isinstance(model, nn.Module):
         return model
     layers = as_layers(model)
@@ -405,17 +407,17 @@ def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 
 def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapper: str | None) -> Callable[..., Any]:
-    """What to call instead of a stage's module, so that it recomputes.
+    """A callable that runs a stage's module with recomputation.
 
     Args:
         module: of the stage.
-        inner: what is in its wrapper, or the same.
+        inner: the module in its wrapper, or the same.
         way: see `fastpipe.runtime.model.chain`.
         stage: its index.
-        wrapper: what the stage is wrapped in, if it has replicas.
+        wrapper: the wrapper's name, if the stage has replicas.
 
     Raises:
-        ValueError: where that cannot be done from outside.
+        ValueError: if the module cannot be recomputed from outside.
     """
     if isinstance(inner, Chain):
         inner.recompute = way
@@ -424,8 +426,8 @@ def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapp
         return module
     if way == LAYERS:
         raise ValueError(
-            f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, whose layers are not known "
-            "here; use 'full', give the model's layers as a list, or have it use torch.utils.checkpoint itself "
+            f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, without a list of layers; "
+            "use 'full', give the model's layers as a list, or have it use torch.utils.checkpoint itself "
             "(models of Hugging Face: model.gradient_checkpointing_enable() before the split)"
         )
     if wrapper is not None:
@@ -445,7 +447,7 @@ def accepted_names(module: nn.Module) -> frozenset[str] | None:
 def _named_in(module: nn.Module) -> frozenset[str] | None:
     try:
         parameters = inspect.signature(module.forward).parameters.values()
-    except ValueError:  # compiled: a traced module of torch.jit says nothing
+    except ValueError:  # compiled, for example by torch.jit: no signature
         return None
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
@@ -454,17 +456,17 @@ def _named_in(module: nn.Module) -> frozenset[str] | None:
 
 
 def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str]) -> str | None:
-    """The first argument that a module's forward needs and is not given, or is given as None.
+    """The first required argument of a module's forward that is not given, or is None.
 
     Args:
-        module: a stage's; of a chain the first layer counts.
-        args: what it is given.
-        names: of what it is given by name.
+        module: of a stage; of a chain the first layer counts.
+        args: the positional arguments.
+        names: the names of the keyword arguments.
     """
     layer = next(iter(module.children()), module) if isinstance(module, Chain) else module
     try:
         parameters = list(inspect.signature(layer.forward).parameters.values())
-    except ValueError:  # compiled: a traced module of torch.jit says nothing
+    except ValueError:  # compiled, for example by torch.jit: no signature
         return None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p.name for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
@@ -474,5 +476,5 @@ def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str
 
 
 def chosen(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
-    """Those of ``kwargs`` that are among ``names``; all when ``names`` is None."""
+    """The items of ``kwargs`` in ``names``; all if ``names`` is None."""
     return {name: value for name, value in kwargs.items() if names is None or name in names}

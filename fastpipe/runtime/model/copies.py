@@ -1,15 +1,15 @@
-"""Stages that two ranks hold, and layers that stand in several stages.
+"""Stages held by two ranks, and layers used in several stages.
 
-The bidirectional schedules hold every stage twice, with equal parameters, and each holder computes its half of the
-microbatches. After the step both have the same gradient: the first half's sum plus the second half's, added to what
-was in ``.grad`` before. Where both holders are in one process the second is a hidden copy that follows the first;
-between processes the two exchange their gradients, and both optimizers do the same to the same numbers. Buffers are
-each holder's own.
+Bidirectional schedules hold every stage twice, with equal parameters, and each holder computes its half of the
+microbatches. After the step both have the same gradient: the first half's sum plus the second half's, added to the
+earlier ``.grad``. If one process has both holders, the second is a hidden copy that follows the first. Between
+processes the two exchange their gradients, and both optimizers apply the same step to the same numbers. Each holder has
+its own buffers.
 
-A layer that stands in several stages of one process runs on two ranks at once, and each needs its own alias of a
-weight. So each later stage has a twin of the layer with its own ``_parameters`` and ``_modules``. The twin shares
-everything else: its buffers and hooks are the very same dicts, a submodule without parameters is the very same
-module, and other attributes follow the layer's before every step.
+A layer in several stages of one process runs on two ranks at once, and each needs its own alias of a weight. So each
+later stage has a twin of the layer with its own ``_parameters`` and ``_modules``. The twin shares the rest: buffers and
+hooks are the same dicts, submodules without parameters are the same modules, and other attributes are updated from the
+layer's before every step.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fastpipe.runtime.common import children_of, dense, parameters_of, pytree, t
 from fastpipe.runtime.model.chain import Chain
 
 TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
-"""Torch's own entries, hooks say, which need no look into."""
+"""Entries of nn.Module itself, such as hooks, which twins share as they are."""
 
 _NOTHING = object()
 
 Made = dict[int, nn.Module]
-"""By ``id`` of the module, the twins in one stage."""
+"""The twins in one stage, by ``id`` of the original."""
 
 _originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-"""From each twin to what it is a twin of: as an attribute it would be copied with the twin."""
+"""From each twin to its original; an attribute would be copied with the twin."""
 
 
 def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
@@ -58,7 +58,7 @@ def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
 
 
 def with_parameters(module: nn.Module) -> set[int]:
-    """The ``id`` of the modules in it that have parameters of their own."""
+    """The ``id`` of the submodules that have parameters of their own."""
     return {id(m) for m in module.modules() if any(p is not None for p in parameters_of(m).values())}
 
 
@@ -66,8 +66,8 @@ def twin(module: nn.Module, made: Made) -> nn.Module:
     """The twin of a module that has parameters.
 
     Args:
-        module: it.
-        made: the twins that its stage has already; those of the module and of its parts are added.
+        module: the original.
+        made: existing twins in the stage; new ones are added.
     """
     new = {}
     for original in module.modules():
@@ -93,30 +93,30 @@ class Twins:
         self._seen: list[list[dict[str, Any]]] = [[{} for _ in pairs] for pairs in self._stages]
 
     def follow(self) -> None:
-        """Between steps: whatever the user changed in the layers is changed in the twins."""
+        """Apply the user's changes of the layers to their twins; called between steps."""
         for pairs, made, seen in zip(self._stages, self._made, self._seen, strict=True):
             for (original, own), before in zip(pairs, seen, strict=True):
                 _follow(original, own, before, made)
 
 
 def _follow(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made) -> None:
-    """Have a twin be as its original but for what its own forward made of it.
+    """Update a twin from its original, except for changes by its own forward.
 
     Args:
         original: a layer.
         own: its twin.
-        seen: the original's attributes when this was done last; brought up to date.
+        seen: the original's attributes at the last call; updated.
         made: see `twin`.
     """
     follow_attributes(original, own, seen, made)
-    _become(parameters_of(own), parameters_of(original))
-    _become(children_of(own), {name: made.get(id(child), child) for name, child in children_of(original).items()})
+    _set_entries(parameters_of(own), parameters_of(original))
+    _set_entries(children_of(own), {name: made.get(id(child), child) for name, child in children_of(original).items()})
 
 
 def follow_attributes(
     original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made, apart: Container[str] = torch_private.MEMBERS
 ) -> None:
-    """The same for all but the entries ``apart``."""
+    """Update all entries except those in ``apart``."""
     theirs, ours = vars(original), vars(own)
     for name in seen.keys() - theirs.keys():
         ours.pop(name, None)
@@ -124,18 +124,18 @@ def follow_attributes(
     for name, value in theirs.items():
         if name not in apart and seen.get(name, _NOTHING) is not value:
             seen[name] = value
-            ours[name] = value if name in TORCHS_OWN else _as_seen_by(made, value)
+            ours[name] = value if name in TORCHS_OWN else _for_twin(made, value)
 
 
-def _become(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Have the same entries, in the same order."""
+def _set_entries(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Make the entries equal, in the same order."""
     if list(ours) != list(theirs):
         ours.clear()
     ours.update(theirs)
 
 
-def _as_seen_by(made: Made, value: Any) -> Any:
-    """An attribute of a twin: the very same, unless it leads to a module that has a twin in the stage."""
+def _for_twin(made: Made, value: Any) -> Any:
+    """An attribute for a twin: the same object, unless it refers to a module with a twin in the stage."""
     leaves, shape = pytree.tree_flatten(value)
     own = [_own_leaf(made, leaf) for leaf in leaves]
     if all(map(operator.is_, own, leaves)):
@@ -150,60 +150,61 @@ def _own_leaf(made: Made, leaf: Any) -> Any:
         return MethodType(leaf.__func__, made[id(leaf.__self__)])
     if isinstance(leaf, functools.partial):
         given = (leaf.func, leaf.args, leaf.keywords)
-        func, args, keywords = seen = tuple(_as_seen_by(made, part) for part in given)
+        func, args, keywords = seen = tuple(_for_twin(made, part) for part in given)
         return leaf if all(map(operator.is_, seen, given)) else functools.partial(func, *args, **keywords)
     return leaf
 
 
 Exchange = Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
-"""``(peer, tensors)`` to the peer's tensors, which look alike."""
+"""``(peer, tensors)`` to the peer's tensors, which have the same shapes and dtypes."""
 
 
 def holders_of(placement: Placement, stage: int) -> list[int]:
-    """The ranks that hold a stage, that of the first half of the microbatches first."""
+    """The ranks that hold a stage; the one with the first half of the microbatches is first."""
     return list(dict.fromkeys(route[stage] for route in placement.routes))
 
 
-Told = dict[str, tuple[str, list[int]]]
-"""By what is told, the name of a tied weight that was replaced since the last step say, its digest, and the ranks that
-have to tell the same."""
+Changes = dict[str, tuple[str, list[int]]]
+"""Changes since the last step by key, for example the name of a replaced tied weight: a digest, and the ranks that must
+report the same."""
 
 FROZEN = "requires_grad of "
-"""What begins the key of gradient flags that are not all True."""
+"""Prefix of the key for gradient flags that are not all True."""
 
 
 class StageCopies(ABC):
-    """What has to be done around a step for stages that are held twice."""
+    """The work around a step for stages that are held twice."""
 
-    def prepare(self) -> Told:
-        """Before a step is agreed on: take in what the user changed, and say what the others have to have changed."""
+    def prepare(self) -> Changes:
+        """Apply the user's changes, and return those that other ranks must match; called before the ranks agree on a
+        step."""
         return {}
 
     def agreed(self) -> None:  # noqa: B027 - most have told nothing
-        """All have changed the same."""
+        """Called when all ranks have made the same changes."""
 
     @abstractmethod
     def follow(self) -> None:
-        """Before every step, also one without gradients: both holders have the same parameters."""
+        """Make the parameters of both holders equal; called before every step, also without gradients."""
 
     @abstractmethod
     def before_step(self) -> None:
-        """Put aside the gradients there are, so that the step's own stand alone."""
+        """Save existing gradients, so that the step's own are separate."""
 
     @abstractmethod
     def after_step(self, succeeded: bool) -> None:
-        """Sum the two halves, and add what was put aside."""
+        """Sum the two halves, and add the saved gradients."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """The modules are as they are during a step."""
+        """Context in which the modules are as during a step."""
         return nullcontext()
 
     def release(self) -> None:  # noqa: B027 - most have nothing to undo
-        """When a step is over, however it ended: the modules are as the user knows them."""
+        """Restore the user's modules after a step, also a failed one."""
 
 
-def check_told(replies: Sequence[Told]) -> None:
-    """Refuse a tied weight that is not the same on all ranks that have it.
+def check_told(replies: Sequence[Changes]) -> None:
+    """Refuse a tied weight that differs between the ranks that have it.
 
     Args:
         replies: of every rank.
@@ -221,7 +222,7 @@ def check_told(replies: Sequence[Told]) -> None:
                         "on every rank"
                     )
                 if given != digest:
-                    how = "was not" if given is None else "has other values, or another look,"
+                    how = "was not" if given is None else "has other values, shape or dtype"
                     raise ValueError(
                         f"tied: {name} was replaced by another Parameter on rank {rank}, and {how} on rank {other}: "
                         "assign one of the same values on every rank that has a stage with it"
@@ -232,27 +233,27 @@ class NoCopies(StageCopies):
     """Every stage is held once."""
 
     def follow(self) -> None:
-        """Nobody to follow."""
+        """Nothing to update."""
 
     def before_step(self) -> None:
-        """Nothing to put aside."""
+        """Nothing to save."""
 
     def after_step(self, succeeded: bool) -> None:
         """Nothing to sum."""
 
 
 def check_no_post_hooks(module: nn.Module) -> None:
-    """Refuse hooks that would see half of a gradient.
+    """Refuse hooks that would receive half of a gradient.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: with a remedy.
     """
     for name, parameter in parameters_of(module).items():
         if torch_private.post_hooks_of(parameter):
             raise ValueError(
                 f"stages: {name} of a {type(module).__name__} has a hook of register_post_accumulate_grad_hook, and "
-                "the schedule holds its stage twice: the hook would see what one half of the microbatches gives to "
-                ".grad; remove it, and change .grad after pipe.step, before the optimizer's step"
+                "the schedule holds its stage twice: the hook would receive the gradient of one half of the "
+                "microbatches; remove it, and change .grad after pipe.step, before the optimizer's step"
             )
 
 
@@ -267,13 +268,13 @@ class LocalCopies(StageCopies):
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
         self._made = {id(original): copied for original, copied in self.modules}
         self._children = [dict(children_of(original)) for original, _ in self.modules]
-        # what the copy has of these is a copy; hooks are the original's, so that they are called for both halves
+        # entries that are copies in the copy; hooks are the original's, so that they are called for both halves
         self._seen = [{k: v for k, v in vars(a).items() if k not in TORCHS_OWN} for a, _ in self.modules]
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
 
-    def prepare(self) -> Told:
-        """Refuse what the copies cannot follow."""
+    def prepare(self) -> Changes:
+        """Refuse changes that the copies cannot follow."""
         for (original, _), children in zip(self.modules, self._children, strict=True):
             if children_of(original) != children:
                 raise ValueError(
@@ -284,10 +285,10 @@ class LocalCopies(StageCopies):
         return {}
 
     def follow(self) -> None:
-        """Whatever became of the user's parameters, the optimizer's step say, becomes of the copy's; and `eval`."""
+        """Copy the user's changes, such as the optimizer's step and `eval`, to the copies."""
         for (original, copied), seen in zip(self.modules, self._seen, strict=True):
             follow_attributes(original, copied, seen, self._made, torch_private.OWN_STATE)
-        # as they stand now: any of them may have been replaced
+        # the current ones: any may have been replaced
         self.parameters = _pairs_of_parameters(self.modules)
         with torch.no_grad():
             for first, second in self.parameters:
@@ -298,13 +299,13 @@ class LocalCopies(StageCopies):
                 torch_private.share_hooks(second, first)
 
     def before_step(self) -> None:
-        """Put aside the gradients."""
+        """Save the gradients."""
         self.kept = [first.grad for first, _ in self.parameters]
         for first, second in self.parameters:
             first.grad = second.grad = None
 
     def after_step(self, succeeded: bool) -> None:
-        """First half plus second half, added to what was there."""
+        """Add the first half plus the second half to the saved gradients."""
         for (first, second), kept in zip(self.parameters, self.kept, strict=True):
             first.grad = _accumulated(kept, _added(first.grad, second.grad))
             second.grad = None
@@ -312,7 +313,7 @@ class LocalCopies(StageCopies):
 
 
 def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Each parameter of the copies with what stands in its place in the original, once."""
+    """Each parameter of the copies with its counterpart in the original, once."""
     found: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for original, copied in modules:
         for name, second in parameters_of(copied).items():
@@ -328,8 +329,8 @@ class RemoteCopies(StageCopies):
     Args:
         rank: this rank.
         modules: the stages held twice, ascending.
-        holders: their ranks, that of the first half first.
-        exchange: how tensors are swapped with another rank.
+        holders: their ranks; the one with the first half is first.
+        exchange: swaps tensors with another rank.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class RemoteCopies(StageCopies):
         self._adopt_parameters()
 
     def _adopt_parameters(self) -> None:
-        """The second holder takes over the first one's parameters."""
+        """Copy the first holder's parameters to the second."""
         for module, holders in self.stages:
             own = [p.detach() for p in module.parameters()]
             theirs = self.exchange(self._peer(holders), own)
@@ -350,9 +351,9 @@ class RemoteCopies(StageCopies):
                 for mine, given in zip(own, theirs, strict=True):
                     mine.copy_(given)
 
-    def prepare(self) -> Told:
-        """Refuse hooks that would see half of a gradient; both holders have the same gradient flags."""
-        told: Told = {}
+    def prepare(self) -> Changes:
+        """Refuse hooks that would receive half of a gradient, and gradient flags that differ between the holders."""
+        told: Changes = {}
         for module, holders in self.stages:
             for inner in module.modules():
                 check_no_post_hooks(inner)
@@ -365,17 +366,17 @@ class RemoteCopies(StageCopies):
         return holders[1] if holders[0] == self.rank else holders[0]
 
     def follow(self) -> None:
-        """Both holders' optimizers did the same to the same numbers."""
+        """Nothing to update: both optimizers applied the same step to the same numbers."""
 
     def before_step(self) -> None:
-        """Put aside the gradients."""
+        """Save the gradients."""
         self.kept = [[p.grad for p in module.parameters()] for module, _ in self.stages]
         for module, _ in self.stages:
             for parameter in module.parameters():
                 parameter.grad = None
 
     def after_step(self, succeeded: bool) -> None:
-        """Swap gradients with the other holder and sum them in the same order on both."""
+        """Swap gradients with the other holder, and sum them in the same order on both."""
         for (module, holders), kept in zip(self.stages, self.kept, strict=True):
             if succeeded:
                 self._sum(module, holders)
@@ -400,7 +401,7 @@ _NONE, _DENSE, _SPARSE = range(3)
 
 
 def _kind(grad: torch.Tensor | None) -> int:
-    """What the other holder has to know of a gradient, beside its numbers."""
+    """The layout of a gradient, for the other holder."""
     if grad is None:
         return _NONE
     return _DENSE if grad.layout is torch.strided else _SPARSE
@@ -413,7 +414,7 @@ def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Ten
 
 
 def _accumulated(grad: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
-    """As autograd does it: in place, since somebody may hold the gradient, in a bucket of all gradients say."""
+    """Add in place, as autograd does: other objects may hold the gradient, such as a bucket of all gradients."""
     if grad is None or more is None or grad.layout is not torch.strided:
         return _added(grad, more)
     with torch.no_grad():
@@ -423,12 +424,12 @@ def _accumulated(grad: torch.Tensor | None, more: torch.Tensor | None) -> torch.
 def make_copies(
     placement: Placement, modules: Mapping[int, Mapping[int, nn.Module]], exchange: Exchange | None
 ) -> StageCopies:
-    """What fits a placement.
+    """The copies for a placement.
 
     Args:
-        placement: where stages are.
+        placement: the ranks of stages.
         modules: per local rank, its modules by stage.
-        exchange: how to reach the other processes; None when all ranks are here.
+        exchange: swaps tensors with another process; None if all ranks are here.
     """
     doubled = [s for s in range(placement.num_stages) if len(holders_of(placement, s)) > 1]
     if not doubled:
@@ -444,7 +445,7 @@ def make_copies(
 def modules_by_rank(
     placement: Placement, ranks: Sequence[int], modules: Mapping[int, nn.Module]
 ) -> dict[int, dict[int, nn.Module]]:
-    """The modules of every local rank; of two holders in this process the second gets a copy."""
+    """The modules of every local rank; if both holders are in this process, the second gets a copy."""
     found: dict[int, dict[int, nn.Module]] = {rank: {} for rank in ranks}
     for stage, module in modules.items():
         local = [rank for rank in holders_of(placement, stage) if rank in found]

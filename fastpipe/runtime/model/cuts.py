@@ -1,4 +1,4 @@
-"""Where a list of layers is cut into stages, and what every layer costs: counted, or measured on an example."""
+"""Cutting a list of layers into stages, and the cost of each layer: counted, or measured on an example."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def layer_costs(
 ) -> list[float]:
     """The cost of every layer, for `fastpipe.partition`.
 
-    ``Pipeline(layers, ..., partition=fastpipe.partition(costs, num_stages))`` then cuts the model so that the most
-    expensive stage is as cheap as can be. Parameters, their gradients, buffers and random generators are left alone.
+    ``Pipeline(layers, ..., partition=fastpipe.partition(costs, num_stages))`` then cuts the model so that the cost of
+    the most expensive stage is minimal. Parameters, their gradients, buffers and random generators do not change.
 
     Args:
         layers: the model's layers, in order.
         args: one microbatch, as the first layer takes it; not needed for ``"parameters"``.
-        by: ``"parameters"``: their number. ``"flops"``: operations of forward and backward, as torch's own counter has
-            them: matrix products, convolutions and attention; the rest is free. Counted without computing anything,
-            also for a model on the meta device, but for layers that look at values. ``"seconds"``: forward and
-            backward, the median of five runs on this machine. Every process measures others, and all have to cut
-            alike: measure on one, and tell the rest. ``"activation_bytes"``: what forward keeps for backward, without
-            parameters. ``"memory"``: the same, and parameters with their gradients.
+        by: ``"parameters"``: their number. ``"flops"``: operations of forward and backward by torch's counter: matrix
+            products, convolutions and attention; other operations count 0. Counted without computing, also on the meta
+            device, unless a layer reads values. ``"seconds"``: of forward and backward, median of five runs on this
+            machine. Times differ between processes, and all must cut alike: measure on one process, and broadcast.
+            ``"activation_bytes"``: bytes that forward saves for backward, without parameters. ``"memory"``: the same,
+            plus parameters and their gradients.
         kwargs: keyword arguments, given to every layer whose forward names them.
 
     Returns:
-        One number a layer.
+        One number per layer.
 
     Raises:
-        ValueError: for another ``by``, no layers, or no example where one is needed.
+        ValueError: for an unknown ``by``, no layers, or a missing example.
     """
     measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes, "memory": _memory}
     listed = list(layers)
@@ -68,7 +68,7 @@ Measure = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], float]
 
 
 def _by_layer(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any], measure: Measure) -> list[float]:
-    """What a measure finds for each layer, given what the one before it returned."""
+    """Measure each layer on the output of the previous one."""
     costs = []
     value: Any = args
     carried: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def _by_layer(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any],
         for layer in layers:
             inputs = tuple(map(_leaves_of_a_graph, as_arguments(value)))
             named = chosen({**kwargs, **_leaves_of_a_graph(carried)}, accepted_names(layer))
-            with left_alone(layer):
+            with restored(layer):
                 costs.append(float(measure(layer, inputs, named)))
                 value, values = apart(layer(*inputs, **named))
                 carried |= values
@@ -84,7 +84,7 @@ def _by_layer(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any],
 
 
 class _Fake(WholeNames):
-    """A layer whose parameters and buffers have looks and no values."""
+    """A layer whose parameters and buffers have shapes and no values."""
 
     def __init__(self, layer: nn.Module, mode: Any) -> None:
         super().__init__()
@@ -98,12 +98,12 @@ class _Fake(WholeNames):
         return accepted_names(self._layer[0])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's, on such tensors."""
+        """Run the layer on such tensors."""
         return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
 
 
 def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any]) -> list[float] | None:
-    """FLOPs without computing anything; None where a layer asks for values."""
+    """FLOPs without computing; None if a layer reads values."""
     mode = torch_private.fake_tensor_mode()
     device = next((p.device for layer in layers for p in layer.parameters()), torch.device("cpu"))
 
@@ -116,7 +116,7 @@ def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str,
         with mode:
             return _by_layer(fakes, inputs, named, _flops)
     except Exception as error:  # logged
-        # what is wrong with the layers themselves shows again when they are run
+        # errors of the layers themselves appear again when they are run
         logger.info("FLOPs are counted in a real run, as the layers do not run without values: %s", error)
         return None
 
@@ -148,7 +148,7 @@ def _activation_bytes(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # alive until all is counted, or two could be counted at one address
+        # kept until all is counted: storages at one reused address would count once
         outputs = layer(*inputs, **named)
         total = sum(found.values())
     del outputs
@@ -171,7 +171,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _leaves_of_a_graph(value: Any) -> Any:
-    """An input as a stage gets it: cut off what came before, with the wish for a gradient as it was."""
+    """An input as a stage gets it: detached, with its gradient flag."""
 
     def cut(leaf: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
@@ -180,8 +180,8 @@ def _leaves_of_a_graph(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def left_alone(layer: nn.Module) -> Iterator[None]:
-    """Buffers and gradients come back."""
+def restored(layer: nn.Module) -> Iterator[None]:
+    """Restore buffers and gradients afterwards."""
     put_back = keep_buffers([layer])
     grads = [(parameter, parameter.grad) for parameter in layer.parameters()]
     for parameter, _ in grads:
@@ -195,13 +195,13 @@ def left_alone(layer: nn.Module) -> Iterator[None]:
 
 
 MEASURED = {"flops": "FLOPs", "seconds": "seconds", "memory": "bytes"}
-"""What ``partition`` may name that takes an example, and what it is counted in."""
+"""Values of ``partition`` that take an example, and their units."""
 
 
 def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[float] | None:
-    """The costs of the layers that ``partition`` asks for; None where it asks for none, or where rank 0 counts them.
+    """The costs of the layers for ``partition``; None if it needs none, or if rank 0 computes them.
 
-    Times differ from process to process, and all have to cut alike, so those of rank 0 decide.
+    Times differ between processes, and all must cut alike, so rank 0's are used.
 
     Raises:
         ValueError: naming ``example`` or ``partition``.
@@ -229,7 +229,7 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
 
 
 def cut_by(partition: Any, costs: Sequence[float] | None, num_stages: int) -> Any:
-    """``partition`` as the number of layers of every stage, where it was costs."""
+    """``partition`` as the number of layers per stage, if it was a kind of cost."""
     if costs is None:
         return partition
     _check_count(len(costs), num_stages)
@@ -237,7 +237,7 @@ def cut_by(partition: Any, costs: Sequence[float] | None, num_stages: int) -> An
 
 
 def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -> list[range]:
-    """Which layers every stage has."""
+    """The layers of every stage."""
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"stages[{index}] is a {type(layer).__name__}: the layers are nn.Modules")
@@ -255,20 +255,20 @@ def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -
 
 
 def layer_counts(stages: Any, num_stages: int, partition: Any) -> list[int] | None:
-    """The number of layers of every stage; None where the stages were not made from layers."""
+    """The number of layers per stage; None if the stages were not made from layers."""
     layers = as_layers(stages)
     return None if layers is None else [len(part) for part in layer_ranges(layers, num_stages, partition)]
 
 
 def cut_text(stages: Any, num_stages: int, partition: Any, unit: str, costs: Sequence[float] | None) -> str:
-    """Where a list of layers is cut, and how far the largest stage is from the mean; empty for other forms.
+    """The cut of a list of layers, and the ratio of the largest stage to the mean; empty for other forms.
 
     Args:
         stages: the layers.
-        num_stages: into how many.
-        partition: how.
-        unit: what costs are counted in.
-        costs: of the layers, by which they were cut; their parameters unless given.
+        num_stages: number of stages.
+        partition: as given to Pipeline.
+        unit: of the costs.
+        costs: of the layers, used for the cut; default: their parameters.
     """
     layers = as_layers(stages)
     if layers is None:

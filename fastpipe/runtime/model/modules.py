@@ -1,4 +1,4 @@
-"""From what the user gives as ``stages`` to the modules of the local stages."""
+"""From the user's ``stages`` to the modules of the local stages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
 
     Args:
         stages: the model's layers, a function of the stage's index, or a dict of the local stages.
-        num_stages: how many stages the model is cut into.
+        num_stages: number of stages of the model.
         local: the stages of this process.
-        partition: ``"layers"``, or the number of layers of every stage.
+        partition: ``"layers"``, or the number of layers per stage.
 
     Raises:
-        TypeError, ValueError: naming ``stages`` or ``partition`` and what to give.
+        TypeError, ValueError: naming ``stages`` or ``partition`` and the remedy.
     """
     if isinstance(stages, Mapping):
         return _from_mapping(stages, num_stages, local)
@@ -69,10 +69,10 @@ def find_ties(
     partition: Any,
     declared: Sequence[Sequence[str]] | None,
 ) -> list[Tie]:
-    """The weights that have several names: those declared, and those that share a Parameter where it can be seen.
+    """The weights with several names: declared ones, and Parameters shared within this process.
 
     Raises:
-        ValueError: for a name that there is not.
+        ValueError: for an unknown name.
     """
     layers = as_layers(stages)
     if layers is not None:
@@ -93,7 +93,7 @@ def _in_layers(name: str, layers: Layers, stage_of: Mapping[int, int]) -> tuple[
 
 
 def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:
-    """Refuse a stage that is not where the pipeline computes."""
+    """Refuse a stage on another device than the pipeline's."""
     for stage, module in modules.items():
         for name, tensor in tensors_of(module):
             if tensor.device.type != device.type or (device.index not in (None, tensor.device.index)):
@@ -110,10 +110,10 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def find_device(modules: Any, device: str | torch.device | None) -> torch.device:
-    """The device that the user names, else that of the first parameter there is, else the CPU.
+    """The given device, else that of the first parameter, else the CPU.
 
     Raises:
-        ValueError: when there is no such device, or torch sees none here.
+        ValueError: if torch has no such device here.
     """
     if device is not None:
         try:
@@ -139,10 +139,10 @@ class Named(NamedTuple):
     """A parameter of this process.
 
     Attributes:
-        stage: where it is; of a tied weight the first stage of the model that uses it.
-        name: in the whole model; of a tied weight the first one.
-        parameter: it.
-        is_echo: whether another process has it, too, in that first stage.
+        stage: its stage; of a tied weight the first stage of the model that uses it.
+        name: in the unsplit model; of a tied weight the first one.
+        parameter: the parameter.
+        is_echo: whether another process also has it, in that first stage.
     """
 
     stage: int
@@ -152,11 +152,11 @@ class Named(NamedTuple):
 
 
 def named_parameters(modules: Mapping[int, nn.Module], first_names: Mapping[str, tuple[int, str]]) -> Iterator[Named]:
-    """Every parameter of the local stages once, in the order of the unsplit model's; of tied shards the first.
+    """Every parameter of the local stages once, in the unsplit model's order; of tied shards the first.
 
     Args:
         modules: by stage.
-        first_names: from the further names of tied weights to the stage and name under which each is known.
+        first_names: from further names of tied weights to the weight's first stage and name.
     """
     seen: set[int | str] = set()
     for stage, module in sorted(modules.items()):
@@ -170,26 +170,26 @@ def named_parameters(modules: Mapping[int, nn.Module], first_names: Mapping[str,
 
 
 def prefixes_message(modules: Mapping[int, nn.Module]) -> dict[str, str]:
-    """By stage of this process, what goes before its module's own keys."""
+    """By stage of this process, the prefix of its module's keys."""
     return {str(stage): state_prefix(module, stage) for stage, module in modules.items()}
 
 
 def prefixes_of(messages: Iterable[Mapping[str, str]]) -> dict[int, str]:
-    """By stage, what all processes say."""
+    """The prefixes of all processes, by stage."""
     return {int(stage): prefix for message in messages for stage, prefix in message.items()}
 
 
 def state_prefix(module: nn.Module, stage: int) -> str:
-    """What goes before a module's own keys: a part of a list of layers has the whole model's already."""
+    """The prefix of a module's keys; empty for a part of a list of layers, which has the unsplit model's keys."""
     own = unwrapped(module)
     whole = isinstance(own, WholeNames) or (isinstance(own, TracedStage) and own.whole_names)
     return "" if whole else f"{stage}."
 
 
 def flags_of(module: nn.Module) -> list[bool]:
-    """What may change from step to step in a module and what it hands on: training modes and gradient flags.
+    """The flags of a module that may change between steps: training modes and gradient flags.
 
-    Every step looks.
+    Computed in every step.
     """
     flags = []
     for found in walked(module):

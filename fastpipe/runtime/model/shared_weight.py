@@ -1,11 +1,11 @@
-"""One weight that several stages of this process use, or one of this process and others elsewhere.
+"""A weight that several stages use, all in this process or some in others.
 
-What a step does with it depends on the stages' replicas. Without any, and with DistributedDataParallel, a later stage
-sees an alias while the step runs. ``fully_shard`` keeps parameters of its own for every stage, so there each later
-stage has a shard that follows the first one's.
+Its handling depends on the stages' replicas. Without replicas, and with DistributedDataParallel, a later stage uses an
+alias during the step. With ``fully_shard`` every stage has its own parameters, and each later stage's shard follows the
+first one's.
 
-The gradient of each stage's uses is averaged over its replicas first, and the averages are added then: the same numbers
-in the same order on every replica.
+The gradient of each stage's uses is averaged over its replicas, and then the averages are added: the same numbers in
+the same order on every replica.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fastpipe.runtime.data_parallel import is_sharded
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
 
 Places = list[tuple[nn.Module, str]]
-"""Where a parameter stands: modules and the attributes' names."""
+"""The places of a parameter: modules and attribute names."""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Names of one weight.
+    """The names of one weight.
 
     Attributes:
-        names: in the whole model, in the order of the stages.
-        members: stage and name in the stage's module, for each name.
+        names: in the unsplit model, in the order of the stages.
+        members: for each name, the stage and the name in the stage's module.
     """
 
     names: tuple[str, ...]
@@ -46,23 +46,23 @@ class Tie:
 
 
 def put(places: Places, parameter: nn.Parameter) -> None:
-    """Have a parameter stand there."""
+    """Set the parameter in all places."""
     for module, name in places:
         parameters_of(module)[name] = parameter
 
 
 def kind_of(module: nn.Module) -> str:
-    """What a stage's module is wrapped in, if anything."""
+    """The wrapper of a stage's module, if any."""
     if any(map(is_sharded, module.modules())):
         return SHARDED
     return REPLICATED if any(isinstance(inner, DistributedDataParallel) for inner in module.modules()) else ""
 
 
 def kind_of_tie(tie: Tie, modules: Mapping[int, nn.Module]) -> str:
-    """What the stages of a weight are wrapped in, those that are here.
+    """The wrapper of the weight's local stages.
 
     Raises:
-        ValueError: when one is not wrapped as another.
+        ValueError: if the stages have different wrappers.
     """
     found = [{tie.names[0]: kind_of(modules[stage])} for stage in tie.stages if stage in modules]
     check_alike(found)
@@ -70,15 +70,15 @@ def kind_of_tie(tie: Tie, modules: Mapping[int, nn.Module]) -> str:
 
 
 def kinds_of_ties(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> dict[str, str]:
-    """By name, what the stages of each weight are wrapped in that this process has a stage of."""
+    """By weight with local stages, their wrapper."""
     return {tie.names[0]: kind_of_tie(tie, modules) for tie in ties if modules.keys() & set(tie.stages)}
 
 
 def check_alike(found: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a weight whose stages are not all wrapped in the same.
+    """Refuse a weight whose stages have different wrappers.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: with a remedy.
     """
     kinds: dict[str, str] = {}
     for name, kind in ((name, kind) for part in found for name, kind in part.items()):
@@ -90,10 +90,10 @@ def check_alike(found: Sequence[Mapping[str, str]]) -> None:
 
 
 def check_own_replicas(tie: Tie, stage: int, module: nn.Module) -> None:
-    """Refuse to exchange a weight of a wrapped module: the wrapper would go on to reduce the one it knows.
+    """Refuse a new Parameter in a wrapped module: the wrapper would still reduce the old one.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: with a remedy.
     """
     if kind_of(module):
         raise ValueError(
@@ -103,25 +103,25 @@ def check_own_replicas(tie: Tie, stage: int, module: nn.Module) -> None:
 
 
 def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
-    """Refuse a user's hooks on a weight of several stages: they would run on the gradient of one stage's uses.
+    """Refuse the user's hooks on a weight of several stages: they would run on the gradient of one stage's uses.
 
-    Those that reductions need are there within a step alone.
+    Hooks of reductions exist only within a step.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: with a remedy.
     """
     hooks_of, post_hooks_of = torch_private.hooks_of, torch_private.post_hooks_of
     for method, find in (("register_hook", hooks_of), ("register_post_accumulate_grad_hook", post_hooks_of)):
         if find(parameter):
             raise ValueError(
-                f"tied: {name} has a hook of {method}, which would see what one stage gives to the gradient, and not "
-                "what all stages that share the weight do; remove it, and change .grad after pipe.step, before the "
+                f"tied: {name} has a hook of {method}, which would receive the gradient of one stage, and not "
+                "of all stages that share the weight; remove it, and change .grad after pipe.step, before the "
                 "optimizer's step"
             )
 
 
 def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor spread over processes as another one, of which this part is here."""
+    """A DTensor like another one, with this local part; or the local tensor itself."""
     spread: Any = like
     if local_part(like) is like:
         return local
@@ -136,10 +136,10 @@ class Shared:
 
     Args:
         tie: its names.
-        places: where it stands, for every stage here.
+        places: its places in every local stage.
 
     Attributes:
-        agreed: the Parameter that the processes which have the weight know to be equal.
+        agreed: the Parameter that is equal on all processes of the weight.
     """
 
     def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
@@ -153,10 +153,10 @@ class Shared:
         self.kept: torch.Tensor | None = None
 
     def adopt(self) -> None:
-        """Between steps: go on with another Parameter, if the user put one in all places.
+        """Use another Parameter from now on, if the user has set one in all places; called between steps.
 
         Raises:
-            ValueError: where not all places have the same.
+            ValueError: if the places have different ones.
         """
         standing = {stage: [parameters_of(m).get(name) for m, name in self.everywhere[stage]] for stage in self.stages}
         first = standing[self.stages[0]][0]
@@ -168,41 +168,41 @@ class Shared:
             self.aliases = {stage: alias_of(first) for stage in self.aliases}
 
     def check_hooks(self) -> None:
-        """Refuse hooks that came since the Pipeline was built; see `check_no_hooks`."""
+        """Refuse hooks that were added after the Pipeline was built; see `check_no_hooks`."""
         for parameter in (self.parameter, *self.aliases.values()) if len(self.tie.stages) > 1 else ():
             check_no_hooks(parameter, self.tie.names[0])
 
     def replaced(self) -> str | None:
-        """A digest of the value of a Parameter that the other processes have not been told of."""
+        """A digest of the new Parameter's value, if it is not agreed yet."""
         if self.parameter is self.agreed:
             return None
         return f"{self.parameter.dtype} {tuple(self.parameter.shape)} {digest_of(self.parameter)}"
 
     def bind_alias(self) -> None:
-        """Let the later stages see their aliases."""
+        """Set the aliases in the later stages."""
         for stage, alias in self.aliases.items():
-            # the memory may be another by now, and so may the wish for a gradient
+            # its memory and gradient flag may have changed
             alias.data = self.parameter.data
             alias.requires_grad_(self.parameter.requires_grad)
             put(self.places[stage], alias)
 
     def unbind_alias(self) -> None:
-        """Let all stages see the Parameter."""
+        """Set the Parameter in all stages."""
         for places in self.places.values():
             put(places, self.parameter)
 
     def grads(self) -> dict[int, torch.Tensor | None]:
-        """What each local stage's uses gave."""
+        """The gradient of each local stage's uses."""
         return {self.stages[0]: self.parameter.grad} | {stage: alias.grad for stage, alias in self.aliases.items()}
 
     def set_aside(self) -> None:
-        """Keep the gradient there is, so that the step's own stands alone."""
+        """Save the existing gradient, so that the step's own is separate."""
         self.kept = self.parameter.grad
         for parameter in (self.parameter, *self.aliases.values()):
             parameter.grad = None
 
     def add_up(self, grads: Mapping[int, torch.Tensor | None]) -> None:
-        """The last stage's uses first, as in a backward; then to what was there."""
+        """Add the stages' gradients, the last stage's first as in a backward, to the saved one."""
         self.parameter.grad = _added(self.kept, sum_of_uses(grads))
         self.kept = None
         for alias in self.aliases.values():
@@ -210,7 +210,7 @@ class Shared:
 
 
 def sum_of_uses(grads: Mapping[int, torch.Tensor | None]) -> torch.Tensor | None:
-    """What the stages' uses gave together: the last one first, as in a backward."""
+    """The sum over the stages' uses, the last stage's first as in a backward."""
     total = None
     for stage in sorted(grads, reverse=True):
         total = _added(total, grads[stage])
@@ -218,13 +218,13 @@ def sum_of_uses(grads: Mapping[int, torch.Tensor | None]) -> torch.Tensor | None
 
 
 class SharedReplicas(Shared):
-    """A weight of stages in DistributedDataParallel, which averages all that is in ``.grad``, earlier steps' too.
+    """A weight of stages in DistributedDataParallel, which averages all of ``.grad``, with earlier steps.
 
-    So what was there stays there, and goes into the step's gradient of the tie's first stage alone.
+    So the existing gradient stays there, and is part of the step's gradient of the tie's first stage only.
     """
 
     def set_aside(self) -> None:
-        """Only the holder of the tie's first stage goes on with the gradient there is."""
+        """Keep the existing gradient only on the holder of the tie's first stage."""
         if self.stages[0] != self.tie.stages[0]:
             self.parameter.grad = None
         for alias in self.aliases.values():
@@ -245,26 +245,26 @@ class SharedShards(Shared):
                 )
 
     def adopt(self) -> None:
-        """Which Parameters there are is for ``fully_shard`` to say."""
+        """Nothing to do: ``fully_shard`` owns the Parameters."""
 
     def bind_alias(self) -> None:
-        """Copy what the optimizer made of the first stage's shard."""
+        """Copy the first stage's shard to the later ones."""
         with torch.no_grad():
             for alias in self.aliases.values():
                 local_part(alias).copy_(local_part(self.parameter))
                 alias.requires_grad_(self.parameter.requires_grad)
 
     def unbind_alias(self) -> None:
-        """Every stage keeps its own."""
+        """Nothing to do: every stage keeps its shard."""
 
 
 def shared_weight(tie: Tie, places: Mapping[int, Places], kind: str) -> Shared:
-    """A weight whose stages are wrapped in that."""
+    """The weight of stages with a kind of wrapper."""
     return {REPLICATED: SharedReplicas, SHARDED: SharedShards}.get(kind, Shared)(tie, places)
 
 
 def _no_longer_one(tie: Tie, changed: Container[int]) -> str:
-    """What to do where only some of a weight's names have a new Parameter."""
+    """The remedy if only some names of a weight have a new Parameter."""
     names = [name for name, (stage, _) in zip(tie.names, tie.members, strict=True) if stage in changed]
     return (
         f"tied: {' and '.join(tie.names)} are one weight in this Pipeline, and since the last step {', '.join(names)} "

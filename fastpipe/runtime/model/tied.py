@@ -1,13 +1,12 @@
-"""Tied weights: one weight under several names, an output layer that is the embedding say, in one stage or in several.
+"""Tied weights: one weight with several names, for example embedding and output layer, in one or several stages.
 
-Within a process the names share one Parameter. While a step runs, every stage after the first that uses it sees an
-alias: the same memory with a gradient of its own (`shared_weight.py`). So each stage's uses are summed by themselves,
-whatever the threads do, and after the step they are added in the order of a backward, the last stage's first. Where
-stages are on several processes each has a Parameter, and they swap these sums; all add them in the same order, so the
-weights stay the same to the last bit.
+Within a process the names share one Parameter. During a step every later stage uses an alias: the same memory with its
+own gradient (`shared_weight.py`). So each stage's uses are summed separately, whatever the order of threads, and after
+the step the sums are added in the order of a backward, the last stage's first. Each process has its own Parameter; the
+processes swap the sums and add them in the same order, so the weights stay bit-equal.
 
-The sum is not that of the unsplit model to the last bit, for autograd adds a microbatch's uses to each other before it
-goes on to the next one. To do the same, a gradient a microbatch would have to be kept and sent.
+The result may differ from the unsplit model's in the last bits, as autograd adds all uses of one microbatch before the
+next one. To match it, one gradient per microbatch would have to be kept and sent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import nn
 from fastpipe.placement import Placement
 from fastpipe.runtime.common import dense, grad_dtype_of, local_part, parameters_of
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model.copies import FROZEN, Exchange, StageCopies, Told, Twins, holders_of
+from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, holders_of
 from fastpipe.runtime.model.shared_weight import (
     Places,
     Shared,
@@ -39,14 +38,14 @@ from fastpipe.runtime.model.shared_weight import (
 
 
 def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | None) -> list[list[str]]:
-    """The names of every tied weight, as declared and as found, in the model's order where that is known.
+    """The names of every tied weight, declared or shared, in the model's order if that is available.
 
     Args:
-        layers: the whole model, where this process has it; what shares a Parameter in it is tied.
+        layers: the unsplit model, if this process has it; names that share a Parameter are tied.
         declared: groups of names.
 
     Raises:
-        ValueError: for a group that is none.
+        ValueError: for an invalid group.
     """
     found: dict[int, list[str]] = {}
     place: dict[str, int] = {}
@@ -68,32 +67,32 @@ def make_ties(groups: Sequence[Sequence[str]], locate: Callable[[str], tuple[int
     """The ties of a model that is cut into stages.
 
     Args:
-        groups: names in the whole model.
+        groups: names in the unsplit model.
         locate: from such a name to the stage and the name in its module.
     """
     ties = []
     for group in groups:
-        # within a stage in the order of the names: the first is the weight's own, wherever the model is cut
+        # sorted by name within a stage: the weight's first name does not depend on the cut
         placed = sorted(((locate(name), name) for name in group), key=lambda found: found[0][0])
         ties.append(Tie(tuple(name for _, name in placed), tuple(member for member, _ in placed)))
     return ties
 
 
 def named_as_held(ties: Sequence[Tie], prefixes: Mapping[int, str]) -> list[Tie]:
-    """The ties under the names that the parameters have in the whole model.
+    """The ties under the unsplit model's names.
 
     Args:
-        ties: of the whole model; where stages are not cut from a list, every name begins with the stage's number.
-        prefixes: what goes before the keys of every stage's module, which the process knows that holds it.
+        ties: of the model; if stages are not cut from a list, every name begins with the stage's number.
+        prefixes: by stage, the prefix of its module's keys.
     """
     return [Tie(tuple(prefixes[stage] + local for stage, local in tie.members), tie.members) for tie in ties]
 
 
 def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
-    """Have the local names of every weight be one Parameter, that of the first; shards stay what they are.
+    """Make the local names of every weight share the first one's Parameter; shards stay separate.
 
     Raises:
-        ValueError: for a name that is no parameter, or weights of other looks or other replicas, or with hooks.
+        ValueError: for a name without a parameter; for weights that differ in shape, dtype or replicas, or have hooks.
     """
     for tie in ties:
         first: nn.Parameter | None = None
@@ -111,7 +110,7 @@ def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
             if parameter.shape != first.shape or parameter.dtype != first.dtype:
                 raise ValueError(
                     f"tied: {name} is {parameter.dtype} {tuple(parameter.shape)} and {tie.names[0]} is {first.dtype} "
-                    f"{tuple(first.shape)}; only weights that look alike can be one"
+                    f"{tuple(first.shape)}; tied weights need equal dtypes and shapes"
                 )
             if not sharded or stage == tie.stages[0]:
                 check_own_replicas(tie, stage, modules[stage])
@@ -122,7 +121,7 @@ def parameter_of(module: nn.Module, local: str, name: str) -> nn.Parameter:
     """A parameter by its name in the module.
 
     Raises:
-        ValueError: when there is none, with its name in the whole model.
+        ValueError: if there is none, with its name in the unsplit model.
     """
     try:
         return module.get_parameter(local)
@@ -131,20 +130,20 @@ def parameter_of(module: nn.Module, local: str, name: str) -> nn.Parameter:
 
 
 def places_of(module: nn.Module, parameter: nn.Parameter) -> Places:
-    """Every place of a module where a parameter stands."""
+    """All places of a parameter in a module."""
     return [(m, name) for m in module.modules() for name, found in parameters_of(m).items() if found is parameter]
 
 
 class TiedWeights(StageCopies):
-    """What has to be done around a step for tied weights, around what is done for stages that are held twice.
+    """The work around a step for tied weights, and inside of it the work for stages that are held twice.
 
     Args:
-        shared: the weights that this process has.
-        swaps: per weight, the other processes that have uses of it.
-        twins: of layers that stand in several stages here.
+        shared: the weights of this process.
+        swaps: exchanges gradients with other processes; None if all ranks are here.
+        twins: of layers that are in several local stages.
 
     Attributes:
-        sees_aliases: whether the stages do now.
+        sees_aliases: whether the stages use their aliases now.
     """
 
     def __init__(self, shared: Sequence[Shared], swaps: Swaps | None, twins: Twins) -> None:
@@ -155,7 +154,7 @@ class TiedWeights(StageCopies):
         self.sees_aliases = False
 
     def around(self, make: Callable[[], StageCopies]) -> TiedWeights:
-        """Make what is inside while the stages see their aliases, so that it works on these."""
+        """Create the inner work while the stages use their aliases, so that it applies to these."""
         with self.in_place():
             self.base = make()
         for weight in self.shared if self.swaps is not None else ():
@@ -167,7 +166,7 @@ class TiedWeights(StageCopies):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The stages see their aliases."""
+        """Use the aliases within this context."""
         self._adopt()
         self._put_in()
         try:
@@ -185,12 +184,12 @@ class TiedWeights(StageCopies):
         for weight in self.shared:
             weight.bind_alias()
 
-    def prepare(self) -> Told:
-        """Weights that the user replaced go on as the new ones."""
+    def prepare(self) -> Changes:
+        """Take over weights that the user replaced."""
         self._adopt()
         for weight in self.shared:
             weight.check_hooks()
-        told = self._inside.prepare()
+        told = self._inner.prepare()
         for weight in self.shared if self.swaps is not None else ():
             assert self.swaps is not None
             name, holders = weight.tie.names[0], self.swaps.holders(weight.tie)
@@ -201,40 +200,40 @@ class TiedWeights(StageCopies):
         return told
 
     def agreed(self) -> None:
-        """The others have replaced theirs alike."""
+        """All processes have replaced their weights alike."""
         for weight in self.shared:
             weight.agreed = weight.parameter
 
     def follow(self) -> None:
-        """Before every step; the aliases stay until `release`."""
+        """Set the aliases before a step; they stay until `release`."""
         self._put_in()
-        self._inside.follow()
+        self._inner.follow()
 
     def before_step(self) -> None:
-        """Put gradients aside."""
+        """Save the gradients."""
         for weight in self.shared:
             weight.set_aside()
-        self._inside.before_step()
+        self._inner.before_step()
 
     def after_step(self, succeeded: bool) -> None:
-        """Add up the uses of all stages."""
-        self._inside.after_step(succeeded)
+        """Add the gradients of all stages' uses."""
+        self._inner.after_step(succeeded)
         for weight in self.shared:
             grads = weight.grads()
             weight.add_up(self._gathered(weight, grads) if succeeded else grads)
 
     def release(self) -> None:
-        """The modules are as the user knows them."""
-        # nothing is overwritten that the user put there and `prepare` refused
+        """Restore the user's modules."""
+        # do not overwrite changes of the user that `prepare` refused
         for weight in self.shared if self.sees_aliases else ():
             weight.unbind_alias()
         self.sees_aliases = False
 
     def whole_sums(self, whole: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """By name, the gradient of every weight of which only shards are held here: the sum of its stages' uses.
+        """By name, the gradient of every sharded weight: the sum over its stages' uses.
 
         Args:
-            whole: from a stage's shard to what its uses gave, for the whole weight.
+            whole: from a stage's shard to the gradient of its uses, for the whole weight.
         """
         found = {}
         for weight in self.shared:
@@ -247,7 +246,7 @@ class TiedWeights(StageCopies):
         return found
 
     @property
-    def _inside(self) -> StageCopies:
+    def _inner(self) -> StageCopies:
         assert self.base is not None
         return self.base
 
@@ -256,7 +255,7 @@ class TiedWeights(StageCopies):
 
 
 def users_of(tie: Tie, placement: Placement) -> dict[int, list[int]]:
-    """Per rank, the stages it has of those that use the weight."""
+    """Per rank, its stages that use the weight."""
     found: dict[int, list[int]] = {}
     for stage in tie.stages:
         for rank in holders_of(placement, stage):
@@ -265,20 +264,20 @@ def users_of(tie: Tie, placement: Placement) -> dict[int, list[int]]:
 
 
 def between_ranks(ties: Sequence[Tie], placement: Placement) -> bool:
-    """Whether some rank uses a weight that another one uses elsewhere."""
+    """Whether a weight is used by stages of different ranks."""
     return any(set(stages) != set(tie.stages) for tie in ties for stages in users_of(tie, placement).values())
 
 
 class Swaps:
-    """How the processes that have a weight tell each other what their stages' uses gave.
+    """Exchanges the gradients of stages' uses between the processes of a weight.
 
-    Every pair that has to swaps once, and each process goes through its pairs in one order that is the same for all,
-    so none waits in a circle.
+    Every pair of processes with different stages swaps once. All processes go through the pairs in the same order, so
+    no cycle of waits can form.
 
     Args:
         rank: this rank.
-        placement: where stages are.
-        exchange: how two ranks swap tensors that look alike.
+        placement: the ranks of stages.
+        exchange: swaps tensors of equal shapes and dtypes between two ranks.
     """
 
     def __init__(self, rank: int, placement: Placement, exchange: Exchange) -> None:
@@ -293,12 +292,12 @@ class Swaps:
     def gather(
         self, tie: Tie, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
     ) -> dict[int, torch.Tensor | None]:
-        """What every stage's uses gave, those of other processes too.
+        """The gradients of all stages' uses, including other processes'.
 
         Args:
             tie: the weight.
-            own: what those of this process gave.
-            like: a tensor that looks as each of them.
+            own: the gradients of this process.
+            like: a tensor with the weight's shape and dtype.
         """
         held = users_of(tie, self.placement)
         found = dict(own)
@@ -327,15 +326,15 @@ def make_tied(
     exchange: Exchange | None,
     make: Callable[[], StageCopies],
 ) -> StageCopies:
-    """What is to be done around a step: for ties that concern several stages, and inside what ``make`` returns.
+    """The work around a step: for ties across stages, and inside of it the result of ``make``.
 
     Args:
-        ties: of the whole model.
-        modules: the user's module of every local stage, in which `share` has been.
-        placement: where stages are.
+        ties: of the unsplit model.
+        modules: the user's modules by local stage, after `share`.
+        placement: the ranks of stages.
         rank: this rank.
-        exchange: how to reach other processes; None when all ranks are here.
-        make: makes what is done for stages held twice.
+        exchange: swaps tensors with other processes; None if all ranks are here.
+        make: creates the work for stages held twice.
     """
     shared = []
     for tie in ties:
@@ -351,12 +350,12 @@ def make_tied(
 
 
 def first_names(ties: Sequence[Tie]) -> dict[str, tuple[int, str]]:
-    """From each further name of a tied weight to the stage and name under which the weight is known."""
+    """From each further name of a tied weight to the weight's first stage and name."""
     return {name: (tie.members[0][0], tie.names[0]) for tie in ties for name in tie.names[1:]}
 
 
 def split_name(name: Any, num_stages: int) -> tuple[int, str]:
-    """Stage and name in its module, where the stages are not cut from a list of layers.
+    """A name as stage and name in its module, if stages are not cut from a list of layers.
 
     Raises:
         ValueError: for a name that does not begin with a stage.

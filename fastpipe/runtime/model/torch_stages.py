@@ -1,8 +1,8 @@
-"""Stages as torch.distributed.pipelining has them, taken as they are.
+"""Stages of torch.distributed.pipelining.
 
-A ``PipelineStage`` is a module with its index; what else it knows fastpipe finds out by itself. A model that
-``pipeline()`` traced (a ``Pipe``) is stages and a graph between them, in which a value may skip stages. Here a stage
-hands on to the next one alone, so a traced stage is wrapped to hand on what later stages need, too.
+Of a ``PipelineStage`` fastpipe uses the module and the index. A model traced by ``pipeline()`` (a ``Pipe``) consists of
+stages and a graph between them, in which a value may skip stages. Here a stage sends to the next one only, so traced
+stages are wrapped to forward the values that later stages need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastpipe.runtime.common import children_of, torch_private
 
 
 def torch_stages(stages: Any) -> list[Any]:
-    """The stage objects of torch that are given: one, a list, or the values of a dict; empty for anything else."""
+    """The given stage objects of torch: one, a list, or the values of a dict; empty for anything else."""
     base = torch_private.pipeline_stage_type()
     if isinstance(stages, Mapping):
         listed = list(stages.values())
@@ -31,17 +31,17 @@ def torch_stages(stages: Any) -> list[Any]:
 
 
 def is_traced(stages: Any) -> bool:
-    """Whether a model is given that ``pipeline()`` of torch traced."""
+    """Whether the model was traced by ``pipeline()`` of torch."""
     return isinstance(stages, torch_private.traced_model_type())
 
 
 def group_of(stages: Any) -> Any:
-    """The process group that torch's stages were made with; None where they name none."""
+    """The process group of torch's stages; None if they have none."""
     return next((stage.group for stage in torch_stages(stages) if getattr(stage, "group", None) is not None), None)
 
 
 def device_of(stages: Any) -> torch.device | None:
-    """What torch's stages compute on; None where there are none of them."""
+    """The device of torch's stages or traced model; None for anything else."""
     if is_traced(stages):
         return next((parameter.device for parameter in stages.parameters()), None)
     return next((torch.device(stage.device) for stage in torch_stages(stages) if hasattr(stage, "device")), None)
@@ -50,15 +50,15 @@ def device_of(stages: Any) -> torch.device | None:
 def from_torch(
     stages: Any, num_stages: int, tied: Sequence[Sequence[str]] | None
 ) -> tuple[Any, Sequence[Sequence[str]] | None]:
-    """Stages and ties as fastpipe knows them; anything that is not torch's comes back as it is.
+    """Convert torch's stages and their ties; anything else is returned unchanged.
 
     Args:
-        stages: what the user gave.
-        num_stages: how many stages the schedule has.
-        tied: what the user declared; weights that a traced model uses in several stages are added.
+        stages: as given by the user.
+        num_stages: number of stages of the schedule.
+        tied: as declared by the user; weights that several stages of a traced model use are added.
 
     Raises:
-        ValueError, TypeError: naming ``stages``, and what to give instead.
+        ValueError, TypeError: naming ``stages``, and the remedy.
     """
     if is_traced(stages):
         _check_count(stages.num_stages, num_stages, "the traced model")
@@ -92,14 +92,14 @@ def _check_count(there: int, num_stages: int, what: str) -> None:
 
 
 def _module_of(stage: Any) -> nn.Module:
-    """What a stage object runs."""
+    """The module that a stage object runs."""
     info = getattr(stage, "pipe_info", None)
     module: nn.Module = stage.submod
     return module if info is None else TracedStage(module, Route(info.graph, stage.stage_index), whole_names=False)
 
 
 def _traced(pipe: Any) -> dict[int, nn.Module]:
-    """Every stage of a traced model. Parameters keep their names, unless two stages have one of the same name."""
+    """The stages of a traced model. Parameters keep their names unless these repeat between stages."""
     modules = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
     names = [name for module in modules for name in module.state_dict()]
     whole_names = len(names) == len(set(names))
@@ -108,22 +108,22 @@ def _traced(pipe: Any) -> dict[int, nn.Module]:
 
 
 def _shared_names(pipe: Any) -> list[list[str]]:
-    """The names of every weight that several stages of a traced model use: torch has copied it for each of them."""
+    """The names of every weight that several stages of a traced model use; torch has copied it for each of them."""
     index = {f"submod_pp_{i}": i for i in range(pipe.num_stages)}
     return [[f"{index[module]}.{name}" for module, name in users.items()] for users in pipe.replicated_params]
 
 
 class Route:
-    """What one stage of a traced model is given, and hands on: whatever it or a later one needs.
+    """The inputs and outputs of one stage of a traced model: all values that it or later stages need.
 
     Args:
         graph: of the stages.
-        index: which stage.
+        index: of the stage.
 
     Attributes:
-        takes: the nodes of the values that it is given, in their order.
-        gives: the nodes of those that it hands on; of the last stage, those of the model's outputs.
-        call: the node of its own call.
+        takes: the nodes of its inputs, in order.
+        gives: the nodes of its outputs; of the last stage, the model's outputs.
+        call: the node of its call.
     """
 
     def __init__(self, graph: fx.Graph, index: int) -> None:
@@ -132,12 +132,12 @@ class Route:
         inputs = [node for node in nodes if node.op == "placeholder"]
         outputs = next(node for node in nodes if node.op == "output").all_input_nodes
         self.call = calls[index]
-        self.takes = inputs if index == 0 else _handed_on(calls, inputs, outputs, index - 1)
+        self.takes = inputs if index == 0 else _values_after(calls, inputs, outputs, index - 1)
         last = index == len(calls) - 1
-        self.gives = outputs if last else _handed_on(calls, inputs, outputs, index)
+        self.gives = outputs if last else _values_after(calls, inputs, outputs, index)
 
     def run(self, module: nn.Module, values: Sequence[Any]) -> Any:
-        """Call the stage's module among the values that go by."""
+        """Run the stage's module, and pass on the other values."""
         if len(values) != len(self.takes):
             names = ", ".join(node.name for node in self.takes)
             raise TypeError(f"the traced model takes {len(self.takes)} inputs by position ({names}); got {len(values)}")
@@ -151,10 +151,10 @@ class Route:
         return given[0] if len(given) == 1 else given
 
 
-def _handed_on(
+def _values_after(
     calls: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], index: int
 ) -> list[fx.Node]:
-    """The values that are there when a stage has run, and that later ones or the model's outputs need."""
+    """The available values after a stage that later stages or the model's outputs need."""
     there = [*inputs]
     for call in calls[: index + 1]:
         parts = [node for node in call.users if node.target is operator.getitem]
@@ -164,11 +164,11 @@ def _handed_on(
 
 
 class TracedStage(nn.Module):
-    """A stage of a traced model, under the names that its parameters have in the model.
+    """A stage of a traced model, with the model's parameter names.
 
     Args:
-        module: what torch made of it. Its parameters, buffers and submodules are this module's own.
-        route: what goes in and out.
+        module: the stage made by torch. Its parameters, buffers and submodules are this module's own.
+        route: inputs and outputs.
         whole_names: whether no other stage has the same names.
     """
 
@@ -176,17 +176,17 @@ class TracedStage(nn.Module):
         super().__init__()
         torch_private.share_tensors(self, module)
         torch_private.set_children(self, children_of(module))
-        # in a tuple, so that it is not registered as a submodule: the names would begin with it
+        # in a tuple, so that it is not registered as a submodule, which would prefix the names
         self.traced = (module,)
         self.route = route
         self.whole_names = whole_names
 
     def forward(self, *values: Any) -> Any:
-        """Run the stage among the values that go by."""
+        """Run the stage."""
         return self.route.run(self.traced[0], values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of its module, around the same route."""
+        """A copy of its module, with the same route."""
         made = type(self)(copy.deepcopy(self.traced[0], memo), self.route, whole_names=self.whole_names)
         made.training = self.training
         return made

@@ -1,6 +1,6 @@
-"""Splits a model into the list of its layers.
+"""Splits a model into a list of layers.
 
-Promises: the layers one after the other give the model's own output, or an error says why not.
+Promises: the layers in sequence return the model's output; otherwise an error states the reason.
 Uses: `model`, `common`.
 """
 

@@ -1,4 +1,4 @@
-"""Modules of which a stage has only a part: a list of blocks, what stands in for the rest, a copy to change."""
+"""Parts of a model in a stage: a list with only some blocks, placeholders, and shallow copies."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fastpipe.runtime.model import check_forward
 
 
 class Blocks(nn.ModuleList):
-    """In the place of a model's list of blocks: as long, with the blocks of one stage, under their own numbers.
+    """Replaces a model's list of blocks: same length and numbers, with the blocks of one stage only.
 
-    The model's forward goes through it as through its own list, so that every block gets what the model gives it: the
-    mask and the positions that belong to it. Only what goes from block to block is seen to here.
+    The model's forward iterates over it as over its own list, and gives every block its mask and positions. Only the
+    hidden states between blocks are handled here.
 
     Args:
-        blocks: those of the stage, by number.
-        total: how many the model has.
+        blocks: the stage's blocks, by number.
+        total: number of blocks of the model.
 
     Attributes:
-        hidden: what the next block is to be given. Set before the model's forward to what the previous stage handed on,
-            or to None in the first stage; afterwards what this stage hands on.
+        hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
+            stage; afterwards this stage's output.
     """
 
     def __init__(self, blocks: Mapping[int, nn.Module], total: int) -> None:
@@ -38,10 +38,10 @@ class Blocks(nn.ModuleList):
         self.hidden: torch.Tensor | None = None
 
     def begin(self, hidden: torch.Tensor | None) -> None:
-        """Before the model's forward.
+        """Prepare for the model's forward.
 
         Args:
-            hidden: what the previous stage handed on; None in the first stage.
+            hidden: output of the previous stage; None in the first stage.
         """
         self.hidden = hidden
         self._entered = False
@@ -58,10 +58,10 @@ class Blocks(nn.ModuleList):
         return partial(self._run, children_of(self).get(str(range(self._total)[index])))
 
     def _run(self, block: nn.Module | None, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """A block on what the one before it handed on; one of another stage hands on what it gets."""
+        """Run a block on the hidden states; return them unchanged for a block of another stage."""
         if self._entered and hidden is not self.hidden:
             raise ValueError(
-                "split: this model changes what goes from one block to the next between them; hand over its layers as "
+                "split: this model changes the hidden states between its blocks; hand over its layers as "
                 "a list, written so that each takes what the one before it returns"
             )
         self._entered = True
@@ -72,19 +72,19 @@ class Blocks(nn.ModuleList):
         return self.hidden
 
 
-class Absent(nn.Module):
-    """In the place of a module of another stage: what comes of it is not used."""
+class Placeholder(nn.Module):
+    """Replaces a module of another stage, whose output is not used."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What it is given, or 0 for what is no number of a hidden state."""
+        """Return the input if it is floating-point, else 0."""
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
-class Handed(nn.Module):
-    """In the place of the embedding of a stage that is given token ids, too: the hidden states of the stage before.
+class HiddenStates(nn.Module):
+    """Replaces the embedding of a stage that also takes token ids: returns the previous stage's hidden states.
 
     Attributes:
-        value: these.
+        value: the hidden states.
     """
 
     def __init__(self) -> None:
@@ -92,16 +92,16 @@ class Handed(nn.Module):
         self.value: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """They."""
+        """Return the hidden states."""
         assert self.value is not None
         return self.value
 
 
 def shallow(module: Any) -> Any:
-    """A copy with the same children, which may be exchanged.
+    """A copy with the same children, which may be replaced.
 
     Raises:
-        ValueError: for a module whose call does not run the forward of its class on the copy.
+        ValueError: if calling the copy would not run the forward of its class.
     """
     check_forward(module)
     twin = copy.copy(module)

@@ -1,8 +1,8 @@
-"""Decoder models of Hugging Face's transformers as layers: the embedding, every block, and the norm with the head.
+"""Layers of decoder models of Hugging Face's transformers: the embedding, every block, and the norm with the head.
 
-A stage runs the model's own forward, with what belongs to other stages left out. So masks, rotary embeddings and
-positions are made by the model's own code, in every stage anew from the mask and positions that the user gives to
-`step`; only hidden states go from stage to stage.
+A stage runs the model's own forward without the modules of other stages. So the model's code makes masks, rotary
+embeddings and positions, again in every stage, from the mask and positions given to `step`; only hidden states are sent
+between stages.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from torch import nn
 
 from fastpipe.runtime.common import children_of, parameters_of, torch_private
 from fastpipe.runtime.model import Layers, WholeNames
-from fastpipe.runtime.split.blocks import Absent, Blocks, Handed, shallow
+from fastpipe.runtime.split.blocks import Blocks, HiddenStates, Placeholder, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Values of ``config.model_type`` that tests compare with the unsplit model; others are tried on an example."""
+"""Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
 
 IGNORED = -100
-"""The label that counts for nothing."""
+"""Label of ignored tokens."""
 
 _OLDEST = (5, 4)
-"""Before, blocks of some models return tuples, or the model's forward asks a block what kind it is."""
+"""In earlier versions blocks of some models return tuples, or the model's forward reads a block's type."""
 
 
-class _Anatomy(NamedTuple):
-    """Where the parts of a model are.
+class _Layout(NamedTuple):
+    """The attribute names of a model's parts.
 
     Attributes:
         base: the attribute with all but the head.
         blocks: in the base, the list of blocks.
-        before: in the base, what only the first stage needs.
-        after: in the base, what only the last stage needs.
-        everywhere: in the base, what every stage needs; without parameters.
-        heads: beside the base, what only the last stage needs.
-        embedding: in the base, where the last stage of a classifier, which looks at the token ids, gets hidden states.
+        before: in the base, parts of the first stage only.
+        after: in the base, parts of the last stage only.
+        everywhere: in the base, parts of every stage; without parameters.
+        heads: beside the base, parts of the last stage only.
+        embedding: in the base, the embedding; in a classifier's last stage, which takes token ids, it is replaced by
+            hidden states.
     """
 
     base: str
@@ -52,26 +53,26 @@ class _Anatomy(NamedTuple):
     embedding: str = ""
 
 
-_LLAMA = _Anatomy("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
-_GPT2 = _Anatomy("transformer", "h", ("wte", "wpe", "drop"), ("ln_f",), ())
+_LLAMA = _Layout("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
+_GPT2 = _Layout("transformer", "h", ("wte", "wpe", "drop"), ("ln_f",), ())
 _TASKS = {"ForCausalLM": False, "LMHeadModel": False, "ForSequenceClassification": True}
-"""The ends of the names of models that are known, and whether they classify a text as a whole."""
+"""Suffixes of supported class names, and whether the model classifies a text."""
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether a model is one of the transformers library; which is not imported for the answer."""
+    """Whether a model is from the transformers library, which is not imported for this."""
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
 
 
 class DecoderLayers(Layers):
-    """The layers of a causal language model, or of a classifier of texts; what `fastpipe.split` returns for one.
+    """The layers of a causal language model or a text classifier; returned by `fastpipe.split`.
 
     Args:
-        model: the whole.
-        run: its forward on an example, from which is seen what it does; None for those that are known.
+        model: the unsplit model.
+        run: runs its forward on an example, to find its parts; None for supported models.
 
     Attributes:
-        num_blocks: how many blocks it has. Layer 0 is the embedding, the last one the norm with the head.
+        num_blocks: number of blocks. Layer 0 is the embedding, the last layer the norm with the head.
     """
 
     def __init__(self, model: Any, run: Callable[[], Any] | None = None) -> None:
@@ -84,23 +85,23 @@ class DecoderLayers(Layers):
         super().__init__(self.chain([layer]) for layer in range(self.num_blocks + 2))
 
     def chain(self, indices: Iterable[int]) -> DecoderStage:
-        """Neighbours as one module, which has the parameters of the model, under their names."""
+        """Consecutive layers as one module, with the model's parameters and names."""
         own = list(indices)
         self.check_unhooked(own)
         return DecoderStage(self._model, self._anatomy, self.num_blocks, own)
 
     def layer_of(self, name: str) -> int | None:
-        """The layer of a parameter; None for a name that there is not."""
+        """The layer of a parameter; None for an unknown name."""
         own = [i for i, layer in enumerate(self) if name in dict(layer.named_parameters(remove_duplicate=False))]
         return own[0] if own else None
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-        """The model's own loss, for ``Pipeline(loss_fn=)``: the labels are the targets, shifted by one in it.
+        """The model's own loss, for ``Pipeline(loss_fn=)``. Targets are the labels, which it shifts by one.
 
-        A mean over the labels of a microbatch that are not -100; use it with ``loss_reduction=layers.num_tokens``, and
-        the loss of a step is the mean over all labels of the batch, as the unsplit model has it. A microbatch without
-        any label counts for nothing. A classifier's is a mean over rows, and needs no ``loss_reduction``.
+        It is a mean over the labels of a microbatch other than -100. With ``loss_reduction=layers.num_tokens`` the loss
+        of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
+        ignored. A classifier's loss is a mean over rows and needs no ``loss_reduction``.
         """
         loss, config = self._loss, self._config
 
@@ -120,52 +121,52 @@ class DecoderLayers(Layers):
 
     @staticmethod
     def num_tokens(labels: torch.Tensor) -> int:
-        """How many labels count: all but the first of every row, and but -100."""
+        """The number of labels that count: all but the first of every row, and but -100."""
         return int((labels[..., 1:] != IGNORED).sum())
 
 
 class DecoderStage(WholeNames):
-    """Neighbouring layers of a causal language model.
+    """Consecutive layers of a causal language model or a text classifier.
 
     Args:
-        model: the whole; its modules are used, not copied.
-        anatomy: where its parts are.
-        num_blocks: how many blocks it has.
-        layers: 0 the embedding, then the blocks, then the norm with the head.
+        model: the unsplit model; its modules are used, not copied.
+        layout: the names of its parts.
+        num_blocks: number of blocks.
+        layers: 0 for the embedding, then the blocks, then the norm with the head.
     """
 
-    def __init__(self, model: Any, anatomy: _Anatomy, num_blocks: int, layers: list[int]) -> None:
+    def __init__(self, model: Any, layout: _Layout, num_blocks: int, layers: list[int]) -> None:
         super().__init__()
         self.is_first = 0 in layers
         self.is_last = num_blocks + 1 in layers
-        base = shallow(getattr(model, anatomy.base))
-        for name in (*anatomy.before, *anatomy.after):
-            if not (self.is_first if name in anatomy.before else self.is_last):
-                children_of(base)[name] = Absent()
-        for name in anatomy.everywhere:
-            # some kinds note the longest text they have seen
+        base = shallow(getattr(model, layout.base))
+        for name in (*layout.before, *layout.after):
+            if not (self.is_first if name in layout.before else self.is_last):
+                children_of(base)[name] = Placeholder()
+        for name in layout.everywhere:
+            # some of them store the longest text so far
             children_of(base)[name] = copy.deepcopy(children_of(base)[name])
-        blocks: Any = children_of(base)[anatomy.blocks]
+        blocks: Any = children_of(base)[layout.blocks]
         own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks)
-        children_of(base)[anatomy.blocks] = own
+        children_of(base)[layout.blocks] = own
         whole = shallow(model)
-        children_of(whole)[anatomy.base] = base
-        handed: Handed | None = None
+        children_of(whole)[layout.base] = base
+        hidden_states: HiddenStates | None = None
         if not self.is_last:
-            for name in anatomy.heads:
+            for name in layout.heads:
                 del children_of(whole)[name]
-        elif anatomy.embedding and not self.is_first:
-            handed = children_of(base)[anatomy.embedding] = Handed()
+        elif layout.embedding and not self.is_first:
+            hidden_states = children_of(base)[layout.embedding] = HiddenStates()
         # not children: their forwards are used, under this module's names
-        self._parts = whole, base, own, handed
+        self._parts = whole, base, own, hidden_states
         self._layers = layers
         torch_private.set_children(self, children_of(whole))
 
     def accepts(self) -> frozenset[str] | None:
-        """The keyword arguments that it takes."""
+        """The accepted keyword arguments."""
         names = super().accepts()
-        *_, handed = self._parts
-        return names if self.is_first or handed is not None or names is None else names - {"input_ids"}
+        *_, hidden_states = self._parts
+        return names if self.is_first or hidden_states is not None or names is None else names - {"input_ids"}
 
     def forward(
         self,
@@ -175,25 +176,25 @@ class DecoderStage(WholeNames):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """From token ids, in the first stage, or hidden states to hidden states or, in the last stage, logits.
+        """Map token ids (first stage) or hidden states to hidden states or logits (last stage).
 
         Args:
             x: token ids or hidden states, ``[rows, tokens, ...]``.
             input_ids: the token ids by name, in the first stage.
-            attention_mask: as the unsplit model takes it; the same in every stage.
-            position_ids: the same.
+            attention_mask: as in the unsplit model; the same in every stage.
+            position_ids: as in the unsplit model; the same in every stage.
         """
-        whole, base, blocks, handed = self._parts
+        whole, base, blocks, hidden_states = self._parts
         x = input_ids if x is None else x
         if x is None:
             raise ValueError("input_ids: give the token ids, by this name or by position")
-        if handed is not None and input_ids is None:
-            raise ValueError("input_ids: the last stage finds the token to classify by them; give them by name")
+        if hidden_states is not None and input_ids is None:
+            raise ValueError("input_ids: the last stage needs them to find the token to classify; give them by name")
         blocks.begin(None if self.is_first else x)
-        # later stages get their shape, dtype and device from it, and nothing else
+        # later stages use only its shape, dtype and device
         given: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": x.detach()}
-        if handed is not None:
-            handed.value, given = x.detach(), {"input_ids": input_ids}
+        if hidden_states is not None:
+            hidden_states.value, given = x.detach(), {"input_ids": input_ids}
         given |= {"attention_mask": attention_mask, "position_ids": position_ids}
         try:
             found = (whole if self.is_last else base)(**given, use_cache=False)
@@ -204,15 +205,15 @@ class DecoderStage(WholeNames):
             return blocks.hidden
         finally:
             blocks.begin(None)
-            if handed is not None:
-                handed.value = None
+            if hidden_states is not None:
+                hidden_states.value = None
 
 
-def _examine(model: Any, run: Callable[[], Any] | None) -> _Anatomy:
-    """Where the parts of a model are.
+def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
+    """Find the parts of a model.
 
     Raises:
-        ValueError: for a model that is not known to be a row of blocks.
+        ValueError: for a model that is not a supported sequence of blocks.
     """
     _check_version()
     kind = getattr(model.config, "model_type", None)
@@ -225,29 +226,29 @@ def _examine(model: Any, run: Callable[[], Any] | None) -> _Anatomy:
         )
     _check_config(model.config)
     if kind in SUPPORTED and not _TASKS[task]:
-        anatomy = _GPT2 if kind == "gpt2" else _LLAMA
-        _check_parts(model, anatomy)
+        layout = _GPT2 if kind == "gpt2" else _LLAMA
+        _check_parts(model, layout)
     elif run is None:
         raise ValueError(
-            f"model is a {name} (model_type {kind!r}): without an example split knows causal language models of "
+            f"model is a {name} (model_type {kind!r}): without an example split supports causal language models of "
             f"{', '.join(SUPPORTED)}; give one microbatch, as in split(model, input_ids), to try it, or hand over the "
             "layers as a list"
         )
     else:
-        anatomy = _found_out(model, run, classifies=_TASKS[task])
-    blocks = len(getattr(getattr(model, anatomy.base), anatomy.blocks))
+        layout = _find_parts(model, run, classifies=_TASKS[task])
+    blocks = len(getattr(getattr(model, layout.base), layout.blocks))
     if blocks != model.config.num_hidden_layers:
         raise ValueError(
             f"model has {blocks} blocks and config.num_hidden_layers = {model.config.num_hidden_layers}: make them "
             "alike, as the model's forward leaves out the rest"
         )
-    return anatomy
+    return layout
 
 
 def _check_config(config: Any) -> None:
     wrong = {
         "return_dict": (False, "split needs named outputs; set it to True"),
-        "add_cross_attention": (True, "which split does not know; set it to False"),
+        "add_cross_attention": (True, "which split does not support; set it to False"),
         "output_router_logits": (True, "and the loss that the model makes of them is lost; set it to False"),
     }
     for name, (value, why) in wrong.items():
@@ -255,20 +256,20 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"model: its config has {name}={value}, {why}")
 
 
-def _check_parts(model: Any, anatomy: _Anatomy) -> None:
-    base = getattr(model, anatomy.base)
-    known = {anatomy.blocks, *anatomy.before, *anatomy.after, *anatomy.everywhere}
-    odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {anatomy.base, *anatomy.heads}))
+def _check_parts(model: Any, layout: _Layout) -> None:
+    base = getattr(model, layout.base)
+    known = {layout.blocks, *layout.before, *layout.after, *layout.everywhere}
+    odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {layout.base, *layout.heads}))
     if odd:
         name = type(model).__name__
-        raise ValueError(f"model: {name} has other parts than split knows of ({', '.join(odd)}); was something added?")
+        raise ValueError(f"model: {name} has other parts than split supports ({', '.join(odd)}); was something added?")
 
 
-def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anatomy:
-    """The same from a run on an example: what is called before the blocks, and what after them.
+def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Layout:
+    """Find the parts from a run on an example: the modules called before and after the blocks.
 
     Raises:
-        ValueError: for a model without such blocks, or with parameters beside its modules.
+        ValueError: for a model without such blocks, or with parameters outside of its submodules.
     """
     name, prefix = type(model).__name__, model.base_model_prefix
     base: Any = children_of(model).get(prefix)
@@ -303,7 +304,8 @@ def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anat
     if len(marks) != 2 or not hidden:
         raise ValueError(f"model: {name} does not run its blocks once, one after the other; hand over a list of layers")
     after = {key for key, _ in calls[marks[1] + 1 :]}
-    # without parameters, and made for all blocks: rotary embeddings, say. What is made of hidden states is the first's
+    # parts for all blocks have no parameters, for example rotary embeddings; those that return hidden states are the
+    # first stage's
     shapes = {key: getattr(found, "shape", None) for key, found in calls[: marks[0]]}
     everywhere = {
         key
@@ -317,7 +319,7 @@ def _found_out(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Anat
         raise ValueError(f"model: the embedding is no part of {name}.{prefix}; hand over the layers as a list")
     last_parts = tuple(key for key in parts if key in after)
     found = embedding[0] if classifies else ""
-    return _Anatomy(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found)
+    return _Layout(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found)
 
 
 def _check_version() -> None:

@@ -1,6 +1,6 @@
-"""A model with a list of blocks as layers: what comes before the blocks, every block, and every module after them.
+"""Layers of a model with a list of blocks: what precedes the blocks, every block, and every later module.
 
-A trial run on an example finds which modules are the blocks, what comes after them, and whether each feeds the next.
+A run on an example finds the blocks and the later modules, and checks that each feeds the next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastpipe.runtime.split.blocks import shallow
 
 _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""What a module is given beside the output of the one before it, by position and by name; the same in every step."""
+"""Arguments of a module beside the previous one's output, by position and by name; equal in every step."""
 _INSTEAD = "hand over the model's layers as a list, each of which takes what the one before it returns"
 
 
@@ -29,11 +29,11 @@ class Call:
 
     Attributes:
         path: the module's name.
-        args: what it was given.
-        kwargs: the same, by name.
-        output: what it returned.
-        version: of the output, which grows when it is changed in place.
-        seen: of the version of the first argument when it was given.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        output: its result.
+        version: of the output; grows with changes in place.
+        seen: version of the first argument at the call.
     """
 
     path: str
@@ -45,10 +45,10 @@ class Call:
 
 
 def rows_of_modules(model: nn.Module) -> list[list[str]]:
-    """What may be a model's blocks: the members of each list, dict or sequence of modules, the likeliest first.
+    """Candidates for a model's blocks: the members of each list, dict or sequence of modules, the most likely first.
 
     Raises:
-        ValueError: for a model that has none.
+        ValueError: if the model has none.
     """
     kinds = (nn.ModuleList, nn.ModuleDict | nn.Sequential)
     found = []
@@ -56,7 +56,7 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
         there = [(path, m) for path, m in model.named_modules() if path and isinstance(m, kind) and len(m) > 1]
         there.sort(key=lambda pair: -sum(p.numel() for p in pair[1].parameters()))
         found += [[f"{path}.{name}" for name in children_of(module)] for path, module in there]
-    # not the parts of a block: the row would be one block, and all else its first layer
+    # leave out submodules of blocks: the row would be one block, and its first layer the rest of the model
     found = [row for i, row in enumerate(found) if not any(row[0].startswith(f"{_holder(o)}.") for o in found[:i])]
     if not found:
         raise ValueError(
@@ -73,13 +73,13 @@ def _holder(row: Sequence[str]) -> str:
 def row_of_modules(
     model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Further], Any]:
-    """The names of a model's blocks and of the modules after them with their further arguments, and what it returned.
+    """The names of a model's blocks and of the later modules with their further arguments, and the model's output.
 
-    Each of them but the first takes what the one before it returned, and beside it only buffers of the model, numbers,
-    text and None; the last one's output is the model's. What comes before the first block may be anything.
+    Each but the first takes the output of the one before it, and further only buffers of the model, numbers, text and
+    None. The last output is the model's. Anything may precede the first block.
 
     Raises:
-        ValueError: for a model that is not so, with where and what to do.
+        ValueError: if the model differs, with the place and a remedy.
     """
     calls: list[Call] = []
     with _recording(model, blocks, calls), torch.no_grad():
@@ -105,7 +105,7 @@ def row_of_modules(
 
 @contextlib.contextmanager
 def _recording(model: nn.Module, blocks: Sequence[str], calls: list[Call]) -> Iterator[None]:
-    """Note the calls of the blocks, and after the first of them of all modules that another's forward does not call."""
+    """Record the calls of the blocks, and after the first block all outermost calls of modules."""
     open_calls: list[Call] = []
     holders = {".".join(blocks[0].split(".")[:n]) for n in range(len(blocks[0].split(".")))}
     handles = []
@@ -139,7 +139,7 @@ def _check_link(before: Call | None, after: Call, buffers: Container[int]) -> No
     others = [value for value in (*after.args[1:], *after.kwargs.values()) if not _is_fixed(value, buffers)]
     if others:
         raise ValueError(
-            f"model: {after.path} is given {len(others)} more arguments than its input that are no buffers of the "
+            f"model: {after.path} gets {len(others)} more arguments than its input that are not buffers of the "
             f"model; {_INSTEAD}"
         )
     if before is None:
@@ -152,15 +152,15 @@ def _check_link(before: Call | None, after: Call, buffers: Container[int]) -> No
 
 
 def _is_fixed(value: Any, buffers: Container[int]) -> bool:
-    """Whether a block gets the same in every step."""
+    """Whether an argument is the same in every step."""
     return id(value) in buffers or value is None or type(value) in (bool, int, float, str)
 
 
 class RowLayers(Layers):
-    """The layers of a model that is a row of modules behind something; what `fastpipe.split` returns for one.
+    """The layers of a model with a row of modules; returned by `fastpipe.split`.
 
     Args:
-        model: the whole.
+        model: the unsplit model.
         row: the names of the modules in the row, with their further arguments. Layer 0 is the model's forward up to the
             first of them.
     """
@@ -171,24 +171,24 @@ class RowLayers(Layers):
         super().__init__(self.chain([layer]) for layer in range(len(row) + 1))
 
     def chain(self, indices: Iterable[int]) -> RowStage:
-        """Neighbours as one module, which has the parameters of the model, under their names."""
+        """Consecutive layers as one module, with the model's parameters and names."""
         own = list(indices)
         self.check_unhooked(own)
         return RowStage(self._model, self._row, own)
 
     def layer_of(self, name: str) -> int | None:
-        """The layer of a parameter; None for a name that there is not."""
+        """The layer of a parameter; None for an unknown name."""
         own = [i for i, layer in enumerate(self) if name in dict(layer.named_parameters(remove_duplicate=False))]
         return own[0] if own else None
 
 
 class RowStage(WholeNames):
-    """Neighbouring layers of such a model.
+    """Consecutive layers of a `RowLayers`.
 
     Args:
-        model: the whole; its modules are used, not copied.
+        model: the unsplit model; its modules are used, not copied.
         given: the row, as for `RowLayers`.
-        layers: 0 for what comes before the row, and the members of the row counted from 1.
+        layers: 0 for the part before the row; its modules count from 1.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Further], layers: Sequence[int]) -> None:
@@ -200,23 +200,23 @@ class RowStage(WholeNames):
         assert kept is not None
         torch_private.share_tensors(self, kept)
         torch_private.set_children(self, children_of(kept))
-        # not children: they are this module's already, under the model's names
+        # not children: they are submodules already, under the model's names
         self._own = [(model.get_submodule(path), *given[path]) for path in own]
-        self._before = [_until(model, "", given)] if begins else []
+        self._before = [_before_row(model, "", given)] if begins else []
         self._names = accepted_names(model) if begins else frozenset()
 
     def accepts(self) -> frozenset[str] | None:
-        """The keyword arguments that it takes: the model's, before the row."""
+        """The accepted keyword arguments: the model's, before the row."""
         return self._names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layers make of what the layer before them returned."""
+        """Run the layers on the output of the previous layer."""
         value = args[0] if args else None
         for model in self._before:
             value = self._run_before(model, args, kwargs)
         for module, further, named in self._own:
-            others = (_beside(value, other) for other in further)
-            value = module(value, *others, **{name: _beside(value, other) for name, other in named.items()})
+            others = (_on_device_of(value, other) for other in further)
+            value = module(value, *others, **{name: _on_device_of(value, other) for name, other in named.items()})
         return value
 
     def _run_before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,7 +229,7 @@ class RowStage(WholeNames):
 
 
 class _Reached(BaseException):
-    """The model's forward has come to the row."""
+    """Raised when the model's forward reaches the row."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -237,10 +237,10 @@ class _Reached(BaseException):
 
 
 class _End(nn.Module):
-    """In the place of a module of the row.
+    """Replaces a module of the row, to end the model's forward.
 
     Args:
-        further: what it was given on the example beside its input.
+        further: its further arguments on the example.
     """
 
     def __init__(self, further: Further) -> None:
@@ -261,12 +261,12 @@ class _End(nn.Module):
 
 def _is_same(found: Any, known: Any) -> bool:
     if isinstance(found, torch.Tensor) and isinstance(known, torch.Tensor):
-        return found.shape == known.shape and found.dtype == known.dtype  # it may have been moved to another device
+        return found.shape == known.shape and found.dtype == known.dtype  # it may be on another device now
     return type(found) is type(known) and bool(found == known)
 
 
-def _beside(value: Any, other: Any) -> Any:
-    """A further argument where the input is: buffers of the model are other stages' to move."""
+def _on_device_of(value: Any, other: Any) -> Any:
+    """A further argument on the input's device: another stage may have moved the model's buffer."""
     return other.to(value.device) if isinstance(other, torch.Tensor) else other
 
 
@@ -275,7 +275,7 @@ def _holds(path: str, row: Collection[str]) -> bool:
 
 
 def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str], begins: bool) -> nn.Module | None:
-    """What a stage has of a module: all, a part under the same names, or nothing."""
+    """A stage's part of a module: all, some submodules under the same names, or None."""
     if path in row or not _holds(path, row):
         return module if (path in own if path in row else begins) else None
     holder = nn.Module()
@@ -288,15 +288,15 @@ def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str]
     return holder
 
 
-def _until(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Module:
-    """The model with its row left out, which ends where the row begins."""
+def _before_row(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Module:
+    """A copy of the model without its row, which ends where the row begins."""
     if path in row:
         return _End(row[path])
     if not _holds(path, row):
         return module
     twin: nn.Module = shallow(module)
     for name, child in children_of(module).items():
-        children_of(twin)[name] = child and _until(child, _join(path, name), row)
+        children_of(twin)[name] = child and _before_row(child, _join(path, name), row)
     return twin
 
 
@@ -305,6 +305,6 @@ def _join(path: str, name: str) -> str:
 
 
 def _set_training(model: nn.Module, mode: bool) -> None:
-    """The mode of what holds the row; all else is a child of the stage."""
+    """Set the mode of the modules around the row; all others are children of the stage."""
     if model.training != mode:
         model.train(mode)

@@ -1,4 +1,4 @@
-"""split: a model as the list of its layers."""
+"""split: a model as a list of its layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import cuda_devices
-from fastpipe.runtime.model import Layers, accepted_names, as_layers, chosen, left_alone
+from fastpipe.runtime.model import Layers, accepted_names, as_layers, chosen, restored
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers, row_of_modules, rows_of_modules
 
@@ -20,33 +20,32 @@ Result = TypeVar("Result")
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
-    """The layers of a model, for ``Pipeline(stages=)``.
+    """Split a model into layers, for ``Pipeline(stages=)``.
 
-    Layers are the model's own modules, not copies, and `Pipeline.state_dict` has the unsplit model's keys. What cannot
-    be split is refused; nothing is left out.
+    Layers are the model's own modules, not copies, and `Pipeline.state_dict` has the unsplit model's keys. A model that
+    cannot be split without loss is refused.
 
     Args:
         model: one of these.
 
             * An ``nn.Sequential`` or a list: its members.
             * A causal language model of Hugging Face's transformers: the embedding, every block, and the norm with the
-              head. What is returned has ``loss_fn`` and ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``;
+              head. The result has ``loss_fn`` and ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``;
               `Pipeline.step` takes the token ids and, by name, ``attention_mask`` and ``position_ids``, on every rank.
-              Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. With one, others are taken apart
-              by what their forward does on it, classifiers of texts too, and the layers are compared with the model.
-            * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, given an
-              example: what its forward does before the first block, every block, and every module after them. Each
-              block must take what the one before it returned, and beside it only buffers of the model and constants,
-              and so must what comes after; this is found out by running the example, and the layers are compared with
-              the model on it.
-        example: one microbatch, as the model takes it; needed for the last kind.
-        kwargs: the same, by name; of the last kind only what comes before the blocks can use them.
+              Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. Other models, and text
+              classifiers, are split by running an example, on which the layers are compared with the model.
+            * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
+              example: the part of its forward before the first block, every block, and every later module. Each block
+              and later module must take the output of the one before it, and further only buffers of the model and
+              constants. Running the example checks this, and compares the layers with the model.
+        example: one microbatch, as the model takes it; required for the last kind.
+        kwargs: keyword arguments of the example; for the last kind only the part before the blocks may use them.
 
     Returns:
-        A list of modules, which also knows the names of the whole model.
+        A sequence of modules, which also has the names of the unsplit model.
 
     Raises:
-        ValueError, TypeError: for a model that it cannot split, with the reason and what to do.
+        ValueError, TypeError: if the model cannot be split, with the reason and a remedy.
     """
     if not isinstance(model, nn.Module | Sequence):
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or the list of its layers")
@@ -69,31 +68,31 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The layers of a module with a list of blocks, compared with it on the example."""
     if not example and not kwargs:
         raise ValueError(
-            f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to find out "
-            "what its forward does"
+            f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to trace "
+            "its forward"
         )
     refusal: ValueError | None = None
     for blocks in rows_of_modules(model):
         try:
             return _row_of(model, blocks, example, kwargs)
         except ValueError as error:
-            # the reason why the likeliest are no blocks says most
+            # the first candidate's reason says most
             refusal = refusal or error
     assert refusal is not None
     raise refusal
 
 
 def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> RowLayers:
-    row, expected = _tried(model, lambda: row_of_modules(model, blocks, example, kwargs))
+    row, expected = _run_restored(model, lambda: row_of_modules(model, blocks, example, kwargs))
     layers = RowLayers(model, row)
     _check_complete(model, layers)
-    whole, in_a_row = partial(model, *example, **kwargs), partial(_in_a_row, layers, example, kwargs)
-    _compare(model, whole, in_a_row, expected)
+    whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, layers, example, kwargs)
+    _compare(model, whole, sequence, expected)
     return layers
 
 
 def _decoder(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderLayers:
-    """The layers of one of transformers' models, compared with it on the example, if there is one."""
+    """The layers of a transformers model, compared with it on the example if there is one."""
     if not example and not kwargs:
         return DecoderLayers(model)
 
@@ -101,62 +100,62 @@ def _decoder(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> De
         logits: torch.Tensor = model(*example, **kwargs, use_cache=False).logits
         return logits
 
-    layers = DecoderLayers(model, lambda: _tried(model, whole))
+    layers = DecoderLayers(model, lambda: _run_restored(model, whole))
     _check_complete(model, layers)
     # a classifier's last layer takes the token ids by name
     given = dict(zip(["input_ids"], example, strict=False)) | kwargs
-    _compare(model, whole, partial(_in_a_row, layers, (), given), _tried(model, whole))
-    logger.info("split: the %d layers of %s give what it gives on the example", len(layers), type(model).__name__)
+    _compare(model, whole, partial(_run_layers, layers, (), given), _run_restored(model, whole))
+    logger.info("split: the %d layers of %s return its output on the example", len(layers), type(model).__name__)
     return layers
 
 
-def _compare(model: nn.Module, whole: Callable[[], Any], in_a_row: Callable[[], Any], expected: torch.Tensor) -> None:
-    if not torch.equal(_tried(model, in_a_row), expected):
+def _compare(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor) -> None:
+    if not torch.equal(_run_restored(model, sequence), expected):
         raise ValueError(
-            f"model: its layers in a row do not give what the whole gives ({type(model).__name__}); hand over the "
-            "model's layers as a list"
+            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); hand over "
+            "the model's layers as a list"
         )
-    if not model.training and not _equal_in_training(model, whole, in_a_row):
+    if not model.training and not _equal_in_training(model, whole, sequence):
         raise ValueError(
-            f"model: in training, its layers in a row do not give what the whole gives ({type(model).__name__}); does "
-            "its forward use dropout between them? Make that a module, or hand over the model's layers as a list"
+            f"model: in training, its layers in sequence do not return the model's output ({type(model).__name__}); "
+            "does its forward use dropout between them? Make that a module, or hand over the model's layers as a list"
         )
 
 
-def _tried(model: nn.Module, run: Callable[[], Result]) -> Result:
-    """What a run returns; then the model is as it was, and so are the random numbers: the next draws the same."""
-    with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), left_alone(model):
+def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
+    """Return a run's result; restore the model and the random generators."""
+    with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model):
         return run()
 
 
-def _equal_in_training(model: nn.Module, whole: Callable[[], Any], in_a_row: Callable[[], Any]) -> bool:
-    """For a model that is not in training: a function between its blocks may do something only then."""
+def _equal_in_training(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool:
+    """Compare in training mode: a function between blocks may act only there."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
-        return torch.equal(_tried(model, whole), _tried(model, in_a_row))
-    except Exception:  # it cannot be trained on the example, so nothing can be said
+        return torch.equal(_run_restored(model, whole), _run_restored(model, sequence))
+    except Exception:  # it cannot be trained on the example, so this cannot be checked
         return True
     finally:
         for module, mode in modes:
             module.training = mode
 
 
-def _in_a_row(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_layers(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         value = layers[0](*example, **kwargs)
         for layer in layers[1:]:
             value = layer(value, **chosen(kwargs, accepted_names(layer)))
-    except Exception as error:  # raised again, in words
+    except Exception as error:  # raised again with an explanation
         raise ValueError(
-            f"model: its layers in a row fail where the whole does not ({error}); does its forward use blocks, or what "
-            "comes after them, before the first block? Hand over the model's layers as a list"
+            f"model: its layers in sequence fail where the model does not ({error}); does its forward use blocks, or "
+            "what comes after them, before the first block? Hand over the model's layers as a list"
         ) from error
     return value
 
 
 def _check_complete(model: nn.Module, layers: Layers) -> None:
-    """Every parameter is in some layer: a forward that uses a module of the row early would show here or in the run."""
+    """Check that every parameter is in a layer: a forward that uses a later module early fails here or in the run."""
     found = {id(parameter) for layer in layers for parameter in layer.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     if missing:
