@@ -1,6 +1,6 @@
 """How a Pipeline is built. Each function takes what the previous one returned.
 
-    Arguments ─► World ─► BuildPlan (all ranks agree) ─► LocalStages (all ranks agree) ─► Transport ─► Engine
+    Arguments ─► World ─► BuildRequest (all ranks agree) ─► LocalStages (all ranks agree) ─► Transport ─► Engine
 
 The processes agree twice: on the schedule and its program before stages are built, and on the stages before
 connections are. An error on one rank is raised on all ranks and names that rank.
@@ -95,7 +95,7 @@ class World:
         ranks_per_host: the number of ranks that compute on this host.
         control: the connection to the other processes.
         cores: the cores of the steps.
-        error: the first error in the arguments evaluated so far; raised by `plan_build`, on all ranks.
+        error: the first error in the arguments evaluated so far; raised by `agree_on_request`, on all ranks.
     """
 
     device: torch.device
@@ -119,7 +119,7 @@ def find_world(arguments: Arguments) -> World:
     def valid(find: Callable[[], Any], instead: Any) -> Any:
         try:
             return find()
-        except Exception as error:  # raised by `plan_build`, on all ranks
+        except Exception as error:  # raised by `agree_on_request`, on all ranks
             errors.append(error)
             return instead
 
@@ -138,7 +138,7 @@ def find_world(arguments: Arguments) -> World:
 
 
 @dataclass(frozen=True)
-class BuildPlan:
+class BuildRequest:
     """What is determined before stages are built; the same on every rank.
 
     Attributes:
@@ -177,10 +177,10 @@ class BuildPlan:
         return text
 
 
-def plan_build(arguments: Arguments, world: World) -> BuildPlan:
+def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
     """Check the arguments, make the schedule and prove its program. All ranks succeed, or all raise."""
 
-    def make() -> tuple[BuildPlan, Reply]:
+    def make() -> tuple[BuildRequest, Reply]:
         if world.error is not None:
             raise world.error
         arguments.check()
@@ -201,11 +201,11 @@ def plan_build(arguments: Arguments, world: World) -> BuildPlan:
         costs = costs_here(model.stages, model.partition, model.example, world.member.rank)
         unit = MEASURED.get(model.partition, "") if isinstance(model.partition, str) else ""
         seed = torch.initial_seed() if batch.rng == PER_MICROBATCH else None
-        plan = BuildPlan(num_ranks, programs, num_microbatches, costs, unit, seed, contexts)
-        return plan, {"plan": plan.signature(arguments, size), "seed": seed, "costs": costs}
+        request = BuildRequest(num_ranks, programs, num_microbatches, costs, unit, seed, contexts)
+        return request, {"plan": request.signature(arguments, size), "seed": seed, "costs": costs}
 
-    plan, replies = agree(world.control, make)
-    return replace(plan, costs=replies[0]["costs"])
+    request, replies = agree(world.control, make)
+    return replace(request, costs=replies[0]["costs"])
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class LocalStages:
 
 
 def build_stages(
-    model: ModelArguments, loss_fn: Loss, schedule: Schedule, plan: BuildPlan, world: World
+    model: ModelArguments, loss_fn: Loss, schedule: Schedule, request: BuildRequest, world: World
 ) -> LocalStages:
     """Build the local stages, wrap them, and find the weights they share.
 
@@ -247,7 +247,7 @@ def build_stages(
         model: with a partition that does not depend on costs.
         loss_fn: see `fastpipe.Pipeline`.
         schedule: assigns stages to ranks.
-        plan: agreed.
+        request: agreed.
         world: of the stages.
 
     Raises:
@@ -255,9 +255,9 @@ def build_stages(
     """
     placement = schedule.placement
     layers, tied = from_torch(model.stages, placement.num_stages, model.tied)
-    ranks = list(range(plan.num_ranks)) if world.is_single_process else [world.member.rank]
+    ranks = list(range(request.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
-    cut = cut_text(layers, placement.num_stages, model.partition, plan.unit, plan.costs)
+    cut = cut_text(layers, placement.num_stages, model.partition, request.unit, request.costs)
     counts = layer_counts(layers, placement.num_stages, model.partition)
     modules = own_modules(build_modules(layers, placement.num_stages, local, model.partition))
     check_device(modules, world.device)
@@ -273,8 +273,10 @@ def build_stages(
         stages[rank] = {}
         for index, module in held.items():
             recompute = way_of(model.recompute, index, module)
-            stage = Stage(index, module, placement.num_stages, loss_fn, recompute, plan.contexts)
-            if plan.programs.queues is not None and any(len(set(r[index : index + 2])) > 1 for r in placement.routes):
+            stage = Stage(index, module, placement.num_stages, loss_fn, recompute, request.contexts)
+            if request.programs.queues is not None and any(
+                len(set(r[index : index + 2])) > 1 for r in placement.routes
+            ):
                 stage.why_one_tensor = why_too_few() or ""
             stages[rank][index] = _equipped(stage, model, world.device)
     movable = layers if world.is_single_process and counts is not None else None
@@ -297,25 +299,27 @@ def _equipped(stage: Stage, model: ModelArguments, device: torch.device) -> Stag
 
 
 def agree_on_stages(
-    arguments: Arguments, plan: BuildPlan, world: World
+    arguments: Arguments, request: BuildRequest, world: World
 ) -> tuple[ModelArguments, LocalStages, type[Executor]]:
     """Build the local stages and check them against those of the other ranks. All ranks succeed, or all raise.
 
     Returns:
         The model's arguments with the resolved partition, the local stages, and the executor class.
     """
-    schedule = plan.schedule
+    schedule = request.schedule
 
     def make() -> tuple[tuple[ModelArguments, LocalStages, type[Executor]], Reply]:
-        model = replace(arguments.model, partition=cut_by(arguments.model.partition, plan.costs, schedule.num_stages))
-        local = build_stages(model, arguments.batch.loss_fn, schedule, plan, world)
+        model = replace(
+            arguments.model, partition=cut_by(arguments.model.partition, request.costs, schedule.num_stages)
+        )
+        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world)
         arguments.execution.check_replicas(local.stages)
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
-        text = plan.signature(arguments, world.member.size)
+        text = request.signature(arguments, world.member.size)
         text += f", tied {apart}" if apart else ""
         text += f", {local.cut.partition(';')[0]}" if local.cut else ""
-        message: Reply = {"plan": text, "seed": plan.seed, "names": names_message(local.stages)}
+        message: Reply = {"plan": text, "seed": request.seed, "names": names_message(local.stages)}
         message["parallel"] = any(stage.parallel is not None for stage in local.stages)
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
@@ -323,7 +327,7 @@ def agree_on_stages(
 
     (model, local, executor), replies = agree(world.control, make, part="stages")
     check_alike([reply["tied"] for reply in replies])
-    plan.programs.parallel = any(reply["parallel"] for reply in replies)
+    request.programs.parallel = any(reply["parallel"] for reply in replies)
     tell_later(local.stages, [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
     return model, replace(local, ties=ties), executor

@@ -26,12 +26,12 @@ from fastpipe.runtime.arguments import (
 from fastpipe.runtime.common import ForkGuard
 from fastpipe.runtime.construction import (
     LocalStages,
+    agree_on_request,
     agree_on_stages,
     build_stages,
     connect,
     find_world,
     make_engine,
-    plan_build,
 )
 from fastpipe.runtime.coordination import Control, building
 from fastpipe.runtime.data_parallel import unwrapped
@@ -195,15 +195,15 @@ class Pipeline:
         )
         world = find_world(arguments)
         with building(world.control) as undo:
-            plan = plan_build(arguments, world)
-            model, local, made_by = agree_on_stages(arguments, plan, world)
+            request = agree_on_request(arguments, world)
+            model, local, made_by = agree_on_stages(arguments, request, world)
             self.transport = connect(arguments, world, made_by)
             undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
-            self.num_ranks = plan.num_ranks
-            self._arguments, self._world, self._build, self._executor = arguments, world, plan, made_by
+            self.num_ranks = request.num_ranks
+            self._arguments, self._world, self._build, self._executor = arguments, world, request, made_by
             self._reduces, self._grad_norms = True, GradNorms()
-            self._start(model, local, plan.programs, plan.num_microbatches)
+            self._start(model, local, request.programs, request.num_microbatches)
         logger.info("%s", self.describe())
 
     def _start(self, model: ModelArguments, local: LocalStages, programs: Programs, num_microbatches: int) -> None:
