@@ -109,7 +109,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(autouse=True)
-def the_process_is_left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+def the_process_is_left_as_it_was(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """A test fails that leaves the process otherwise than it found it; tests/process_state.py says in what.
 
     The default generator is put back, as tests seed it. What a failed test leaves is held by its traceback.
@@ -119,6 +119,8 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest) -> Iterator[No
     before = State.now()
     yield
     request.node.funcargs.clear()  # what fixtures gave, pipelines say, is let go
+    for phase in ("setup", "call"):  # DCP logs exceptions as objects, whose tracebacks hold pipelines
+        caplog.get_records(phase).clear()
     if torch:
         torch.set_rng_state(generator)
     if not hasattr(sys, "last_value") and (left := before.left_behind()):
