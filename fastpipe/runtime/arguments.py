@@ -57,6 +57,11 @@ class ModelArguments:
         check_policy(self.recompute)
         check_grad_dtype(self.grad_dtype)
         _check_switch("fused_weight_grad", self.fused_weight_grad)
+        groups = [] if self.tied is None else self.tied
+        if not _is_list(groups) or not all(
+            _is_list(names) and all(isinstance(n, str) for n in names) for names in groups
+        ):
+            raise ValueError(f"tied = {self.tied!r}: give a list of groups of names, as in [('0.weight', '11.weight')]")
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,20 @@ class ScheduleArguments:
     schedule_options: Mapping[str, Any] | None
     stage_to_rank: Sequence[int] | None
     recv_lookahead: int | str
+
+    def check(self) -> None:
+        """Raises ValueError, with the argument's name, for values that are wrong for any schedule."""
+        ranks = self.stage_to_rank
+        if ranks is not None and not (_is_list(ranks) and all(is_whole(rank) for rank in ranks)):
+            raise ValueError(f"stage_to_rank = {ranks!r}: give a list with the rank of every stage")
+        if self.num_microbatches is not None and not is_whole(self.num_microbatches, 1):
+            raise ValueError(f"num_microbatches = {self.num_microbatches!r}: give a whole number of at least 1")
+        if self.stages_per_rank is not None and not is_whole(self.stages_per_rank, 1):
+            raise ValueError(f"stages_per_rank = {self.stages_per_rank!r}: give a whole number of at least 1")
+        if isinstance(self.recv_lookahead, bool):
+            raise ValueError(f"recv_lookahead = {self.recv_lookahead}: give a whole number, or 'all'")
+        if isinstance(self.schedule_options, Mapping) and not all(isinstance(k, str) for k in self.schedule_options):
+            raise ValueError(f"schedule_options = {self.schedule_options!r}: its keys are the names of options")
 
     def find_num_ranks(self, num_processes: int) -> int:
         """The number of ranks: that of the schedule or of the user; default: the number of processes.
@@ -296,6 +315,7 @@ class Arguments:
         self.batch.check()
         self.execution.check()
         self.model.check()
+        self.schedule.check()
 
     @property
     def signature(self) -> str:
@@ -305,6 +325,10 @@ class Arguments:
         texts += [f"loss_reduction {reduction}"] if isinstance(reduction, str) and reduction != "mean" else []
         texts += [f"grad_dtype {self.model.grad_dtype}"] if self.model.grad_dtype is not None else []
         return "".join(f", {text}" for text in texts)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _check_switch(name: str, value: Any) -> None:

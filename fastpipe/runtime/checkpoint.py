@@ -52,6 +52,7 @@ from fastpipe.checkpoint_folder import (
     sync_folder,
 )
 from fastpipe.errors import StepError
+from fastpipe.placement import is_whole
 from fastpipe.runtime.common import cause_text
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.pipeline import Pipeline
@@ -392,8 +393,8 @@ def save_checkpoint(
 
     def gather() -> Reply:
         _await_pending()
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep = {keep}: the new checkpoint counts; give 1 or more")
+        if keep is not None and not is_whole(keep, 1):
+            raise ValueError(f"keep = {keep!r}: give a whole number of at least 1 (the new checkpoint counts), or None")
         check_target(path)
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         # DCP saves a tuple as one value

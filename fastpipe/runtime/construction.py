@@ -127,7 +127,9 @@ def find_world(arguments: Arguments) -> World:
     timeout = valid(execution.checked_timeout, 600.0)
     device = valid(lambda: find_device(model.stages, model.device), torch.device("cpu"))
     group = valid(execution.pipeline_group, None)
-    member = membership(group_of(model.stages) if group is None else group, device, timeout)
+    member = valid(lambda: membership(group_of(model.stages) if group is None else group, device, timeout), None)
+    if member is None:  # the error is raised when all processes have been told
+        member = membership(None, device, timeout)
     store = member.store() if member.size > 1 else None
     here = ranks_per_host(timeout)
     control: Control = Alone()

@@ -399,8 +399,9 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
         assert latest_checkpoint(tmp_path) == tmp_path / f"step{step}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "notes", "step10", "step9"]
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["tokenizer.json"]
-    with pytest.raises(ValueError, match="keep = 0: the new checkpoint counts"):
-        save_checkpoint(tmp_path / "c", pipe, keep=0)
+    for keep in (0, True, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"keep = {keep!r}: give a whole number"):
+            save_checkpoint(tmp_path / "c", pipe, keep=keep)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:

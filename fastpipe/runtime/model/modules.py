@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import located, parameters_of, walked
+from fastpipe.runtime.common import first_line, located, parameters_of, walked
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import Layers, WholeNames, as_layers
 from fastpipe.runtime.model.cuts import layer_ranges
@@ -37,7 +37,7 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
     if layers is not None:
         ranges = layer_ranges(layers, num_stages, partition)
         return {stage: layers.chain(ranges[stage]) for stage in local}
-    if isinstance(stages, nn.Module) or not callable(stages):
+    if isinstance(stages, nn.Module | type) or not callable(stages):
         raise TypeError(
             f"stages is a {type(stages).__name__}: give the list of the model's layers (or an nn.Sequential), a "
             "function stage_index -> nn.Module, a dict {stage_index: nn.Module}, or what torch.distributed.pipelining "
@@ -119,7 +119,7 @@ def find_device(modules: Any, device: str | torch.device | None) -> torch.device
         try:
             wanted = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device = {device!r}: {error}") from None
+            raise ValueError(f"device = {device!r}: {first_line(error)}") from None
         return located(wanted)
     there = device_of(modules)
     if there is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import Tensors, pytree, tensors_in, torch_private
+from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensors_in, torch_private
 
 
 def fitting(outputs: Tensors, grads: Tensors) -> Tensors:
@@ -101,6 +101,8 @@ def checked_loss(loss: Any) -> torch.Tensor:
         raise ValueError(
             f"loss_fn returned a {type(loss).__name__}: return one tensor with one element, the loss of the microbatch"
         )
+    if is_dtensor(loss):
+        raise ValueError("loss_fn returned a DTensor: return loss.to_local() of a replicated loss")
     if loss.numel() != 1:
         raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: reduce it to one element")
     if loss.is_complex():
