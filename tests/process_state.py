@@ -65,6 +65,7 @@ class State:
             if any(map(is_not, before.values(), vars(owner).values()))
             for name, value in before.items()
             if vars(owner).get(name) is not value and isinstance(value, (FunctionType, staticmethod, classmethod, type))
+            if not name.startswith("__compiled_fn")  # torch.compile's own
         ]
         # torch's are looked at from the first test on that finds it imported
         return changed + [

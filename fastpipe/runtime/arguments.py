@@ -58,9 +58,7 @@ class ModelArguments:
         check_grad_dtype(self.grad_dtype)
         _check_switch("fused_weight_grad", self.fused_weight_grad)
         groups = [] if self.tied is None else self.tied
-        if not _is_list(groups) or not all(
-            _is_list(names) and all(isinstance(n, str) for n in names) for names in groups
-        ):
+        if not (_is_list(groups) and all(isinstance(names, str | Sequence) for names in groups)):
             raise ValueError(f"tied = {self.tied!r}: give a list of groups of names, as in [('0.weight', '11.weight')]")
 
 

@@ -238,15 +238,27 @@ def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:
     assert "num_ranks = 3: the group has 2 processes" in zero["too many ranks"][1]
 
 
-def build_in_another_group() -> tuple[str, str, int | None]:
-    return caught(lambda: pipeline(group="world" if dist.get_rank() == 1 else None, timeout=1))
+def build_in_a_wrong_group() -> tuple[str, str, int | None]:
+    return caught(lambda: pipeline(group="world" if dist.get_rank() == 1 else None))
+
+
+def test_a_wrong_group_on_one_rank_is_an_error_on_all() -> None:
+    with ranks(2) as group:
+        zero, one = group.run(build_in_a_wrong_group)
+    assert one[0] == "TypeError" and "group is a str" in one[1]
+    assert zero[0] == "StepError" and zero[2] == 1 and "group is a str" in zero[1]
+
+
+def build_without_rank_one() -> tuple[str, str, int | None] | None:
+    found = caught(lambda: pipeline(timeout=1)) if dist.get_rank() == 0 else None
+    dist.barrier()
+    return found
 
 
 def test_who_is_missing_when_a_pipeline_is_built_is_named() -> None:
-    """A rank whose group is none cannot tell the others which of its groups they wait in."""
+    """A rank that is alive, and waits elsewhere."""
     with ranks(2) as group:
-        zero, one = group.run(build_in_another_group)
-    assert one[0] == "TypeError" and "group is a str" in one[1]
+        zero, _ = group.run(build_without_rank_one)
     assert zero[0] == "StepError" and zero[2] == 1
     assert "rank 1 did not reach" in zero[1] and "within 1 s" in zero[1] and "set a longer timeout" in zero[1]
 
