@@ -202,9 +202,9 @@ bool is_dtensor(const at::Tensor& tensor);
 at::Tensor local_shard(const at::Tensor& tensor);
 
 // A strided tensor without any key but these, and without a forward gradient: not fake, functional, batched, quantized,
-// no subclass with a dispatch of its own, but for DTensor. PrivateUse1 is a device that torch does not know; who has one
-// may call the kernel of aten::linear from there. If gone (a key that makes a tensor plain is new): linears do not wait
-// for W.
+// no subclass with a dispatch of its own, but for DTensor. PrivateUse1 is a device that torch does not know; who has
+// one may call the kernel of aten::linear from there. If gone (a key that makes a tensor plain is new): linears do not
+// wait for W.
 inline bool is_plain(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   constexpr c10::DispatchKeySet kPlain({Key::CPU, Key::CUDA, Key::PrivateUse1, Key::ADInplaceOrView, Key::AutogradCPU,
