@@ -124,8 +124,8 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest, caplog: pytest
     if torch:
         torch.set_rng_state(generator)
     # CUDA, once it has begun, keeps threads, descriptors and processes of its own
-    has_begun = torch is not None and torch.cuda.is_initialized()
-    if not has_begun and not hasattr(sys, "last_value") and (left := before.left_behind()):
+    has_device = torch is not None and torch.cuda.is_available()
+    if not has_device and not hasattr(sys, "last_value") and (left := before.left_behind()):
         pytest.fail("the test left behind:\n" + "\n".join(left), pytrace=False)
 
 
