@@ -348,7 +348,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         replace(world.member, lost=world.control.lost),
         world.device,
         world.timeout,
-        world.ranks_per_host.count(),
+        world.ranks_per_host.count() if world.cores.own is None else 1,
         executor.__name__ == "PythonExecutor",
     )
 

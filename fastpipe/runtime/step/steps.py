@@ -49,9 +49,17 @@ from fastpipe.runtime.step.inputs import (
     take_inputs,
 )
 from fastpipe.runtime.step.microbatch import Rules
-from fastpipe.runtime.step.outputs import OutputExchange, StepOutputs
 from fastpipe.runtime.step.programs import Programs
-from fastpipe.runtime.step.result import MetricRules, Reports, StepResult, Weights, pack_spans, unpack_spans, weights_of
+from fastpipe.runtime.step.result import (
+    MetricRules,
+    OutputExchange,
+    StepOutputs,
+    StepResult,
+    Weights,
+    pack_spans,
+    unpack_spans,
+    weights_of,
+)
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
@@ -469,7 +477,9 @@ class Steps:
         if request.training:
             self.replicas.before_step()
             self._has_separate_grads = True
-        self.random.begin(self.stages, request.training, self._flags, self._has_pairs(request))
+        guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
+        for stage in stages:
+            stage.random = self.random if guards else None
 
     def _has_pairs(self, request: Request) -> bool:
         return request.training and self.plans.has_pairs(request.num_microbatches)
@@ -549,8 +559,7 @@ class Steps:
         found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
         for stage in self.stages:
             stage.end()
-        reports = Reports(parts, weights, self.settings.metrics, program.num_microbatches)
-        return StepResult(parts, found, self.settings.merge, program, spans, reports)
+        return StepResult(parts, found, self.settings.merge, program, spans, weights, self.settings.metrics)
 
 
 def _call_text(request: Request) -> str:
