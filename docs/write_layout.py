@@ -13,11 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from pages import finish, with_blocks
+
 PAGE = Path(__file__).with_name("design.md")
 CODE = Path(__file__).resolve().parents[1] / "fastpipe"
-BEGIN, END = "<!-- packages: written by docs/write_layout.py -->", "<!-- end of packages -->"
-
-
 SINGLE = {("api",): "api", ("runtime", "native"): "runtime/native"}
 """Modules beside packages that import far more, or far less, than those they stand beside."""
 
@@ -98,17 +97,8 @@ def table() -> str:
 
 
 def main() -> int:
-    """Write the table, or compare it."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    written = f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(written)
-        return 0
-    if written != text:
-        print("docs/design.md: the table of packages is not current; run python docs/write_layout.py")
-        return 1
-    return 0
+    """Write the table, or check it."""
+    return finish(PAGE, with_blocks(PAGE.read_text(encoding="utf-8"), {"packages": table}))
 
 
 if __name__ == "__main__":
