@@ -157,8 +157,12 @@ def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:
     return {"found": found, "next": caught(lambda: pipe.step(x, target=y))}
 
 
-@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
-@pytest.mark.parametrize("place", ["before_step", "stage_works", "report", "metric", "after_step"])
+@pytest.mark.parametrize(
+    ("place", "executor", "transport"),
+    [(place, *WAYS[number % 3]) for number, place in enumerate(["before_step", "stage_works", "report"])]
+    + [("metric", *WAYS[0]), ("metric", *WAYS[2]), ("after_step", *WAYS[1])],
+    indirect=["executor"],
+)
 def test_outside_of_the_program_it_is_told_all_the_same(
     place: str, transport: str, executor: str, group_of: GroupOf
 ) -> None:

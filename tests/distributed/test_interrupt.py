@@ -132,7 +132,7 @@ def names() -> set[str]:
     return ours | {name for name in os.listdir("/dev/shm") if "fastpipe" in name}
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize(("way", "delay"), list(zip(WAYS, (0.0, 0.01, 0.1), strict=True)), indirect=["way"])
 def test_on_all_ranks_at_any_time(way: dict[str, str], delay: float, tmp_path: Path) -> None:
     """As torchrun sends it."""
     before = names()

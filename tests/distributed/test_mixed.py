@@ -53,17 +53,12 @@ def test_any_ranks_may_be_on_a_host(hosts: str, schedule: str, case: str, group_
         assert "mixed, lanes directed" in text
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-def test_one_with_the_python_executor_shares_memory_with_nobody(
-    schedule: str, group_of: Callable[[int], Ranks]
-) -> None:
+def test_one_with_the_python_executor_shares_memory_with_nobody(group_of: Callable[[int], Ranks]) -> None:
     executors = ["native", "native", "native", "python"]
-    for text in group_of(4).run(compare, executors, "aaaa", schedule):
+    for text in group_of(4).run(compare, executors, "aaaa", "dualpipev"):
         assert (
             "mixed, lanes directed: shared memory within ranks (0, 1, 2), four gloo groups elsewhere (rank 3:" in text
         )
-    for text in group_of(4).run(compare, ["python"], TWO_AND_TWO, schedule):
-        assert "process_group, lanes directed (no shared memory: rank 0: executor = 'python')" in text
 
 
 def choose(hosts: str, without: int, transport: str) -> str:
@@ -85,9 +80,7 @@ def choose(hosts: str, without: int, transport: str) -> str:
 @pytest.mark.parametrize(
     ("hosts", "without", "expected"),
     [
-        ("aaaa", -1, "shared_memory, lanes directed, 4 processes of one host"),
         ("abcd", -1, "process_group, lanes directed (no shared memory: they are not all on one host)"),
-        ("aaaa", 2, "mixed, lanes directed: shared memory within ranks (0, 1, 3), four gloo groups elsewhere (rank 2:"),
         ("aabb", 2, "mixed, lanes directed: shared memory within ranks (0, 1), four gloo groups elsewhere (rank 2:"),
         ("abbc", 2, "process_group, lanes directed (no shared memory: rank 2: native extension"),
     ],
@@ -168,8 +161,8 @@ def fail_on_hosts(scenario: Scenario, hosts: str) -> dict[str, Any]:
         return fail_and_recover(scenario, "auto")
 
 
-FAILURES = [("1f1b", stage, backward, 2 * (stage % 2)) for stage in range(4) for backward in (False, True)]
-FAILURES += [(schedule, 3, backward, 2) for schedule in ("zbv", "dualpipev") for backward in (False, True)]
+# What is drained over each kind of link is in test_failure.py; here it is told from host to host.
+FAILURES = [("1f1b", 1, False, 2), ("1f1b", 2, True, 0), ("zbv", 3, False, 2), ("dualpipev", 3, True, 2)]
 FAILURES += [("interleaved_1f1b", 5, False, 0), ("dualpipe", 0, True, 2)]
 
 

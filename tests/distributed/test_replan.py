@@ -36,8 +36,11 @@ def go_on(transport: str, executor: str, schedule: str, everywhere: bool) -> lis
     return [costs, pipe.schedule.to_csv()]
 
 
-@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
-@pytest.mark.parametrize(("schedule", "everywhere"), [("1f1b", False), ("zbv", True), ("dualpipe", True)])
+@pytest.mark.parametrize(
+    ("executor", "transport", "schedule", "everywhere"),
+    [(*way, *case) for way, case in zip(WAYS, [("dualpipe", True), ("1f1b", False), ("zbv", True)], strict=True)],
+    indirect=["executor"],
+)
 def test_processes_go_on_by_one_plan(
     transport: str, schedule: str, everywhere: bool, executor: str, group_of: GroupOf
 ) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import fastpipe
 from fastpipe.testing import reference_step
+from tests.conftest import paired
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
 from tests.distributed.test_step import GroupOf, caught
 from tests.runtime.checks import same_bits
@@ -153,7 +154,9 @@ def replicas_of(wrap: str, executor: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("wrap", ["argument", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("wrap", "executor"), paired((wrap,) for wrap in ["argument", "ddp", "fsdp"]), indirect=["executor"]
+)
 def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_of: GroupOf) -> None:
     zero, one, *others = group_of(4).run(replicas_of, wrap, executor, timeout=60)
     # each rank of a V has the first and the last stage or neither

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
+from fastpipe import Pipeline
 from fastpipe.runtime.model.chain import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
@@ -67,27 +67,6 @@ def test_one_that_looks_otherwise() -> None:
     take_step(pipe)
     layers[0].table.weight = layers[-1].weight = nn.Parameter(torch.randn(WORDS + 3, WIDTH))
     compare_steps(pipe, layers)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_parity_and_checkpoints_after_it(tmp_path: Any) -> None:
-    layers = tied_layers()
-    pipe = Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2)
-    replace_tied(layers)
-    text = pipe.describe()
-    assert "tied        0.table.weight = 7.weight" in text
-    ((x, y),) = batches(1, 9)
-    assert (parity := check_parity(pipe, copy.deepcopy(nn.Sequential(*layers)), (x, y))).ok, parity
-    optimizer = torch.optim.AdamW(pipe.parameters())
-    pipe.step(x, target=y)
-    optimizer.step()
-    save_checkpoint(tmp_path, pipe, optimizer)
-    others = tied_layers()
-    other = Pipeline(others, "1f1b", 4, loss_fn, num_ranks=2)
-    new = replace_tied(others, seed=12)
-    load_checkpoint(tmp_path, other, torch.optim.AdamW(other.parameters()))
-    assert same_bits(pipe.eval_step(x, target=y).loss, other.eval_step(x, target=y).loss)
-    assert others[-1].weight is new and same_bits(new.detach(), layers[-1].weight.detach())
 
 
 def test_a_layer_that_stands_in_two_stages() -> None:
