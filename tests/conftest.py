@@ -125,7 +125,7 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest, caplog: pytest
         torch.set_rng_state(generator)
     # CUDA, once it has begun, keeps threads, descriptors and processes of its own
     has_device = torch is not None and torch.cuda.is_available()
-    if not has_device and not hasattr(sys, "last_value") and (left := before.left_behind()):
+    if not hasattr(sys, "last_value") and (left := before.left_behind(open_ones=not has_device)):
         pytest.fail("the test left behind:\n" + "\n".join(left), pytrace=False)
 
 

@@ -83,8 +83,14 @@ class State:
             if key not in self.things[kind] and key not in _shared[kind]
         ]
 
-    def left_behind(self) -> list[str]:
-        """Both of now, when what ends by itself has had its time: cycles, threads that were told to end."""
+    def left_behind(self, *, open_ones: bool = True) -> list[str]:
+        """Both of now, when what ends by itself has had its time: cycles, threads that were told to end.
+
+        Args:
+            open_ones: whether what has been opened or started counts.
+        """
+        if not open_ones:
+            return self.changed(State.now())
         until, pause = time.monotonic() + _SECONDS, 0.001
         while (left := self.left_open(now := State.now())) and time.monotonic() < until:
             gc.collect()

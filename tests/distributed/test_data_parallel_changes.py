@@ -18,13 +18,13 @@ from tests.distributed.meshes import (
     WRAPS,
     Block,
     Reference,
-    batch,
     build,
     mesh,
     squared,
     wrong_gradients,
 )
 from tests.distributed.ranks import Ranks
+from tests.distributed.test_data_parallel_wrappers import step
 from tests.distributed.test_tied_data_parallel import batch as text_batch
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import loss_fn, tied_layers
@@ -76,10 +76,6 @@ CHANGES = [unfreeze, unfreeze_a_stage, exchange, append, parametrize]
 def pipeline(whole: Layers, schedule: str, executor: str, over: DeviceMesh, **more: Any) -> Pipeline:
     options = {"group": over["pp"], "data_parallel": over["dp"], "executor": executor}
     return Pipeline(list(whole), schedule, 5, squared, **options, **more)
-
-
-def step(pipe: Pipeline, number: int, replica: int) -> None:
-    pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
 
 
 def clear(pipe: Pipeline, reference: Reference) -> None:

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from fastpipe import Pipeline, StepError
 from tests.conftest import WAYS, skip_without_native
@@ -20,7 +18,8 @@ from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, Stopping
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
-from tests.runtime.models import CASES, Block
+from tests.runtime.faults import AtCall
+from tests.runtime.models import CASES
 
 
 @pytest.fixture(params=WAYS, ids="-".join)
@@ -65,28 +64,17 @@ def test_in_a_forward(
     assert len({answer["again"] for answer in answers}) == 1
 
 
-class Impatient(nn.Module):
-    """Gets two SIGINTs in one of its forwards: the second one raises KeyboardInterrupt there."""
-
-    def __init__(self, at_call: int) -> None:
-        super().__init__()
-        self.block = Block()
-        self.at_call = at_call
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls - 1 == self.at_call:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            raise AssertionError("the second one did not wait")
-        return self.block(x)
+def interrupt_twice() -> None:
+    """The second one raises KeyboardInterrupt here."""
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("the second one did not wait")
 
 
 def interrupted_in_a_pair(victim: int, way: dict[str, str]) -> dict[str, Any]:
     """Runs on every rank; a backward is under way in the helper thread when the forward beside it is left."""
     case = CASES["plain"]
-    layers = [Impatient(2 * COUNT + 4 if dist.get_rank() == victim else -1) for _ in range(SIZE)]
+    layers = [AtCall(interrupt_twice, 2 * COUNT + 4 if dist.get_rank() == victim else -1) for _ in range(SIZE)]
     pipe = Pipeline(layers, "1f1b_overlap", COUNT, case.loss_fn, timeout=20, overlap="always", **way)
     batch = case.batches(1, rows_for(COUNT))[0]
     for _ in range(2):
@@ -147,27 +135,15 @@ def test_on_all_ranks_at_any_time(way: dict[str, str], delay: float, tmp_path: P
     assert names() <= before
 
 
-class Asleep(nn.Module):
-    """In one of its forwards its process is stopped, and another one is interrupted while it waits."""
-
-    def __init__(self, at_call: int, note: Path) -> None:
-        super().__init__()
-        self.block = Block()
-        self.at_call, self.note = at_call, note
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls - 1 == self.at_call:
-            self.note.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return self.block(x)
-
-
 def interrupted_while_it_waits(note: str, way: dict[str, str]) -> str:
     """Runs on both ranks: rank 1 is stopped, and rank 0 gets two SIGINTs while it waits for it in C++."""
     case = CASES["plain"]
-    layers = [Asleep(COUNT if dist.get_rank() == 1 else -1, Path(note)) for _ in range(2)]
+
+    def stop() -> None:
+        Path(note).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    layers = [AtCall(stop, COUNT if dist.get_rank() == 1 else -1) for _ in range(2)]
     pipe = Pipeline(layers, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
     first, second = case.batches(2, rows_for(COUNT))
     pipe.step(*first.args, target=first.target)

@@ -15,8 +15,8 @@ from tests.distributed.meshes import mesh
 from tests.distributed.test_step import GroupOf, caught
 from tests.distributed.test_tied_data_parallel import batch
 from tests.runtime.checks import same_bits
-from tests.runtime.test_tied import EMBEDDING, batches, loss_fn, tied_layers
-from tests.runtime.test_tied_replaced import compare_steps, replace_tied, take_step
+from tests.runtime.test_tied import EMBEDDING, batches, compare_steps, loss_fn, tied_layers
+from tests.runtime.test_tied_replaced import replace_tied, take_step
 
 
 def go_on(schedule: str, executor: str, folder: str) -> list[float]:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, check_parity
-from tests.runtime.test_tied import batches, loss_fn, tied_layers
-from tests.runtime.test_tied_replaced import compare_steps, take_step
+from tests.runtime.test_tied import batches, compare_steps, loss_fn, tied_layers
+from tests.runtime.test_tied_replaced import take_step
 
 HOOKS = ["register_hook", "register_post_accumulate_grad_hook"]
 
