@@ -129,12 +129,13 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest, caplog: pytest
         pytest.fail("the test left behind:\n" + "\n".join(left), pytrace=False)
 
 
-def paired(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def paired(cases: Iterable[tuple[Any, ...] | str]) -> list[tuple[Any, ...]]:
     """Each case with one of the executors in turn, as its last value, for parameters with ``indirect=["executor"]``.
 
     Every schedule meets every executor in test_bits.py; a feature needs not have that again.
     """
-    return [(*case, executor) for case, executor in zip(cases, itertools.cycle(["native", "python"]), strict=False)]
+    values = ((case,) if isinstance(case, str) else case for case in cases)
+    return [(*case, executor) for case, executor in zip(values, itertools.cycle(["native", "python"]), strict=False)]
 
 
 @pytest.fixture(params=["python", "native"])

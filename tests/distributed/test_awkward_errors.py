@@ -79,7 +79,7 @@ def raise_it(name: str, executor: str, *, backward: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "backward", "executor"),
-    [(name, number // 2 % 2 == 1, executor) for number, (name, executor) in enumerate(paired(zip(ERRORS)))],
+    [(name, number // 2 % 2 == 1, executor) for number, (name, executor) in enumerate(paired(ERRORS))],
     indirect=["executor"],
 )
 def test_it_is_told_like_any_other(name: str, backward: bool, executor: str, group_of: GroupOf) -> None:

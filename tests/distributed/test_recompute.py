@@ -22,7 +22,7 @@ def compare(schedule: str, executor: str, transport: str) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "executor"),
-    paired((name,) for name in ["1f1b", "zbv", "dualpipev", "dualpipe", "chimera"]),
+    paired(["1f1b", "zbv", "dualpipev", "dualpipe", "chimera"]),
     indirect=["executor"],
 )
 def test_processes(schedule: str, executor: str, group_of: GroupOf) -> None:

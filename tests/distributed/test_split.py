@@ -154,9 +154,7 @@ def replicas_of(wrap: str, executor: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    ("wrap", "executor"), paired((wrap,) for wrap in ["argument", "ddp", "fsdp"]), indirect=["executor"]
-)
+@pytest.mark.parametrize(("wrap", "executor"), paired(["argument", "ddp", "fsdp"]), indirect=["executor"])
 def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_of: GroupOf) -> None:
     zero, one, *others = group_of(4).run(replicas_of, wrap, executor, timeout=60)
     # each rank of a V has the first and the last stage or neither

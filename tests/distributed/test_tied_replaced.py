@@ -37,9 +37,7 @@ def go_on(schedule: str, executor: str, folder: str) -> list[float]:
     return [] if found is None else found.grad.flatten().tolist()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "executor"), paired((name,) for name in ["1f1b", "dualpipe", "zbv"]), indirect=["executor"]
-)
+@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "dualpipe", "zbv"]), indirect=["executor"])
 def test_the_new_one_is_trained(schedule: str, executor: str, group_of: GroupOf, tmp_path: Any) -> None:
     zero, one = group_of(2).run(go_on, schedule, executor, str(tmp_path))
     assert zero and (zero == one or schedule == "zbv")

@@ -306,7 +306,7 @@ def test_a_forward_only_schedule_has_no_reference_step() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "executor"),
-    paired((name,) for name in ["1f1b", "zbv", "dualpipe", "dualpipev"]),
+    paired(["1f1b", "zbv", "dualpipe", "dualpipev"]),
     indirect=["executor"],
 )
 def test_gradients_are_added_to_in_place(schedule: str, executor: str) -> None:
