@@ -45,11 +45,16 @@ class State:
 
     @classmethod
     def now(cls) -> State:
+        things = _things()
+        for kind, shared_ones in _shared.items():
+            # what has ended is shared no more: a later descriptor may have its number, and lead to the same file
+            for key in shared_ones.keys() - things[kind].keys():
+                del shared_ones[key]
         return cls(
             dict(os.environ),
             _settings(),
             [(owner, vars(owner).copy()) for owner in _owners(len(sys.modules))],
-            _things(),
+            things,
         )
 
     def changed(self, now: State) -> list[str]:

@@ -207,7 +207,7 @@ def _serve(
         pipe.send((good, answer))
         # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever;
         # what it closes when it is collected is in cycles of its own, and a thread may hold some for a while
-        while not pipe.poll(0.0 if gc.collect() else 1.0):
+        while not left and not pipe.poll(0.0 if gc.collect() else 1.0):
             pass
     dist.destroy_process_group()
 
