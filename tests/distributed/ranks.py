@@ -153,7 +153,7 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
         for process in self.processes:
-            process.join(10)
+            process.join(PATIENCE)
         alive = [process.name for process in self.processes if process.is_alive()]
         self.kill()
         self._folder.cleanup()

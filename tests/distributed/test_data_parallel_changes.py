@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, StepError
+from tests.conftest import paired
 from tests.distributed.meshes import (
     LAYERS,
     WIDTH,
@@ -123,7 +124,7 @@ def change_and_train(schedule: str, executor: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv"]), indirect=["executor"])
 def test_replicas_reduce_what_is_to_be_trained_now(schedule: str, executor: str, group_of: GroupOf) -> None:
     expected = dict.fromkeys(["<lambda>", *(change.__name__ for change in CHANGES)], [])
     assert group_of(4).run(change_and_train, schedule, executor) == [expected] * 4
@@ -289,9 +290,7 @@ def beside_others(executor: str) -> str:
     over = mesh()
     replica = over.get_local_rank("dp")
     whole = layers()
-    pipe = Pipeline(
-        whole, "dualpipe", 6, squared, group=over["pp"], data_parallel=over["dp"], executor=executor, timeout=60
-    )
+    pipe = Pipeline(whole, "dualpipe", 6, squared, group=over["pp"], data_parallel=over["dp"], executor=executor)
     for number, change in enumerate((unfreeze, unfreeze_a_stage)):
         change(whole, replica)
         step(pipe, number, replica)

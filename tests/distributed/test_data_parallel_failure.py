@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
+from tests.conftest import paired
 from tests.distributed.meshes import LAYERS, Block, Reference, batch, build, layers, mesh, wrong_gradients
 from tests.distributed.ranks import Ranks, ranks
 from tests.distributed.test_step import caught
@@ -75,7 +76,7 @@ def fail_and_go_on(wrap: str, executor: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("wrap", "executor"), paired(["ddp", "fsdp"]), indirect=["executor"])
 def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, executor: str, group_of: GroupOf) -> None:
     answers = group_of(4).run(fail_and_go_on, wrap, executor)
     for name in FAULTS:

@@ -75,7 +75,7 @@ def interrupted_in_a_pair(victim: int, way: dict[str, str]) -> dict[str, Any]:
     """Runs on every rank; a backward is under way in the helper thread when the forward beside it is left."""
     case = CASES["plain"]
     layers = [AtCall(interrupt_twice, 2 * COUNT + 4 if dist.get_rank() == victim else -1) for _ in range(SIZE)]
-    pipe = Pipeline(layers, "1f1b_overlap", COUNT, case.loss_fn, timeout=20, overlap="always", **way)
+    pipe = Pipeline(layers, "1f1b_overlap", COUNT, case.loss_fn, timeout=PATIENCE, overlap="always", **way)
     batch = case.batches(1, rows_for(COUNT))[0]
     for _ in range(2):
         pipe.step(*batch.args, target=batch.target)

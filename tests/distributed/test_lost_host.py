@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from fastpipe import Pipeline
+from tests.conftest import paired
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.distributed.test_death import COUNT, SIZE, check, others, report
@@ -84,7 +85,9 @@ def train(victim: int, note: Path, executor: str, hosts: str) -> dict[str, Any]:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize(("victim", "hosts"), [(3, "aaab"), (1, "abcd"), (0, "abbb")])
+@pytest.mark.parametrize(
+    ("victim", "hosts", "executor"), paired([(3, "aaab"), (1, "abcd"), (0, "abbb")]), indirect=["executor"]
+)
 def test_nobody_waits_for_a_host_that_has_vanished(victim: int, hosts: str, executor: str, tmp_path: Path) -> None:
     with ranks(SIZE) as group:
         group.start(train, victim, tmp_path / "note", executor, hosts)

@@ -156,7 +156,7 @@ def replicas_of(wrap: str, executor: str) -> list[str]:
 
 @pytest.mark.parametrize(("wrap", "executor"), paired(["argument", "ddp", "fsdp"]), indirect=["executor"])
 def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_of: GroupOf) -> None:
-    zero, one, *others = group_of(4).run(replicas_of, wrap, executor, timeout=60)
+    zero, one, *others = group_of(4).run(replicas_of, wrap, executor)
     # each rank of a V has the first and the last stage or neither
     assert others == [zero, one] and TIED in zero and (TIED in one) == (wrap == "ddp")
     assert {*zero, *one} == {name for name, _ in decoder("llama").named_parameters()}
