@@ -160,6 +160,10 @@ class Ranks:
         assert not alive, f"{alive} did not end"
 
 
+GroupOf = Callable[[int], Ranks]
+"""What the fixture ``group_of`` gives."""
+
+
 @contextlib.contextmanager
 def ranks(size: int, **options: Any) -> Iterator[Ranks]:
     """Ranks of a test's own, for one that kills or stops some."""

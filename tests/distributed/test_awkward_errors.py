@@ -10,7 +10,8 @@ import torch
 from fastpipe.runtime.common.failure import MAX_TEXT, cause_text, first_line
 from fastpipe.testing import Fault
 from tests.conftest import paired
-from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import batch, caught, pipeline
 from tests.patience import PATIENCE
 from tests.runtime.models import CASES
 

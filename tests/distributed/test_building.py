@@ -21,7 +21,7 @@ from fastpipe.runtime.transport import groups as group
 from fastpipe.runtime.transport import groups as own_groups
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
 from tests.patience import PATIENCE
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES
@@ -203,7 +203,7 @@ def build_late(moment: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("moment", ["began", "agreed on the plan", "making groups"])
-def test_who_is_slow_is_waited_for(moment: str, group_of: Callable[[int], Ranks]) -> None:
+def test_who_is_slow_is_waited_for(moment: str, group_of: GroupOf) -> None:
     group_of(SIZE).run(build_late, moment, {"transport": "process_group"})
 
 
@@ -213,7 +213,7 @@ def build_wrongly() -> str:
     return str(caught.value)
 
 
-def test_what_all_do_wrong_is_everybodys_own_error(group_of: Callable[[int], Ranks]) -> None:
+def test_what_all_do_wrong_is_everybodys_own_error(group_of: GroupOf) -> None:
     for text in group_of(SIZE).run(build_wrongly):
         assert text.startswith("executor = 'fastest'")
 
@@ -272,7 +272,7 @@ def tell_nobody() -> bool:
     return all(own.identity(rank) is not None for rank in range(SIZE))
 
 
-def test_who_is_refused_has_said_who_it_is(group_of: Callable[[int], Ranks]) -> None:
+def test_who_is_refused_has_said_who_it_is(group_of: GroupOf) -> None:
     assert all(group_of(SIZE).run(tell_nobody))
 
 

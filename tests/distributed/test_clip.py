@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastpipe.runtime.step.clip import Held, norms_of
 from tests.conftest import paired
-from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import batch, caught, pipeline
 from tests.runtime.models import CASES
 from tests.runtime.test_clip import assert_clipped_alike, gathered
 

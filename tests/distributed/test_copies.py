@@ -1,6 +1,5 @@
 """Stages that two ranks hold: the same weights to the last bit from the start to the end; buffers of their own."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +9,10 @@ from torch import nn
 
 from fastpipe import Pipeline
 from tests.conftest import paired
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
 
-GroupOf = Callable[[int], Ranks]
 COUNT = 8
 
 

@@ -24,13 +24,12 @@ from tests.distributed.meshes import (
     squared,
     wrong_gradients,
 )
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.distributed.test_data_parallel_wrappers import step
 from tests.distributed.test_tied_data_parallel import batch as text_batch
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import loss_fn, tied_layers
 
-GroupOf = Callable[[int], Ranks]
 Layers = Sequence[nn.Module]
 
 

@@ -1,6 +1,5 @@
 """A step that fails in one replica: nobody waits for it, all are told, and the next step is right in both."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ from torch import nn
 from fastpipe import Pipeline, StepError
 from tests.conftest import paired
 from tests.distributed.meshes import LAYERS, Block, Reference, batch, build, layers, mesh, wrong_gradients
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_step import caught
 
-GroupOf = Callable[[int], Ranks]
 FAULTS = {
     "first forward": (0, "forward", 0),
     "last stage": (LAYERS - 1, "forward", 2),

@@ -13,11 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fastpipe import Pipeline
 from fastpipe.runtime.data_parallel.ddp import Replicated
 from tests.distributed.meshes import Block, Reference, build, mesh, wrong_gradients
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.distributed.test_data_parallel_wrappers import SPLIT, WHOLE, by_hand, step
 from tests.runtime.checks import same_bits
-
-GroupOf = Callable[[int], Ranks]
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
 from tests.conftest import WAYS, skip_without_native
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_death import COUNT, SIZE, Stopping
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
@@ -50,9 +49,7 @@ def interrupted_itself(victims: list[int], note: str, way: dict[str, str]) -> di
 
 
 @pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3]], ids=["one", "all"])
-def test_in_a_forward(
-    victims: list[int], way: dict[str, str], tmp_path: Path, group_of: Callable[[int], Ranks]
-) -> None:
+def test_in_a_forward(victims: list[int], way: dict[str, str], tmp_path: Path, group_of: GroupOf) -> None:
     """The step is drained and told to the others, and the next one works."""
     answers = group_of(SIZE).run(interrupted_itself, victims, str(tmp_path / "note"), way)
     interrupted = [rank for rank, answer in enumerate(answers) if answer["type"] == "KeyboardInterrupt"]
@@ -86,7 +83,7 @@ def interrupted_in_a_pair(victim: int, way: dict[str, str]) -> dict[str, Any]:
     return {"type": caught.type, "text": str(caught.value), "together": together, "again": again}
 
 
-def test_a_second_one_inside_a_pair(way: dict[str, str], group_of: Callable[[int], Ranks]) -> None:
+def test_a_second_one_inside_a_pair(way: dict[str, str], group_of: GroupOf) -> None:
     victim = 1
     answers = group_of(SIZE).run(interrupted_in_a_pair, victim, way)
     assert answers[victim]["together"] > 0

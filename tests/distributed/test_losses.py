@@ -1,6 +1,5 @@
 """What several processes report: metrics and added losses, the same on every rank and those of the unsplit model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,11 +7,9 @@ import torch
 
 from fastpipe import Pipeline
 from tests.conftest import paired
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import Balanced, measured
-
-GroupOf = Callable[[int], Ranks]
 
 
 def compare(case: str, schedule: str, executor: str, transport: str) -> None:

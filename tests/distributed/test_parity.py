@@ -9,7 +9,8 @@ from fastpipe import check_parity
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
 from tests.conftest import paired
-from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import batch, caught, pipeline
 from tests.runtime.models import CASES
 
 

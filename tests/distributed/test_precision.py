@@ -1,6 +1,5 @@
 """Mixed precision over several processes: one verdict about infinite gradients, and gradients summed in fp32."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from tests.conftest import WAYS, paired
 from tests.distributed import meshes
 from tests.distributed.meshes import Reference, build, mesh, wrong_gradients
 from tests.distributed.meshes import batch as mesh_batch
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, Block, squared
-
-GroupOf = Callable[[int], Ranks]
 
 
 def skipped_by_all(schedule: str, executor: str) -> list[Any]:

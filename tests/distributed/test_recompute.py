@@ -1,7 +1,5 @@
 """Stages that recompute, in several processes and with replicas: the bits of the unsplit model."""
 
-from collections.abc import Callable
-
 import pytest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,10 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import paired
 from tests.distributed.meshes import build, mesh, two_steps
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import train_and_compare
-
-GroupOf = Callable[[int], Ranks]
 
 
 def compare(schedule: str, executor: str, transport: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ import fastpipe
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.model.chain import Chain
 from tests.conftest import WAYS
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import assert_same, reference_of
 from tests.runtime.models import CASES, squared
-
-GroupOf = Callable[[int], Ranks]
 
 
 def go_on(transport: str, executor: str, schedule: str, everywhere: bool) -> list[Any]:

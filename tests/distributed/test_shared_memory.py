@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime import native
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_death import SIZE, check, others, train_until
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
@@ -41,7 +40,7 @@ def choose(without: int, transport: str, executor: str = "auto") -> str:
 
 
 @pytest.mark.parametrize("without", [-1, 0, 2])
-def test_all_choose_the_same(without: int, group_of: Callable[[int], Ranks]) -> None:
+def test_all_choose_the_same(without: int, group_of: GroupOf) -> None:
     """Those that can share memory do; who insists that all do is told who cannot."""
     auto = group_of(4).run(choose, without, "auto")
     shared = group_of(4).run(choose, without, "shared_memory")
@@ -54,7 +53,7 @@ def test_all_choose_the_same(without: int, group_of: Callable[[int], Ranks]) -> 
     assert all(insisted in text for text in shared)
 
 
-def test_the_python_executor_goes_over_process_groups(group_of: Callable[[int], Ranks]) -> None:
+def test_the_python_executor_goes_over_process_groups(group_of: GroupOf) -> None:
     for text in group_of(4).run(choose, -1, "auto", "python"):
         assert "process_group, lanes directed (no shared memory: rank 0: executor = 'python')" in text
     for transport in ("shared_memory", "cuda_ipc"):

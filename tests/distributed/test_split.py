@@ -10,7 +10,8 @@ import fastpipe
 from fastpipe.testing import reference_step
 from tests.conftest import paired
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
-from tests.distributed.test_step import GroupOf, caught
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import caught
 from tests.runtime.checks import same_bits
 from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder
 from tests.runtime.test_bits import TRAINING, microbatches_for

@@ -11,7 +11,8 @@ from torch import nn
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing import reference_step
 from tests.conftest import paired
-from tests.distributed.test_step import GroupOf, caught
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import caught
 from tests.runtime.test_tied import (
     EMBEDDING,
     batches,

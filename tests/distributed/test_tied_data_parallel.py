@@ -1,6 +1,6 @@
 """Tied weights of stages that have replicas: averaged over these, summed over the stages, one weight everywhere."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -15,12 +15,11 @@ from fastpipe.runtime.model.chain import Chain
 from fastpipe.runtime.model.shared_weight import Shared, Tie
 from fastpipe.testing import reference_step
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.distributed.test_step import caught
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import EMBEDDING, WORDS, loss_fn, tied_layers
 
-GroupOf = Callable[[int], Ranks]
 Grads = dict[str, torch.Tensor]
 COUNT, LAYERS = 4, 8
 

@@ -12,7 +12,8 @@ from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing import reference_step
 from tests.conftest import paired
 from tests.distributed.meshes import mesh
-from tests.distributed.test_step import GroupOf, caught
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import caught
 from tests.distributed.test_tied_data_parallel import batch
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import EMBEDDING, batches, compare_steps, loss_fn, tied_layers
