@@ -38,12 +38,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # What takes longest, by file, so that no worker starts on it while the others have nothing left to do.
 LONGEST_FIRST = [
     "tests/native/test_core.py",
+    "tests/runtime/test_readme.py",
     "tests/distributed/test_bits.py",
-    "tests/distributed/test_endurance.py",
+    "tests/runtime/test_example_train_gpt.py",
     "tests/runtime/test_streams.py",
+    "tests/distributed/test_endurance.py",
+    "tests/runtime/test_native_build.py",
     "tests/runtime/test_bits.py",
     "tests/unit/test_native_plan_sanitized.py",
-    "tests/runtime/test_readme.py",
 ]
 
 

@@ -7,9 +7,12 @@ import itertools
 import pytest
 
 from tests.native.build import ALONE, SANITIZERS, TOGETHER, SanitizedCore
+from tests.patience import PATIENCE
 from tests.process_state import shared
 
 NUM_PROGRAMS = 60
+# The first test waits for what all of them need to be built.
+pytestmark = pytest.mark.timeout(4 * PATIENCE)
 
 
 @pytest.fixture(scope="module")
