@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ import torch.distributed as dist
 from fastpipe import Pipeline
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
 from tests.runtime.test_leaks import Raising
 
-GroupOf = Callable[[int], Ranks]
 MOST = 8
 HOSTS = "abbaabba"
 # Pipelines of every size from one to eight, side by side where two are named: whole backwards, split ones, pairs with a
