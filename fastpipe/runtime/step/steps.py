@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
@@ -60,6 +62,23 @@ from fastpipe.runtime.step.result import (
     unpack_spans,
     weights_of,
 )
+
+logger = logging.getLogger("fastpipe")
+
+
+def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
+    """Warn if most weights of linears do not wait for W, as under torch.compile: the schedule then gains little."""
+    linears = [module for stage in stages for module in stage.module.modules() if isinstance(module, nn.Linear)]
+    weights: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears if linear.weight.requires_grad}
+    waiting = sum(any(stage.waits(weight) for stage in stages) for weight in weights.values())
+    if 2 * waiting < len(weights):
+        logger.warning(
+            "the schedule splits the backward, but the weights of only %d of %d linears here wait for W; the "
+            "gradients of the others, as in blocks under torch.compile, are computed in I, so that the schedule gains "
+            "little: compile what is between the linears, or use a schedule without W (describe() lists parameters)",
+            waiting,
+            len(weights),
+        )
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
@@ -190,6 +209,7 @@ class Steps:
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = OutputExchange(control, settings.device, ranks.device_events)
         control.on_loss(self._lost)
+        self._has_noted_split = False
         self._interrupts = Interrupts(ranks.interrupt)
         self._calls = ReentrancyGuard()
 
@@ -498,6 +518,9 @@ class Steps:
         if len(self.announced) == _MAX_SIGNATURES:
             del self.announced[next(iter(self.announced))]
         self.announced[signature] = number
+        if not self._has_noted_split and any(stage.has_split for stage in self.stages):
+            self._has_noted_split = True
+            warn_of_whole_weights(self.stages)
 
     def _failed_elsewhere(self, failure: Failure) -> None:
         """Called by the watcher: another process failed or died."""
