@@ -1,0 +1,105 @@
+"""torchrun --max-restarts: killed at any moment, training goes on and ends with the weights of an undisturbed run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.patience import PATIENCE
+from tests.scripts import run
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+KILLED = ROOT / "tests" / "distributed" / "killed.py"
+STEPS = 4
+SMALL = ["--device", "cpu", "--width", "32", "--context", "32", "--layers", "4", "--sample", "1"]
+ARGUMENTS = [*SMALL, "--microbatches", "4", "--schedule", "1f1b", "--steps", str(STEPS), "--save-every", "1"]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint but the random states of the processes: weights and the optimizer's state."""
+    reader = dcp.FileSystemReader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    wanted = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    return wanted
+
+
+def launch(folder: Path, agent: Sequence[str], kills: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+    """Start an agent of torchrun, which writes checkpoints and notes into a folder."""
+    script = [str(SCRIPT), *ARGUMENTS, "--checkpoints", str(folder / "saved"), "--out", str(folder)]
+    (folder / "notes").mkdir(exist_ok=True)
+    own = {"OMP_NUM_THREADS": "1", "KILLS": ",".join(kills), "NOTES": str(folder / "notes"), **environment}
+    own["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", *agent, str(KILLED), *script]
+    # its output is read at the end: pipes of two agents could fill
+    log = (folder / f"log{len(list(folder.glob('log*')))}").open("w")
+    with log:
+        return subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, text=True)
+
+
+def finish(folder: Path, agents: Sequence[subprocess.Popen[str]], kills: Sequence[str]) -> str:
+    """Wait for agents that must succeed after the kills; what they printed."""
+    try:
+        codes = [agent.wait(2 * PATIENCE) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()
+    text = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("log*")))
+    assert codes == [0] * len(agents), text[-6000:]
+    assert sorted(path.name for path in (folder / "notes").iterdir()) == sorted(kills), text[-6000:]
+    return text
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, torch.Tensor]]:
+    """The last checkpoint of a run that nobody disturbs, by number of processes."""
+
+    @functools.cache
+    def train(processes: int) -> dict[str, torch.Tensor]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        run(SCRIPT, *ARGUMENTS, "--checkpoints", str(folder), "--out", str(folder), processes=processes)
+        return weights(folder / f"step{STEPS}")
+
+    return train
+
+
+def check(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The same bits."""
+    found = weights(folder / "saved" / f"step{STEPS}")
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+@pytest.mark.parametrize(
+    ("processes", "kills"),
+    [
+        # the first step is that of the check; two more have been saved when the second rank is killed
+        (2, ["construction:1", "step4:0", "save:1"]),
+        pytest.param(2, ["step1:1", "evaluation9:0", "clip:1", "close:0"], marks=pytest.mark.nightly),
+        pytest.param(4, ["construction:0", "step1:3", "step4:2", "save:0"], marks=pytest.mark.nightly),
+        pytest.param(4, ["evaluation1:1", "clip:2", "save:3", "close:1"], marks=pytest.mark.nightly),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
+def test_killed_ranks_are_restarted(
+    processes: int, kills: list[str], undisturbed: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    agent = ["--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(len(kills))]
+    text = finish(tmp_path, [launch(tmp_path, agent, kills)], kills)
+    assert ("resumed" in text) == any(kill[:4] in ("step", "save", "clos") for kill in kills[1:])
+    check(tmp_path, undisturbed(processes))
