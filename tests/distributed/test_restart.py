@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -103,3 +104,21 @@ def test_killed_ranks_are_restarted(
     text = finish(tmp_path, [launch(tmp_path, agent, kills)], kills)
     assert ("resumed" in text) == any(kill[:4] in ("step", "save", "clos") for kill in kills[1:])
     check(tmp_path, undisturbed(processes))
+
+
+def agents(folder: Path, kills: Sequence[str], endpoint: str) -> list[subprocess.Popen[str]]:
+    """Two agents on this machine, whose processes take each other to be on another host."""
+    common = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", str(len(kills)), "--rdzv-id", "two"]
+    agent = [*common, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    return [launch(folder, agent, kills, FASTPIPE_HOST=host) for host in "ab"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * PATIENCE)
+def test_two_agents_restart_together(undisturbed: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """Each counts its own restarts: both kills are of the agent that did not see the other one."""
+    kills = ["step1:1", "step4:0"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    finish(tmp_path, agents(tmp_path, kills, f"127.0.0.1:{port}"), kills)
+    check(tmp_path, undisturbed(2))

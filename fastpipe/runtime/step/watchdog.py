@@ -32,14 +32,14 @@ _GRACE_SECONDS = 1.0
 _COLLECTIVES = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
 
-def place_text(program: Program, rank: int, position: int) -> str:
-    """What a rank does at a position of its program, and what it did before."""
+def place_text(program: Program, rank: int, position: int, where: str = "") -> str:
+    """What a rank does at a position of its program, where in its Python, and what it did before."""
     instructions = program[rank]
     before = " ".join(_short(it) for it in list(instructions)[max(0, position - RECENT) : position])
     after = f"; before that: {before}" if before else ""
     if position >= len(instructions):
         return f"at the end of its program{after}"
-    return f"at {position} of {len(instructions)}: {_doing(program, rank, instructions[position])}{after}"
+    return f"at {position} of {len(instructions)}: {_doing(program, rank, instructions[position])}{where}{after}"
 
 
 def _doing(program: Program, rank: int, it: Instruction) -> str:
@@ -125,9 +125,9 @@ class Watchdog:
     def look(self) -> None:
         """Report if this call, or the time since the last one, is too long. Called by the thread."""
         since, phase, step = self._since, self.phase, self._step
-        if time.monotonic() - since < self._due:
+        if (seconds := time.monotonic() - since) < self._due:
             return
-        self._due *= 2
+        self._due = 2 * seconds
         self._control.put_place(step, bool(phase), self._text())
         if not phase or self._stop.wait(min(_GRACE_SECONDS, self._warn_after / 4)) or since != self._since:
             return
@@ -177,7 +177,7 @@ class Watchdog:
         if not self.phase:
             return f"has been between two steps for {seconds:.0f} s{where}"
         for rank, program, position in self._running():
-            return f"is {place_text(program, rank, position)}{where}"
+            return f"is {place_text(program, rank, position, where)}"
         return f"{self.phase}, for {seconds:.0f} s{where}"
 
     def _where(self) -> str:
