@@ -7,17 +7,15 @@ what a rank does, for which message of which rank it waits, and what it did befo
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from fastpipe.program import ChannelKind, Instruction, Op, Program
-from fastpipe.runtime.common import ForkGuard, logged
+from fastpipe.runtime.common import ForkGuard, logged, torch_private
 from fastpipe.runtime.coordination import Control
 
 if TYPE_CHECKING:
@@ -182,11 +180,8 @@ class Watchdog:
 
     def _where(self) -> str:
         """The line of Python that the calling thread executes."""
-        frame = sys._current_frames().get(self._thread_id)
-        if frame is None:
-            return ""
-        last = traceback.extract_stack(frame, limit=1)[-1]
-        return f" ({last.filename}:{last.lineno} in {last.name})"
+        line = torch_private.line_of_thread(self._thread_id)
+        return line and f" ({line})"
 
 
 def _watch(watchdog: weakref.ref[Watchdog], stop: threading.Event, warn_after: float) -> None:
