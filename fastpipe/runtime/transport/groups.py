@@ -195,10 +195,11 @@ def _make_group(device: torch.device, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size > 1 and shares_store():
+        c10d: Any = dist
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
         def join() -> Any:
-            store = distributed_c10d.TCPStore(*place, size, is_master=False, timeout=limit)
+            store = c10d.TCPStore(*place, size, is_master=False, timeout=limit)
             check_job(store, decides=rank == 0)
             return distributed_c10d.PrefixStore(name_attempt(store, rank, size, timeout), store)
 
