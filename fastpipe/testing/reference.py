@@ -424,7 +424,7 @@ class Fault(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, or the fault."""
         if not self.backward:
-            fault = self._due()
+            fault = self._count()
             output = self.module(*args, **kwargs)
             replaced = None if fault is None else fault(output)
             return output if replaced is None else replaced
@@ -435,10 +435,10 @@ class Fault(nn.Module):
         return output
 
     def _in_backward(self, grad: torch.Tensor) -> Any:
-        fault = self._due()
+        fault = self._count()
         return None if fault is None else fault(grad)
 
-    def _due(self) -> Callable[[Any], Any] | None:
+    def _count(self) -> Callable[[Any], Any] | None:
         """The function of this call; raises the exception if it is one."""
         self.calls += 1
         if self.calls - 1 != self.at_call:
