@@ -54,21 +54,20 @@ def imported(path: Path) -> Iterator[tuple[str, ...]]:
                 yield whole if is_module else parts
 
 
-def packages() -> dict[str, tuple[int, int, set[str]]]:
-    """By package its files, its lines and the packages it imports."""
-    found: dict[str, tuple[int, int, set[str]]] = {}
+def packages() -> dict[str, set[str]]:
+    """By package those that it imports."""
+    found: dict[str, set[str]] = {}
     for path in sorted(CODE.rglob("*.py")):
         parts = path.relative_to(CODE).with_suffix("").parts
         own = package_of(parts[:-1] if parts[-1] == "__init__" else parts)
         if parts in (("__init__",), ("__main__",), ("bounds",), ("formulas",)):  # the public names, from everywhere
             continue
-        files, lines, uses = found.get(own, (0, 0, set()))
-        uses |= {package_of(other) for other in imported(path) if other} - {own}
-        found[own] = files + 1, lines + len(path.read_text().splitlines()), uses
+        uses = {package_of(other) for other in imported(path) if other} - {own}
+        found[own] = found.get(own, set()) | uses
     return found
 
 
-def levels(found: dict[str, tuple[int, int, set[str]]]) -> dict[str, int]:
+def levels(found: dict[str, set[str]]) -> dict[str, int]:
     """How far each package is from those that import none.
 
     Raises:
@@ -76,10 +75,10 @@ def levels(found: dict[str, tuple[int, int, set[str]]]) -> dict[str, int]:
     """
     level: dict[str, int] = {}
     while len(level) < len(found):
-        ready = [p for p, (*_, uses) in found.items() if p not in level and uses <= level.keys()]
+        ready = [p for p, uses in found.items() if p not in level and uses <= level.keys()]
         if not ready:
             raise ValueError(f"packages import each other in a circle: {sorted(found.keys() - level.keys())}")
-        level |= {p: max((level[other] + 1 for other in found[p][2]), default=0) for p in ready}
+        level |= {p: max((level[other] + 1 for other in found[p]), default=0) for p in ready}
     return level
 
 
@@ -88,11 +87,10 @@ def table() -> str:
     found = packages()
     level = levels(found)
     order = sorted(found, key=lambda package: (-level[package], package))
-    lines = ["| package | files | lines | imports |", "|---|---:|---:|---|"]
+    lines = ["| package | imports |", "|---|---|"]
     for package in order:
-        files, count, uses = found[package]
-        listed = ", ".join(other for other in order if other in uses)
-        lines.append(f"| {package} | {files} | {count:,} | {listed or 'nothing'} |")
+        listed = ", ".join(other for other in order if other in found[package])
+        lines.append(f"| {package} | {listed or 'nothing'} |")
     return "\n".join(lines)
 
 

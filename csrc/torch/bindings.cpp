@@ -369,6 +369,7 @@ void bind_executor(py::module_& m) {
            py::arg("drain") = false)
       .def("fail", &Runner::fail)
       .def("forget_failure", &Runner::forget_failure)
+      .def("position", &Runner::position)
       .def("check", &Runner::check)
       .def("deferred", &deferred)
       .def_property_readonly("broken", &Runner::broken);

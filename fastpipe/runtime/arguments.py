@@ -192,6 +192,7 @@ class ExecutionArguments:
     forward_context: ContextFactory | None
     backward_context: ContextFactory | None
     cuda_graph: bool
+    warn_after: float | None = None
 
     def check(self) -> None:
         """Check what does not depend on the model.
@@ -200,6 +201,7 @@ class ExecutionArguments:
             ValueError: naming the argument.
         """
         check_overlap(self.overlap)
+        self.checked_warn_after()
         _check_switch("cuda_graph", self.cuda_graph)
 
     def checked_timeout(self) -> float:
@@ -212,6 +214,19 @@ class ExecutionArguments:
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
             raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
         return min(timeout, _LONGEST)
+
+    def checked_warn_after(self) -> float:
+        """The seconds after which a step is reported.
+
+        Raises:
+            ValueError: for an invalid number, with what to give.
+        """
+        seconds = self.warn_after
+        if seconds is None:
+            return min(60.0, self.checked_timeout() / 10)
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+            raise ValueError(f"warn_after = {seconds!r}: give seconds, more than 0, or None")
+        return float(seconds)
 
     def pipeline_group(self) -> Any:
         """The pipeline's processes: ``group``, or dimension ``"pp"`` of the mesh; None for all.

@@ -130,6 +130,7 @@ def find_world(arguments: Arguments) -> World:
     member = valid(lambda: membership(group_of(model.stages) if group is None else group, device, timeout), None)
     if member is None:  # the error is raised when all processes have been told
         member = membership(None, device, timeout)
+    valid(member.check_job, None)
     store = member.store() if member.size > 1 else None
     here = ranks_per_host(timeout)
     control: Control = Alone()
@@ -403,7 +404,16 @@ def make_engine(
     )
     forward_only = not programs.has_backward(num_microbatches)
     settings = arguments.batch.settings(device, world.cores)
-    steps = Steps(settings, programs, ranks, world.control, replicas, random, forward_only=forward_only)
+    steps = Steps(
+        settings,
+        programs,
+        ranks,
+        world.control,
+        replicas,
+        random,
+        forward_only=forward_only,
+        warn_after=execution.checked_warn_after(),
+    )
     # a barrier: no rank waits in a step for one whose construction failed
     world.control.exchange("joining", {})
     return Engine(steps, policy, refusal)

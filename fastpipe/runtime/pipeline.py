@@ -46,6 +46,7 @@ from fastpipe.runtime.step import (
     Request,
     Rules,
     StepResult,
+    Watchdog,
     clip_grad_norm,
     gather,
 )
@@ -130,6 +131,8 @@ class Pipeline:
         forward_context: a function that gets the value of `fastpipe.current` and returns a context manager, entered
             for every F (the module and its loss).
         backward_context: the same for every B, I and W.
+        warn_after: seconds after which a step that has not ended is reported in the log, with what each rank does and
+            whom it waits for. Default: a tenth of `timeout`, at most 60. ``float("inf")`` reports nothing.
         cuda_graph: record a CUDA graph of a step per signature of its inputs, and replay it. Steps that cannot be
             recorded run without; `describe` gives the reason. See docs/training.md for its effects.
 
@@ -180,6 +183,7 @@ class Pipeline:
         grad_dtype: torch.dtype | None = None,
         fused_weight_grad: bool = False,
         cuda_graph: bool = False,
+        warn_after: float | None = None,
     ) -> None:
         arguments = Arguments(
             ModelArguments(
@@ -190,7 +194,16 @@ class Pipeline:
             ),
             BatchArguments(loss_fn, loss_reduction, metrics, split, merge, rng),
             ExecutionArguments(
-                executor, transport, timeout, group, mesh, overlap, forward_context, backward_context, cuda_graph
+                executor,
+                transport,
+                timeout,
+                group,
+                mesh,
+                overlap,
+                forward_context,
+                backward_context,
+                cuda_graph,
+                warn_after,
             ),
         )
         world = find_world(arguments)
@@ -222,7 +235,8 @@ class Pipeline:
         self._steps, self._stages, self._ties = engine.steps, local.stages, local.ties
         self.stage_modules = local.modules
         self._follow(programs, num_microbatches)
-        self._finalizer = weakref.finalize(self, _close, self._world.control, engine.steps.ranks, ForkGuard())
+        closed = engine.steps.watchdog, self._world.control, engine.steps.ranks
+        self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
 
     def _follow(self, programs: Programs, num_microbatches: int) -> None:
         self._programs, self.num_microbatches = programs, num_microbatches
@@ -552,6 +566,7 @@ class Pipeline:
         model = replace(model, stages=pieces, tied=present.declared_ties)
         step_count = self._steps.random.step_count
         self._finalizer.detach()
+        self._steps.watchdog.close()
         self._steps.ranks.retire()
         local = build_stages(replace(model, data_parallel=None), self.loss_fn, schedule, self._build, self._world)
         self._start(model, local, programs, schedule.num_microbatches)
@@ -589,7 +604,8 @@ class Pipeline:
         )
 
 
-def _close(control: Control, ranks: LocalRanks, guard: ForkGuard) -> None:
+def _close(watchdog: Watchdog, control: Control, ranks: LocalRanks, guard: ForkGuard) -> None:
     if guard.here:
+        watchdog.close()
         control.close()
         ranks.close()

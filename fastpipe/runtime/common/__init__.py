@@ -14,6 +14,7 @@ from fastpipe.runtime.common.devices import (
 )
 from fastpipe.runtime.common.failure import (
     DIED,
+    MAX_TEXT,
     Failure,
     FailureError,
     cause_text,
@@ -73,6 +74,7 @@ __all__ = [
     "ForkGuard",
     "Interrupts",
     "LOOK_SECONDS",
+    "MAX_TEXT",
     "Patience",
     "PatientStore",
     "ReentrancyGuard",

@@ -95,6 +95,10 @@ class Executor(ABC):
         """Drain the current or next step, which failed on another rank; from any thread."""
 
     @abstractmethod
+    def position(self) -> int:
+        """The position of the step in the program, from any thread; its length between steps."""
+
+    @abstractmethod
     def forget_failure(self) -> None:
         """Before a step: clear a `fail` that came after the end of the last one."""
 

@@ -101,6 +101,10 @@ class NativeExecutor(Executor):
             self.stages[index].has_split = True
             self.stages[index].peak_held_bytes = held
 
+    def position(self) -> int:
+        """See `Executor.position`."""
+        return int(self._native.position())
+
     def fail(self) -> None:
         """See `Executor.fail`."""
         self._native.fail()

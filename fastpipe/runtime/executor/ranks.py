@@ -68,6 +68,7 @@ class LocalRanks:
 
     Attributes:
         device_events: events of the work that these ranks enqueue on the device.
+        failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class LocalRanks:
         self._executors: dict[int, list[Executor]] = {}
         self._programs: list[Program] = []
         self._current: Sequence[Executor] = ()
+        self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
@@ -149,7 +151,7 @@ class LocalRanks:
         ``error`` is a failure of this process before the step: it is published, and the program is drained.
         """
         with self._lock:
-            self._outcome = Outcome()
+            self._outcome, self.failed_at = Outcome(), []
             for executor in self._executors[id(program)]:
                 executor.forget_failure()
             self._current = self._executors[id(program)]
@@ -213,8 +215,17 @@ class LocalRanks:
     def fail(self) -> None:
         """Drain the current step, which failed on another rank; from any thread."""
         with self._lock:  # for the whole loop, as otherwise the next step could begin
+            self._note_positions()
             for executor in self._current:
                 executor.fail()
+
+    def places(self) -> list[tuple[int, Program, int]]:
+        """The local ranks that run a step, with its program and their positions."""
+        return [(executor.rank, executor.program, executor.position()) for executor in tuple(self._current)]
+
+    def _note_positions(self) -> None:
+        """Note where the local ranks are, before the rest of the step is drained. With the lock held."""
+        self.failed_at = self.failed_at or self.places()
 
     def interrupt(self) -> None:
         """`fail` from a signal handler: without the lock, which the interrupted thread may hold."""
@@ -234,6 +245,7 @@ class LocalRanks:
             executor.close()
         self._executors.clear()
         self._programs.clear()
+        self.failed_at = []
 
     def retire(self) -> None:
         """Drop all programs and end the threads; the transport stays open."""
@@ -308,6 +320,7 @@ class LocalRanks:
 
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:
+            self._note_positions()
             # a peer lost while a failed step is drained replaces its failure, as it is fatal
             previous = self._outcome.failure
             if previous is None or (failure.is_fatal and not previous.is_fatal):

@@ -30,6 +30,7 @@ from fastpipe.runtime.step.result import (
     weights_of,
 )
 from fastpipe.runtime.step.steps import Settings, Steps
+from fastpipe.runtime.step.watchdog import Watchdog
 
 __all__ = [
     "GradNorms",
@@ -43,6 +44,7 @@ __all__ = [
     "StepResult",
     "Steps",
     "Values",
+    "Watchdog",
     "added_by_name",
     "check_reduction",
     "check_rules",

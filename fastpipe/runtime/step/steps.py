@@ -62,6 +62,7 @@ from fastpipe.runtime.step.result import (
     unpack_spans,
     weights_of,
 )
+from fastpipe.runtime.step.watchdog import Watchdog, places_text
 
 logger = logging.getLogger("fastpipe")
 
@@ -172,8 +173,10 @@ class Steps:
         replicas: handles stages that two ranks hold.
         random: the random numbers of the stages.
         forward_only: whether the schedule has no backward.
+        warn_after: seconds after which a step is reported that has not ended.
 
     Attributes:
+        watchdog: reports where the ranks are.
         stages: the local stages.
         announced: input signatures whose shapes are not announced again, and their numbers for transports.
         loss_scale: returns the factor of the backward's roots; None without scaling.
@@ -191,6 +194,7 @@ class Steps:
         random: RandomNumbers,
         *,
         forward_only: bool,
+        warn_after: float = float("inf"),
     ) -> None:
         self.settings = settings
         self.plans = plans
@@ -210,6 +214,7 @@ class Steps:
         self._outputs = OutputExchange(control, settings.device, ranks.device_events)
         control.on_loss(self._lost)
         self._has_noted_split = False
+        self.watchdog = Watchdog(control, ranks, warn_after)
         self._interrupts = Interrupts(ranks.interrupt)
         self._calls = ReentrancyGuard()
 
@@ -247,7 +252,7 @@ class Steps:
                 self._lossless.clear()
             self._lossless.add(signature)
             return self._run(_replayed(request, inputs), trace)
-        self._raise_failure(outcome, replies)
+        self._raise_failure(program, outcome, replies)
         self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
@@ -259,11 +264,13 @@ class Steps:
             raise self.broken.error()
         self.reported = None
         self.control.begin(self._failed_elsewhere)
+        self.watchdog.begin()
         try:
             yield
         except FailureError as error:
             self.abort(error.failure, error)
         finally:
+            self.watchdog.end()
             self.control.end()
 
     @contextlib.contextmanager
@@ -288,6 +295,7 @@ class Steps:
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
         """Exchange the outcomes, and sum the gradients of stages that two ranks hold."""
+        self.watchdog.phase = "has run the step, and waits for the outcome of the other ranks"
         try:
             report = self._report(outcome, trace)
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
@@ -303,8 +311,11 @@ class Steps:
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         """End this pipeline with a fatal failure, and raise it."""
+        error = failure.error()
+        if not isinstance(self.control, Alone):
+            error.add_note(self.watchdog.last_report())
         self._break(failure)
-        raise failure.error() from cause
+        raise error from cause
 
     def _break(self, failure: Failure) -> None:
         self.broken = failure
@@ -385,6 +396,7 @@ class Steps:
                 error = found
             replies = self._agree(message, error, f"failed in {call}")
             if then is not None:
+                self.watchdog.phase = f"is in {call}"
                 then(replies)
             return replies
 
@@ -469,6 +481,7 @@ class Steps:
         signature: tuple[Any, ...],
         trace: bool,
     ) -> Outcome:
+        self.watchdog.phase = "runs the step"
         announce = signature not in self.announced
         number = self._number(signature)
         error: BaseException | None = None
@@ -537,6 +550,8 @@ class Steps:
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         reply: Reply = {}
+        if self.ranks.failed_at:
+            reply["positions"] = [(rank, position) for rank, _, position in self.ranks.failed_at]
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
@@ -547,7 +562,7 @@ class Steps:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
 
-    def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
+    def _raise_failure(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> None:
         """Raise the step's failure, if any: the original exception on the rank of origin, StepError elsewhere."""
         # causes first: ranks that missed messages after another failure report only the consequence
         failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in replies if key in reply]
@@ -560,14 +575,21 @@ class Steps:
         if fatal:
             self.abort(fatal[0], outcome.error)
         self._release()
+        positions = {rank: position for reply in replies for rank, position in reply.get("positions", [])}
+        note = places_text(program, positions)
+        elsewhere = failures[0].error()
+        if positions:
+            elsewhere.add_note(note)
         if outcome.error is None or outcome.failure is None:
-            raise failures[0].error()
+            raise elsewhere
         is_first = outcome.first is None or outcome.first.rank in self.ranks.stages
         if not is_first or isinstance(outcome.error, FailureError):
             # after a failure elsewhere this rank computed on placeholders
-            raise failures[0].error() from outcome.error
+            raise elsewhere from outcome.error
         with contextlib.suppress(Exception):  # a user's exception type may refuse notes
             outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
+            if positions:
+                outcome.error.add_note(note)
         error, outcome.error = outcome.error, None
         try:
             raise error
