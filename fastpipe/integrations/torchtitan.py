@@ -10,18 +10,15 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 import fastpipe
 
-SCHEDULES = {
-    "interleaved1f1b": "interleaved_1f1b",
-    "loopedbfs": "looped_bfs",
-    "interleavedzerobubble": "interleaved_zb",
-    "zbvzerobubble": "zbv",
-}
+SCHEDULES = {"interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zb"}
+SCHEDULES |= {"loopedbfs": "looped_bfs", "zbvzerobubble": "zbv"}
 """torch's names of schedules, where fastpipe's differ."""
 
 
@@ -39,7 +36,7 @@ class PipelineSchedule:
 
     def _loss(self, output: Any, target: Any) -> Any:
         loss = self._loss_fn(output, target, **self._loss_kwargs)
-        return loss[0] if isinstance(loss, tuple) else loss  # 0.3 returns metrics, too, and drops them in pipelines
+        return loss[0] if isinstance(loss, tuple) else loss  # 0.3's metrics are dropped in its own pipelines, too
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Forward and backward, with the arguments of torch's schedules."""
@@ -60,11 +57,9 @@ class PipelineSchedule:
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
-        return_outputs: bool = False,
+        return_outputs: bool = False,  # by torch's default True; none are kept
         **kwargs: Any,
     ) -> None:
-        if return_outputs:
-            raise ValueError("return_outputs = True: outputs are not kept; leave it out")
         self._loss_kwargs = loss_kwargs or {}
         if arg_mbs:
             args = [list(values) for values in zip(*arg_mbs, strict=True)]
@@ -85,20 +80,17 @@ def pipeline(
     loss_fn: Any = None,
     **configs: Any,
 ) -> tuple[PipelineSchedule, list[nn.Module], bool, bool]:
-    """Cut a model, also one on the meta device, with the arguments and the result of a ``pipelining_fn`` of torchtitan.
-
-    Args:
-        model: its forward skips children that are None, and layers that its ModuleDicts have not.
-        configs: of 0.3, instead of ``job_config``: ``parallelism``, ``training``, and others for ``parallelize_fn``.
+    """Cut a model, also on the meta device, as a ``pipelining_fn`` of torchtitan; ``configs`` instead of ``job_config``
+    are 0.3's. The model's forward skips children that are None, and layers that its ModuleDicts have not.
 
     Raises:
         ValueError: naming an option of the configuration, or a child of the model.
     """
     configs.pop("model_config", None)
     settings = {"job_config": job_config} if job_config else configs
-    parallelism, training = (getattr(job_config, name, configs.get(name)) for name in ("parallelism", "training"))
-    layers = _layers(model, parallelism)
-    schedule, names = _schedule(parallelism, training.local_batch_size, parallel_dims.pp, layers)
+    config = job_config or SimpleNamespace(**configs)
+    layers = _layers(model, config.parallelism)
+    schedule, names = _schedule(config.parallelism, config.training.local_batch_size, parallel_dims.pp, layers)
     mesh, parts = parallel_dims.get_mesh("pp"), {}
     for index in schedule.placement.stages_of(mesh.get_local_rank()):
         part = _part(model, layers.keys() - set(names[index]))
@@ -111,10 +103,10 @@ def pipeline(
 
 
 def _layers(model: nn.Module, parallelism: Any) -> dict[str, int]:
-    """What stages have or have not, in the order of the forward, with what torchtitan counts each as."""
-    first = parallelism.pipeline_parallel_first_stage_less_layers
+    """What stages have or have not, in the order of the forward, with the layers that torchtitan counts each as."""
     last = parallelism.pipeline_parallel_last_stage_less_layers
-    costs, found = {"tok_embeddings": first, "norm": 0, "output": last, "lm_head": last}, {}
+    costs = {"norm": 0, "output": last, "lm_head": last}
+    costs["tok_embeddings"], found = parallelism.pipeline_parallel_first_stage_less_layers, {}
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleDict):
             found.update({f"{name}.{key}": 1 for key in child})
@@ -130,8 +122,6 @@ def _schedule(
 ) -> tuple[fastpipe.Schedule, Sequence[Sequence[str]]]:
     """The schedule, and the names of what each of its stages has."""
     rows, names = parallelism.pipeline_parallel_microbatch_size, parallelism.module_fqns_per_model_part
-    if batch_size % rows:
-        raise ValueError(f"local_batch_size = {batch_size}: no multiple of pipeline_parallel_microbatch_size = {rows}")
     per_stage, name = parallelism.pipeline_parallel_layers_per_stage, parallelism.pipeline_parallel_schedule.lower()
     count = len(names) if names else math.ceil(sum(layers.values()) / per_stage) if per_stage else None
     if path := parallelism.pipeline_parallel_schedule_csv:
@@ -146,20 +136,14 @@ def _schedule(
     stages = schedule.num_stages
     names = names or [[list(layers)[i] for i in cut] for cut in fastpipe.partition([*layers.values()], stages)]
     if count not in (None, stages) or {layer for part in names for layer in part} != layers.keys():
-        raise ValueError(
-            f"module_fqns_per_model_part, pipeline_parallel_layers_per_stage: {schedule.name} over {num_ranks} ranks has "
-            f"{stages} stages, not {count}; give as many parts, of {list(layers)}"
-        )
+        text = "module_fqns_per_model_part, pipeline_parallel_layers_per_stage"
+        raise ValueError(f"{text}: {schedule.name} has {stages} stages, not {count}; give as many, of {list(layers)}")
     return schedule, names
 
 
-def _part(model: nn.Module, absent: set[str]) -> nn.Module:
+def _part(model: nn.Module, absent: set[str]) -> Any:
     """A copy without these layers; parameters keep their names."""
     part: Any = copy.deepcopy(model)
-    for name in absent:
-        parent, _, key = name.rpartition(".")
-        if parent:
-            del part.get_submodule(parent)[key]
-        else:
-            setattr(part, key, None)
+    for parent, _, key in (name.rpartition(".") for name in absent):
+        part.get_submodule(parent).pop(key) if parent else setattr(part, key, None)
     return part

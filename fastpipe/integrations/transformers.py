@@ -1,7 +1,9 @@
 """Hugging Face's Trainer over a pipeline: its loop, arguments, data, schedules and logs.
 
-The mixin replaces what the Trainer does to a model: its step, the norm of its gradients, evaluation, and checkpoints.
+Replaced is what the Trainer does to a model: its step, the norm of its gradients, evaluation, and checkpoints.
 """
+# the Trainer is typed in part only
+# mypy: disable-error-code="misc, override, attr-defined, no-untyped-call"
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from accelerate.data_loader import prepare_data_loader
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import Trainer
 
 import fastpipe
@@ -24,8 +26,8 @@ REFUSED = ("fp16", "torch_compile", "deepspeed", "fsdp", "label_smoothing_factor
 REPLACED = ("_clip_grad_norm", "_get_grad_norm", "_load_optimizer_and_scheduler", "_save_optimizer_and_scheduler")
 
 
-class PipelineMixin:
-    """For a Trainer: ``class MyTrainer(PipelineMixin, Trainer)``.
+class PipelineTrainer(Trainer):
+    """`transformers.Trainer` over a pipeline; ``class Mine(PipelineTrainer, Other)`` for a Trainer of another kind.
 
     Args:
         pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv",
@@ -103,7 +105,9 @@ class PipelineMixin:
         else:
             self._scale = self._num_tokens(inputs["labels"]) / float(num_items_in_batch)
         with self.compute_loss_context_manager():
-            return self.pipe.step(**inputs).loss.to(self.args.device)
+            loss = self.pipe.step(**inputs).loss
+        assert loss is not None
+        return loss.to(self.args.device)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Loss, logits and labels of a batch, in every process."""
@@ -131,7 +135,7 @@ class PipelineMixin:
         extra = {"scheduler": self.lr_scheduler.state_dict()} if resumes else None
         fastpipe.save_checkpoint(folder / FOLDER, self.pipe, optimizer, extra=extra)
         if self.args.should_save and self.args.world_size > 1:  # this process has an older state of others' stages
-            dcp.load({"model": self.model.state_dict()}, checkpoint_id=folder / FOLDER, no_dist=True)
+            load({"model": self.model.state_dict()}, checkpoint_id=folder / FOLDER, no_dist=True)
         super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -142,7 +146,3 @@ class PipelineMixin:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             extra = fastpipe.load_checkpoint(Path(checkpoint) / FOLDER, self.pipe, optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
-
-
-class PipelineTrainer(PipelineMixin, Trainer):
-    """`transformers.Trainer` over a pipeline."""
