@@ -67,7 +67,8 @@ def test_lightning_has_the_same_losses_in_one_process_and_in_two_and_goes_on(tmp
 
 
 @needs_lightning
-def test_lightning_s_strategy_says_what_it_needs() -> None:
+def test_lightning_s_strategy_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as it does when it is imported
     from fastpipe.integrations.lightning import PipelineStrategy
 
     strategy = PipelineStrategy()
