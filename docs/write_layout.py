@@ -46,6 +46,8 @@ def imported(path: Path) -> Iterator[tuple[str, ...]]:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import) and any(name.name == "fastpipe" for name in node.names):
+            yield ("runtime",)  # all public names, of which the Pipeline is on top
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fastpipe":
             parts = tuple(node.module.split(".")[1:])
             for name in node.names:
