@@ -12,14 +12,11 @@ import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fastpipe.program import ChannelKind, Instruction, Op, Program
 from fastpipe.runtime.common import ForkGuard, logged, torch_private
 from fastpipe.runtime.coordination import Control
-
-if TYPE_CHECKING:
-    from fastpipe.runtime.executor import LocalRanks
+from fastpipe.runtime.executor import LocalRanks
 
 logger = logging.getLogger("fastpipe")
 RECENT = 10
