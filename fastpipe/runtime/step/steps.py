@@ -36,7 +36,7 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.data_parallel import listed
 from fastpipe.runtime.executor import LocalRanks, Outcome
-from fastpipe.runtime.model import StageCopies, check_told, flags_of
+from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
 from fastpipe.runtime.step.inputs import (
     Inputs,
@@ -144,6 +144,7 @@ class Steps:
         control: the connection to the other processes.
         replicas: handles stages that two ranks hold.
         random: the random numbers of the stages.
+        unfilled: the stages of a pipeline that was built on meta, until its first step.
         forward_only: whether the schedule has no backward.
 
     Attributes:
@@ -162,6 +163,7 @@ class Steps:
         control: Control,
         replicas: StageCopies,
         random: RandomNumbers,
+        unfilled: Unfilled | None = None,
         *,
         forward_only: bool,
     ) -> None:
@@ -171,6 +173,7 @@ class Steps:
         self.control = control
         self.replicas = replicas
         self.random = random
+        self.unfilled = unfilled
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.announced: dict[tuple[Any, ...], int] = {}
@@ -298,6 +301,7 @@ class Steps:
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
             message["told"] = self.replicas.prepare()
+            self.check_filled()
             self.plans.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
@@ -320,7 +324,26 @@ class Steps:
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
         self.replicas.agreed()
+        if self.unfilled is not None:
+            self._use_values()
         return inputs, replies
+
+    def check_filled(self) -> None:
+        """Refuse to use stages that were built on meta and have no values.
+
+        Raises:
+            ValueError: naming the tensor and the remedy.
+        """
+        if self.unfilled is not None:
+            self.unfilled.check()
+
+    def _use_values(self) -> None:
+        """Begin to use stages that now have values on all ranks."""
+        for stage in self.stages:
+            if stage.grad_dtype is not None:
+                set_grad_dtype(stage.module, stage.grad_dtype)
+        self.replicas.equalise(initialised=True)
+        self.unfilled = None
 
     def follow(self, plans: Programs, *, forward_only: bool) -> None:
         """Run other programs on the same stages from the next step on."""
