@@ -36,7 +36,6 @@ from fastpipe.runtime.construction import (
 from fastpipe.runtime.coordination import Control, building
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.describe import describe, pairs_text
-from fastpipe.runtime.executor import LocalRanks
 from fastpipe.runtime.model import (
     NONE,
     Named,
@@ -233,7 +232,8 @@ class Pipeline:
         self._steps, self._stages, self._ties = engine.steps, local.stages, local.ties
         self.stage_modules = local.modules
         self._follow(programs, num_microbatches)
-        self._finalizer = weakref.finalize(self, _close, self._world.control, engine.steps.ranks, ForkGuard())
+        # what it holds lives until it is called, so it must not hold the stages
+        self._finalizer = weakref.finalize(self, _close, self._world.control, engine.steps.ranks.closer(), ForkGuard())
 
     def _follow(self, programs: Programs, num_microbatches: int) -> None:
         self._programs, self.num_microbatches = programs, num_microbatches
@@ -635,7 +635,7 @@ class Pipeline:
         )
 
 
-def _close(control: Control, ranks: LocalRanks, guard: ForkGuard) -> None:
+def _close(control: Control, close_ranks: Callable[[], None], guard: ForkGuard) -> None:
     if guard.here:
         control.close()
-        ranks.close()
+        close_ranks()

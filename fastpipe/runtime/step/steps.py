@@ -35,7 +35,7 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.data_parallel import listed
-from fastpipe.runtime.executor import LocalRanks, Outcome
+from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
 from fastpipe.runtime.step.inputs import (
@@ -52,6 +52,7 @@ from fastpipe.runtime.step.microbatch import Rules
 from fastpipe.runtime.step.outputs import OutputExchange, StepOutputs
 from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import MetricRules, Reports, StepResult, Weights, pack_spans, unpack_spans, weights_of
+from fastpipe.runtime.transport import Transport
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
@@ -184,6 +185,8 @@ class Steps:
         self.broken: Failure | None = None
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = OutputExchange(control, settings.device, ranks.device_events)
+        # the watcher's thread holds this, and must not hold the stages
+        self._lost = partial(_lost, ranks.device_events, ranks.transport)
         control.on_loss(self._lost)
         self._interrupts = Interrupts(ranks.interrupt)
         self._calls = ReentrancyGuard()
@@ -520,11 +523,6 @@ class Steps:
         if failure.is_fatal:
             self._lost(failure)
 
-    def _lost(self, failure: Failure) -> None:
-        """Called by the watcher, in or between steps: another process ended."""
-        self.ranks.device_events.invalidate(failure)
-        self.ranks.transport.unblock(failure)
-
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         reply: Reply = {}
         if outcome.failure is not None:
@@ -574,6 +572,12 @@ class Steps:
             stage.end()
         reports = Reports(parts, weights, self.settings.metrics, program.num_microbatches)
         return StepResult(parts, found, self.settings.merge, program, spans, reports)
+
+
+def _lost(events: DeviceEvents, transport: Transport, failure: Failure) -> None:
+    """Called by the watcher, in or between steps: another process ended."""
+    events.invalidate(failure)
+    transport.unblock(failure)
 
 
 def _call_text(request: Request) -> str:
