@@ -23,7 +23,7 @@ from tests.distributed.ranks import GroupOf
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
-from tests.runtime.test_leaks import Raising
+from tests.runtime.test_leaks import Raising, leaves_nothing_of_a_kept_exception
 
 MOST = 8
 HOSTS = "abbaabba"
@@ -156,3 +156,8 @@ def test_nothing_grows_in_many_steps(executor: str, transport: str, num_steps: i
         grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
         assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
         assert after - before < 3000
+
+
+def test_a_layer_that_keeps_its_exception_keeps_no_pipeline(executor: str, group_of: GroupOf) -> None:
+    for keeping in (1, 2):
+        assert group_of(2).run(leaves_nothing_of_a_kept_exception, executor, None, keeping) == [True, True]

@@ -235,6 +235,10 @@ class RecordedRanks(LocalRanks):
         self._counts.clear()
         super().forget()
 
+    def _outliving(self) -> Sequence[dict[Any, Any]]:
+        """See `LocalRanks`."""
+        return (self._recorded,)
+
     def run(
         self,
         program: Program,

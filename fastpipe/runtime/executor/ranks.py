@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,7 +121,7 @@ class LocalRanks:
         self._programs.append(program)
         executors = [self._make_executor(program, rank) for rank in self.stages]
         self._executors[id(program)] = executors
-        self.device_events.add_checks(executor.check for executor in executors)
+        self.device_events.add_checks(check for executor in executors for check in executor.checks)
 
     def _make_executor(self, program: Program, rank: int) -> Executor:
         def on_failure(position: int, error: BaseException) -> None:
@@ -253,16 +255,18 @@ class LocalRanks:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 
-    def close(self) -> None:
-        """End the threads and the transport."""
-        # first of all, as ending the transport unblocks waiting streams
-        cause = "the pipeline was closed before its device was done; read the loss before that"
-        done = self.device_events.close(Failure(self.first, cause), _CLOSING_SECONDS)
-        self.retire()
-        if done:
-            self.transport.close()
-        else:
-            self.transport.abort()
+    def closer(self) -> Callable[[], None]:
+        """A function that ends the threads and the transport.
+
+        It does not hold the stages: a layer may hold the pipeline, for example by an exception that it raised and kept.
+        If Python collects such a cycle, the executors go with it; otherwise the function drops them.
+        """
+        held = self._outliving()
+        return partial(_close, weakref.ref(self), self.device_events, self._pool, self.transport, self.first, held)
+
+    def _outliving(self) -> Sequence[dict[Any, Any]]:
+        """What must be dropped before the transport ends."""
+        return ()
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = ThreadState(self.device)
@@ -325,6 +329,31 @@ class LocalRanks:
             previous = self._outcome.failure
             if previous is None or (failure.is_fatal and not previous.is_fatal):
                 self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
+
+
+def _close(
+    ranks: weakref.ref[LocalRanks],
+    events: DeviceEvents,
+    pool: ThreadPoolExecutor | None,
+    transport: Transport,
+    first: int,
+    held: Sequence[dict[Any, Any]],
+) -> None:
+    # first of all, as ending the transport unblocks waiting streams
+    cause = "the pipeline was closed before its device was done; read the loss before that"
+    done = events.close(Failure(first, cause), _CLOSING_SECONDS)
+    events.drop_checks()
+    for one in held:
+        one.clear()
+    here = ranks()
+    if here is not None:
+        here.forget()
+    if pool is not None:
+        pool.shutdown(wait=False)
+    if done:
+        transport.close()
+    else:
+        transport.abort()
 
 
 def failure_at(

@@ -30,7 +30,7 @@ from fastpipe.runtime.step.result import (
     weights_of,
 )
 from fastpipe.runtime.step.steps import Settings, Steps
-from fastpipe.runtime.step.watchdog import Watchdog
+from fastpipe.runtime.step.watchdog import WatchdogThread
 
 __all__ = [
     "GradNorms",
@@ -44,7 +44,7 @@ __all__ = [
     "StepResult",
     "Steps",
     "Values",
-    "Watchdog",
+    "WatchdogThread",
     "added_by_name",
     "check_reduction",
     "check_rules",

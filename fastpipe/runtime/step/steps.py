@@ -37,8 +37,8 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.data_parallel import listed
-from fastpipe.runtime.executor import LocalRanks, Outcome
-from fastpipe.runtime.model import StageCopies, check_told, flags_of
+from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
+from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
 from fastpipe.runtime.step.inputs import (
     Inputs,
@@ -63,6 +63,7 @@ from fastpipe.runtime.step.result import (
     weights_of,
 )
 from fastpipe.runtime.step.watchdog import Watchdog, places_text
+from fastpipe.runtime.transport import Transport
 
 logger = logging.getLogger("fastpipe")
 
@@ -172,6 +173,7 @@ class Steps:
         control: the connection to the other processes.
         replicas: handles stages that two ranks hold.
         random: the random numbers of the stages.
+        unfilled: the stages of a pipeline that was built on meta, until its first step.
         forward_only: whether the schedule has no backward.
         warn_after: seconds after which a step is reported that has not ended.
 
@@ -192,6 +194,7 @@ class Steps:
         control: Control,
         replicas: StageCopies,
         random: RandomNumbers,
+        unfilled: Unfilled | None = None,
         *,
         forward_only: bool,
         warn_after: float = float("inf"),
@@ -202,6 +205,7 @@ class Steps:
         self.control = control
         self.replicas = replicas
         self.random = random
+        self.unfilled = unfilled
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.announced: dict[tuple[Any, ...], int] = {}
@@ -212,6 +216,8 @@ class Steps:
         self.broken: Failure | None = None
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = OutputExchange(control, settings.device, ranks.device_events)
+        # the watcher's thread holds this, and must not hold the stages
+        self._lost = partial(_lost, ranks.device_events, ranks.transport)
         control.on_loss(self._lost)
         self._has_noted_split = False
         self.watchdog = Watchdog(control, ranks, warn_after)
@@ -337,6 +343,7 @@ class Steps:
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
             message["told"] = self.replicas.prepare()
+            self.check_filled()
             self.plans.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
@@ -359,7 +366,26 @@ class Steps:
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
         self.replicas.agreed()
+        if self.unfilled is not None:
+            self._use_values()
         return inputs, replies
+
+    def check_filled(self) -> None:
+        """Refuse to use stages that were built on meta and have no values.
+
+        Raises:
+            ValueError: naming the tensor and the remedy.
+        """
+        if self.unfilled is not None:
+            self.unfilled.check()
+
+    def _use_values(self) -> None:
+        """Begin to use stages that now have values on all ranks."""
+        for stage in self.stages:
+            if stage.grad_dtype is not None:
+                set_grad_dtype(stage.module, stage.grad_dtype)
+        self.replicas.equalise(initialised=True)
+        self.unfilled = None
 
     def follow(self, plans: Programs, *, forward_only: bool) -> None:
         """Run other programs on the same stages from the next step on."""
@@ -543,11 +569,6 @@ class Steps:
         if failure.is_fatal:
             self._lost(failure)
 
-    def _lost(self, failure: Failure) -> None:
-        """Called by the watcher, in or between steps: another process ended."""
-        self.ranks.device_events.invalidate(failure)
-        self.ranks.transport.unblock(failure)
-
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         reply: Reply = {}
         if self.ranks.failed_at:
@@ -605,6 +626,12 @@ class Steps:
         for stage in self.stages:
             stage.end()
         return StepResult(parts, found, self.settings.merge, program, spans, weights, self.settings.metrics)
+
+
+def _lost(events: DeviceEvents, transport: Transport, failure: Failure) -> None:
+    """Called by the watcher, in or between steps: another process ended."""
+    events.invalidate(failure)
+    transport.unblock(failure)
 
 
 def _call_text(request: Request) -> str:
