@@ -22,7 +22,7 @@ from fastpipe.runtime.executor.executor import Executor, Seconds
 from fastpipe.runtime.executor.native_executor import NativeExecutor
 from fastpipe.runtime.executor.python_executor import PythonExecutor
 from fastpipe.runtime.stage import PairCounts, Stage
-from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.transport import MeshGroups, Transport
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 """Start and end of every instruction, by rank."""
@@ -67,6 +67,7 @@ class LocalRanks:
         several_streams: whether each stage has its own stream.
 
     Attributes:
+        mesh_groups: groups of a mesh in which stages run collectives of their own.
         device_events: events of the work that these ranks enqueue on the device.
     """
 
@@ -89,6 +90,7 @@ class LocalRanks:
         self.pairs = pairs
         self.device = device
         self.device_events = DeviceEvents()
+        self.mesh_groups = MeshGroups()
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
             rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
@@ -223,6 +225,8 @@ class LocalRanks:
 
     def abort(self, failure: Failure) -> None:
         """After the last step: end the connections, so that peers waiting for this process are unblocked."""
+        self.mesh_groups.abort()
+        self.mesh_groups.leave()
         self.device_events.invalidate(failure)
         self.forget()
         self.transport.abort()
@@ -305,6 +309,8 @@ class LocalRanks:
 
     def _publish(self, failure: Failure, error: BaseException) -> None:
         self._note(failure, error, self.publish(failure))
+
+        self.mesh_groups.leave()
 
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:

@@ -234,7 +234,7 @@ class Steps:
         try:
             yield
         except FailureError as error:
-            self.abort(error.failure, error)
+            self.abort(error.failure, error.__cause__ or error)
         finally:
             self.control.end()
 
@@ -268,7 +268,11 @@ class Steps:
         except Exception as error:  # reported as the step's failure
             outcome.fail(error, self.ranks.first)
             report = self._report(outcome, trace)
-        replies = self.control.exchange("end", report)
+        try:
+            replies = self.control.exchange("end", report)
+        except FailureError as error:
+            # on the rank that failed, its own exception says more
+            raise error from outcome.error or error.__cause__
         if request.training and self._has_separate_grads:
             self.replicas.after_step(not any("failure" in reply for reply in replies))
         return replies
@@ -499,6 +503,7 @@ class Steps:
 
     def _lost(self, failure: Failure) -> None:
         """Called by the watcher, in or between steps: another process ended."""
+        self.ranks.mesh_groups.abort()
         self.ranks.device_events.invalidate(failure)
         self.ranks.transport.unblock(failure)
 
