@@ -325,6 +325,9 @@ void bind_transports(py::module_& m) {
       py::arg("link"), py::arg("channels"), py::arg("columns"), py::arg("near"), py::arg("far"));
   m.def("over_copy_engines", &make_copy_engines, py::arg("link"), py::arg("channels"), py::arg("columns"),
         py::arg("device"));
+  m.def(
+      "drop_backends", [](const ProcessGroupPtr& group) { drop_backends(*group); }, py::arg("group"),
+      py::call_guard<py::gil_scoped_release>());
   py::class_<WorkWaits, Waits>(m, "WorkWaits")
       .def(py::init<>())
       .def("lose", &WorkWaits::lose, py::arg("rank"), py::call_guard<py::gil_scoped_release>())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,17 @@ from fastpipe.hardware_queues import why_too_few
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
 from fastpipe.runtime.common import set_grad_dtype, wants_streams
-from fastpipe.runtime.coordination import Alone, Control, Cores, Processes, RanksPerHost, Reply, agree, find_cores
+from fastpipe.runtime.coordination import (
+    Alone,
+    Control,
+    Cores,
+    MeshControl,
+    Processes,
+    RanksPerHost,
+    Reply,
+    agree,
+    find_cores,
+)
 from fastpipe.runtime.data_parallel import check_not_sharded, check_parallel, find_data_parallel, replicate
 from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
@@ -72,6 +82,7 @@ from fastpipe.runtime.step import Programs, Steps, options_with_stages
 from fastpipe.runtime.transport import (
     Loopback,
     Membership,
+    MeshGroups,
     Mixed,
     ProcessGroups,
     SharedMemory,
@@ -137,9 +148,23 @@ def find_world(arguments: Arguments) -> World:
     here = ranks_per_host(timeout)
     control: Control = Alone()
     if store is not None:
-        control = Processes(store, member.rank, member.size, timeout, here, member.identity)
+        pipelines = valid(execution.pipelines, {}) if valid(execution.other_dimensions, {}) else {}
+        control = _control(member, store, timeout, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
     return World(device, timeout, member, here, control, cores, next(iter(errors), None))
+
+
+def _control(
+    member: Membership, store: Any, timeout: float, here: RanksPerHost, pipelines: Mapping[str, tuple[int, ...]]
+) -> Control:
+    """The control of a pipeline, or of one of several pipelines whose stages meet."""
+    if member.ranks not in pipelines.values():
+        return Processes(store, member.rank, member.size, timeout, here, member.identity)
+    first = list(pipelines.values()).index(member.ranks) * member.size
+    ranks = tuple(rank for own in pipelines.values() for rank in own)
+    mesh = replace(member, rank=first + member.rank, size=len(ranks), group=None, ranks=ranks)
+    whole = Processes(mesh.store(), mesh.rank, mesh.size, timeout, here, mesh.identity)
+    return MeshControl(whole, store, list(pipelines), member.size, timeout)
 
 
 @dataclass(frozen=True)
@@ -357,7 +382,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         return Loopback()
     return select_transport(
         execution.chosen_transport,
-        world.control.exchange,
+        world.control.exchange_within,
         replace(world.member, lost=world.control.lost),
         world.device,
         world.timeout,
@@ -397,6 +422,8 @@ def make_engine(
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
     policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams)
+    if dimensions := execution.other_dimensions():
+        policy = PairPolicy(IN_ORDER, f"collectives over {', '.join(dimensions)} must have one order on all ranks")
     runtime = native.load() if executor.__name__ == "NativeExecutor" else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
@@ -416,6 +443,10 @@ def make_engine(
     ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         local.by_rank, executor, transport, world.timeout, world.control.publish, policy.way, device, streams
     )
+    if isinstance(world.control, MeshControl):
+        ranks.mesh_groups = MeshGroups([execution.mesh.get_group(n) for n in execution.other_dimensions()], device)
+        for stage in local.stages:
+            stage.leave_mesh = ranks.mesh_groups.leave
     forward_only = not programs.has_backward(num_microbatches)
     settings = arguments.batch.settings(device, world.cores)
     unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None

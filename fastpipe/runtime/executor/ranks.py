@@ -24,7 +24,7 @@ from fastpipe.runtime.executor.executor import Executor, Seconds
 from fastpipe.runtime.executor.native_executor import NativeExecutor
 from fastpipe.runtime.executor.python_executor import PythonExecutor
 from fastpipe.runtime.stage import PairCounts, Stage
-from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.transport import MeshGroups, Transport
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 """Start and end of every instruction, by rank."""
@@ -69,6 +69,7 @@ class LocalRanks:
         several_streams: whether each stage has its own stream.
 
     Attributes:
+        mesh_groups: groups of a mesh in which stages run collectives of their own.
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
     """
@@ -92,6 +93,7 @@ class LocalRanks:
         self.pairs = pairs
         self.device = device
         self.device_events = DeviceEvents()
+        self.mesh_groups = MeshGroups()
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
             rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
@@ -236,6 +238,8 @@ class LocalRanks:
 
     def abort(self, failure: Failure) -> None:
         """After the last step: end the connections, so that peers waiting for this process are unblocked."""
+        self.mesh_groups.abort()
+        self.mesh_groups.leave()
         self.device_events.invalidate(failure)
         self.forget()
         self.transport.abort()
@@ -321,6 +325,7 @@ class LocalRanks:
 
     def _publish(self, failure: Failure, error: BaseException) -> None:
         self._note(failure, error, self.publish(failure))
+        self.mesh_groups.leave()
 
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:

@@ -383,7 +383,7 @@ class StageLosses:
             return self.attached(microbatch, outputs)
         if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
             if torch.is_grad_enabled():
-                raise NoLoss
+                raise NoLoss("the last stage returned no loss; give loss_fn, or call eval_step")
             self._share_added(microbatch)
             return ()
         if self.loss_fn is not None and work.targets is None:

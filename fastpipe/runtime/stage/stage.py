@@ -70,6 +70,10 @@ class Record:
 _NOTHING = contextlib.nullcontext()
 
 
+def _stay() -> None:
+    """Do nothing."""
+
+
 class Stage:
     """One slice of the model.
 
@@ -96,6 +100,7 @@ class Stage:
         fuses: whether it has a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
         plans: treespecs that it sends and receives, on a device with streams; None elsewhere.
         why_one_tensor: why it may return only one tensor; empty if it may return more.
+        leave_mesh: called on a rank that drains a failed step, before it joins a collective of its replicas.
         bare: whether it was to be wrapped for data parallelism and has no parameters.
         grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
     """
@@ -118,6 +123,7 @@ class Stage:
         self.accepts = accepted_names(unwrapped(module))
         self.plans: TreespecCache | None = None
         self.why_one_tensor = ""
+        self.leave_mesh: Callable[[], None] = _stay
         self.bare = False
         self.grad_dtype: torch.dtype | None = None
         self.fused_weight_grad = False
@@ -410,6 +416,8 @@ class Stage:
 
         A rank on which the step ``failed`` takes part all the same, as its replicas wait.
         """
+        if failed:
+            self.leave_mesh()
         if self.parallel is None:
             return
         if op == Op.UNSHARD:

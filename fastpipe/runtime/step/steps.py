@@ -63,7 +63,7 @@ from fastpipe.runtime.step.result import (
     weights_of,
 )
 from fastpipe.runtime.step.watchdog import Watchdog, places_text
-from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.transport import MeshGroups, Transport
 
 logger = logging.getLogger("fastpipe")
 
@@ -217,7 +217,7 @@ class Steps:
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = OutputExchange(control, settings.device, ranks.device_events)
         # the watcher's thread holds this, and must not hold the stages
-        self._lost = partial(_lost, ranks.device_events, ranks.transport)
+        self._lost = partial(_lost, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._lost)
         self._has_noted_split = False
         self.watchdog = Watchdog(control, ranks, warn_after)
@@ -274,7 +274,7 @@ class Steps:
         try:
             yield
         except FailureError as error:
-            self.abort(error.failure, error)
+            self.abort(error.failure, error.__cause__ or error)
         finally:
             self.watchdog.end()
             self.control.end()
@@ -310,7 +310,11 @@ class Steps:
         except Exception as error:  # reported as the step's failure
             outcome.fail(error, self.ranks.first)
             report = self._report(outcome, trace)
-        replies = self.control.exchange("end", report)
+        try:
+            replies = self.control.exchange("end", report)
+        except FailureError as error:
+            # on the rank that failed, its own exception says more
+            raise error from outcome.error or error.__cause__
         if request.training and self._has_separate_grads:
             self.replicas.after_step(not any("failure" in reply for reply in replies))
         return replies
@@ -628,8 +632,9 @@ class Steps:
         return StepResult(parts, found, self.settings.merge, program, spans, weights, self.settings.metrics)
 
 
-def _lost(events: DeviceEvents, transport: Transport, failure: Failure) -> None:
+def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
     """Called by the watcher, in or between steps: another process ended."""
+    mesh_groups.abort()
     events.invalidate(failure)
     transport.unblock(failure)
 
