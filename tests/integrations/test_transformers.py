@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastpipe
 from tests.runtime.examples import run
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which is not installed: pip install '.[dev]'")
@@ -79,6 +80,7 @@ def test_what_a_pipeline_cannot_follow_is_refused(changed: dict[str, Any], messa
 def test_the_optimizer_has_the_parameters_of_this_process(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     groups = made.create_optimizer().param_groups
+    assert isinstance(made.pipe, fastpipe.Pipeline)
     assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in made.pipe.parameters()}
     assert [group["weight_decay"] for group in groups] == [made.args.weight_decay, 0.0]
     norms = [p for name, p in made.pipe.named_parameters() if "norm" in name]
