@@ -23,6 +23,7 @@ def train(config):
         optimizer.zero_grad()
         loss = pipe.step(x, target=target).loss
         optimizer.step()
+        print(f"rank {pipe.rank}, step {step}: loss {loss:.6f}")
         ray.train.report({"step": step, "loss": float(loss)})  # by every worker
 
 
@@ -35,5 +36,5 @@ if __name__ == "__main__":
         scaling_config=ScalingConfig(num_workers=2, use_gpu=gpus > 1),
         run_config=RunConfig(name="fastpipe"),
     )
-    print(f"loss {trainer.fit().metrics['loss']:.6f}")
+    trainer.fit()
     ray.shutdown()

@@ -17,26 +17,27 @@ from torch import nn
 
 import fastpipe
 
+# torch's names of schedules, where fastpipe's differ
 SCHEDULES = {"interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zb"}
 SCHEDULES |= {"loopedbfs": "looped_bfs", "zbvzerobubble": "zbv"}
-"""torch's names of schedules, where fastpipe's differ."""
 
 
 class PipelineSchedule:
     """What torchtitan's Trainer takes for a schedule. The first call builds the Pipeline, as weights exist then."""
 
-    def __init__(self, build: Callable[[Callable[..., Any]], fastpipe.Pipeline], loss_fn: Callable[..., Any]):
-        self._build, self._loss_fn = build, loss_fn
-        self._loss_kwargs: Mapping[str, Any] = {}
+    def __init__(self, build: Callable[[Callable[..., Any]], fastpipe.Pipeline], loss_fn: Callable[..., Any]) -> None:
+        arguments: list[Mapping[str, Any]] = [{}]
+
+        def loss(output: Any, target: Any) -> Any:  # without self, or threads of ranks would hold the Pipeline
+            value = loss_fn(output, target, **arguments[0])
+            return value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
+
+        self._loss_kwargs, self._build = arguments, functools.partial(build, loss)
 
     @functools.cached_property
     def pipe(self) -> fastpipe.Pipeline:
         """The pipeline."""
-        return self._build(self._loss)
-
-    def _loss(self, output: Any, target: Any) -> Any:
-        loss = self._loss_fn(output, target, **self._loss_kwargs)
-        return loss[0] if isinstance(loss, tuple) else loss  # 0.3's metrics are dropped in its own pipelines, too
+        return self._build()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Forward and backward, with the arguments of torch's schedules."""
@@ -60,7 +61,7 @@ class PipelineSchedule:
         return_outputs: bool = False,  # by torch's default True; none are kept
         **kwargs: Any,
     ) -> None:
-        self._loss_kwargs = loss_kwargs or {}
+        self._loss_kwargs[0] = loss_kwargs or {}
         if arg_mbs:
             args = [list(values) for values in zip(*arg_mbs, strict=True)]
         if kwarg_mbs:
@@ -83,8 +84,7 @@ def pipeline(
     """Cut a model, also on the meta device, as a ``pipelining_fn`` of torchtitan; ``configs`` instead of ``job_config``
     are 0.3's. The model's forward skips children that are None, and layers that its ModuleDicts have not.
 
-    Raises:
-        ValueError: naming an option of the configuration, or a child of the model.
+    A ValueError names an option of the configuration, or a child of the model.
     """
     configs.pop("model_config", None)
     settings = {"job_config": job_config} if job_config else configs

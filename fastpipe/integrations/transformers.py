@@ -23,7 +23,7 @@ FOLDER = "pipeline"
 """In a checkpoint of the Trainer, that of fastpipe."""
 REFUSED = ("fp16", "torch_compile", "deepspeed", "fsdp", "label_smoothing_factor", "auto_find_batch_size")
 """Arguments of the Trainer that would do something to the model, or to the loss, that a pipeline would not see."""
-REPLACED = ("_clip_grad_norm", "_get_grad_norm", "_load_optimizer_and_scheduler", "_save_optimizer_and_scheduler")
+REPLACED = ("_wrap_model", "_clip_grad_norm", "_get_grad_norm", "_save_optimizer_and_scheduler")
 
 
 class PipelineTrainer(Trainer):
@@ -53,11 +53,12 @@ class PipelineTrainer(Trainer):
         if missing:
             raise RuntimeError(f"this release of transformers has no Trainer.{missing[0]}: use the tested one, 5.24")
         layers: Any = fastpipe.split(self.model)
-        self._scale, self._num_tokens = 1.0, layers.num_tokens
+        scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
+        self._num_tokens = layers.num_tokens
 
         @functools.wraps(layers.loss_fn)
         def loss_fn(output: Any, labels: Any) -> Any:
-            return layers.loss_fn(output, labels) * self._scale
+            return layers.loss_fn(output, labels) * scale[0]
 
         self.pipe = fastpipe.Pipeline(layers, loss_fn=loss_fn, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
@@ -87,7 +88,7 @@ class PipelineTrainer(Trainer):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The rows of an optimizer's step, of which no process has others."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps)
+        return int(args.train_batch_size * args.gradient_accumulation_steps)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self._local
@@ -99,11 +100,10 @@ class PipelineTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of all ranks, scaled as the Trainer scales a batch of several."""
         model.train()
-        inputs = self._prepare_inputs(inputs)
         if num_items_in_batch is None:
-            self._scale = 1 / self.current_gradient_accumulation_steps
+            self._scale[0] = 1 / self.current_gradient_accumulation_steps
         else:
-            self._scale = self._num_tokens(inputs["labels"]) / float(num_items_in_batch)
+            self._scale[0] = self._num_tokens(inputs["labels"]) / float(num_items_in_batch)
         with self.compute_loss_context_manager():
             loss = self.pipe.step(**inputs).loss
         assert loss is not None
@@ -111,8 +111,7 @@ class PipelineTrainer(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Loss, logits and labels of a batch, in every process."""
-        inputs = self._prepare_inputs(inputs)
-        self._scale = 1.0
+        self._scale[0] = 1.0
         with self.compute_loss_context_manager():
             result = self.pipe.eval_step(**inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)

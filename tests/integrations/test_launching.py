@@ -81,5 +81,6 @@ def test_kubernetes_file_asks_for_the_same_workers_twice() -> None:
 
 @pytest.mark.skipif(not find_spec("ray"), reason="ray is not installed: pip install 'ray[train]'")
 def test_ray_s_script_trains_on_this_machine() -> None:
-    shown = run([sys.executable, str(LAUNCH / "ray_train.py")], RAY_TRAIN_V2_ENABLED="1")
-    assert re.search(r"^loss \d\.\d{6}$", shown, flags=re.MULTILINE), shown[-3000:]
+    shown = run([sys.executable, str(LAUNCH / "ray_train.py")], RAY_TRAIN_V2_ENABLED="1", RAY_DEDUP_LOGS="0")
+    by_rank = [dict(re.findall(rf"rank {rank}, (step \d): loss (\d\.\d{{6}})", shown)) for rank in "01"]
+    assert by_rank[0] == by_rank[1] and len(by_rank[0]) == 3, shown[-3000:]

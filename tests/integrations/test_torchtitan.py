@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,7 @@ def names(part: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[0] for name, _ in part.named_parameters()})
 
 
-def test_a_model_is_cut_as_the_options_say() -> None:
+def test_a_model_is_cut_as_the_options_say(tmp_path: Path) -> None:
     _, parts, first, last = built(options())
     assert first and last
     assert [names(part) for part in parts] == [
@@ -105,6 +106,10 @@ def test_a_model_is_cut_as_the_options_say() -> None:
     given = [["tok_embeddings"], [f"layers.{number}" for number in range(6)] + ["norm", "output"]]
     _, parts, *_ = built(options(module_fqns_per_model_part=given))
     assert names(parts[0]) == ["tok_embeddings"]
+    path = tmp_path / "schedule.csv"
+    fastpipe.make_schedule("interleaved_1f1b", num_ranks=1, num_microbatches=4, stages_per_rank=3).to_csv(path)
+    _, parts, *_ = built(options(pipeline_parallel_schedule_csv=str(path)))
+    assert len(parts) == 3
 
 
 @pytest.mark.parametrize(

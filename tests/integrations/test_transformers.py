@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fastpipe
 from tests.runtime.examples import run
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which is not installed: pip install '.[dev]'")
@@ -78,7 +80,19 @@ def test_what_a_pipeline_cannot_follow_is_refused(changed: dict[str, Any], messa
 def test_the_optimizer_has_the_parameters_of_this_process(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     groups = made.create_optimizer().param_groups
+    assert isinstance(made.pipe, fastpipe.Pipeline)
     assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in made.pipe.parameters()}
     assert [group["weight_decay"] for group in groups] == [made.args.weight_decay, 0.0]
     norms = [p for name, p in made.pipe.named_parameters() if "norm" in name]
     assert {id(p) for p in groups[1]["params"]} == {id(p) for p in norms}
+
+
+def test_predictions_are_the_model_s(tmp_path: Path) -> None:
+    made = trainer(tmp_path, per_device_eval_batch_size=4)
+    ids = torch.randint(16, (6, 5), generator=torch.Generator().manual_seed(0))
+    found = made.predict([{"input_ids": row, "labels": row} for row in ids])  # a batch of four rows, and one of two
+    with torch.no_grad():
+        expected = made.model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(torch.as_tensor(found.predictions), expected.logits)
+    assert torch.equal(torch.as_tensor(found.label_ids), ids)
+    assert found.metrics["test_loss"] == pytest.approx(float(expected.loss), rel=1e-5)
