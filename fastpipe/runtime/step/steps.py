@@ -48,7 +48,7 @@ from fastpipe.runtime.step.inputs import (
     stage_works,
     take_inputs,
 )
-from fastpipe.runtime.step.microbatch import Rules
+from fastpipe.runtime.step.microbatch import Rules, check_merge_rules
 from fastpipe.runtime.step.outputs import OutputExchange, StepOutputs
 from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import MetricRules, Reports, StepResult, Weights, pack_spans, unpack_spans, weights_of
@@ -525,6 +525,10 @@ class Steps:
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         reply: Reply = {}
+        if outcome.failure is None:
+            for stage in self.stages:
+                for output in list(stage.work.outputs.values())[:1]:
+                    check_merge_rules(output, self.settings.merge)
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
