@@ -252,6 +252,11 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         "loss_reduction.*sum to",
     ),
     "another dtype": ({}, lambda p: p.step(X.double(), target=Y), "stage 0 has parameters of torch.float32.*float64"),
+    "a rule for an input by its name": (
+        {"split": {"x": 1}},
+        lambda p: p.step(X, target=Y),
+        r"split\['x'\]: no stage's forward takes such an argument by name; .*the position of an input",
+    ),
     "a rule for an output that nobody returns": (
         {"merge": {99: 0}},
         lambda p: p.step(X, target=Y),
