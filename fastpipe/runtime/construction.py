@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from fastpipe._version import __version__
-from fastpipe.hardware_queues import why_too_few
+from fastpipe.hardware_queues import queues_text, why_too_few
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
-from fastpipe.runtime.common import set_grad_dtype, wants_streams
+from fastpipe.runtime.common import FailureError, set_grad_dtype, wants_streams
 from fastpipe.runtime.coordination import (
     Alone,
     Control,
@@ -126,12 +126,25 @@ class World:
 
 
 def find_world(arguments: Arguments) -> World:
-    """Find this process's place, and connect to the other processes."""
+    """Find this process's place, and connect to the other processes.
+
+    Raises:
+        StepError: if the store of the process group does not answer.
+    """
+    try:
+        return _find_world(arguments)
+    except FailureError as error:
+        raise error.failure.error() from error
+
+
+def _find_world(arguments: Arguments) -> World:
     errors: list[Exception] = []
 
     def valid(find: Callable[[], Any], instead: Any) -> Any:
         try:
             return find()
+        except FailureError:  # no process can be told
+            raise
         except Exception as error:  # raised by `agree_on_request`, on all ranks
             errors.append(error)
             return instead
@@ -203,7 +216,7 @@ class BuildRequest:
             program = self.programs.program(self.num_microbatches, forward_only=False)
             text += f", recv_lookahead {self.programs.recv_lookahead}, stages on ranks {program.placement.routes}"
             text += f", program {program.digest()}, fastpipe {__version__}"
-            text += f", {self.programs.queues} hardware queues" if self.programs.queues is not None else ""
+            text += f", {queues_text(self.programs.queues)}" if self.programs.queues is not None else ""
         return text
 
 

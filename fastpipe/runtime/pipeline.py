@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
-from fastpipe.hardware_queues import VARIABLE
+from fastpipe.hardware_queues import VARIABLE, queues_text
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime.arguments import (
@@ -625,7 +625,7 @@ class Pipeline:
         with steps.replicas.in_place():
             text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
         if self._programs.queues is not None:
-            text += f"\nqueues      proved for {self._programs.queues} hardware queues ({VARIABLE})"
+            text += f"\nqueues      proved for {queues_text(self._programs.queues)} ({VARIABLE})"
         if where := str(self._world.cores):
             text += f"\ncores       {where}"
         if steps.unfilled is not None:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastpipe import Pipeline, make_schedule
+from fastpipe import Pipeline, StepError, make_schedule
+from fastpipe.runtime import construction
+from fastpipe.runtime.common import lost_peer
 from fastpipe.runtime.transport import process_group as coalesced
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.testing import Fault
@@ -81,7 +83,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "stages_per_rank a bool": ({"stages_per_rank": True}, "stages_per_rank = True"),
     "stage_to_rank too short": ({"stage_to_rank": [0]}, r"stage_to_rank = \[0\]"),
     "stage_to_rank no renaming": ({"stage_to_rank": [1, 1]}, r"stage_to_rank = \[1, 1\]"),
-    "another device": ({"device": "meta"}, "weight of stage 0 is on cpu and device = meta"),
+    "another device": ({"device": "meta"}, "device is meta, which computes nothing"),
     "no device": ({"device": "gpu"}, "device = 'gpu': Expected one of cpu"),
     "a group by name": ({"group": "world"}, "group is a str: give a process group"),
     "a bad rule": ({"split": {0: "halves"}}, r"split\[0\] = 'halves': give a dimension"),
@@ -96,6 +98,21 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
         "partition = .*stages is a function",
     ),
     "recv_lookahead": ({"recv_lookahead": -1}, "recv_lookahead = -1"),
+    "a metric without a name": ({"metrics": {1: "sum"}}, r"metrics\[1\]: metrics have names"),
+    "too many ranks": ({"num_ranks": 10**9}, "num_ranks = 1000000000: there are at most 1,000,000"),
+    "too many microbatches": (
+        {"num_microbatches": 10**9},
+        "num_microbatches = 1000000000.*that is 2,000,000,000 forwards.*at most 100,000,000",
+    ),
+    "an example by flops": (
+        {"partition": "flops", "example": X[:, :-1]},
+        r"example, of \[\(9, 5\)\]: the layers do not run on it \(.*shapes cannot be.*\): give one microbatch",
+    ),
+    "an example by seconds": ({"partition": "seconds", "example": 3}, r"example, of \['int'\]: the layers do not run"),
+    "an example of two": (
+        {"partition": "memory", "example": (X, X)},
+        r"example, of .*takes 2 positional arguments but 3 .*a tuple is several arguments",
+    ),
 }
 
 
@@ -231,6 +248,16 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         "loss_reduction.*sum to",
     ),
     "another dtype": ({}, lambda p: p.step(X.double(), target=Y), "stage 0 has parameters of torch.float32.*float64"),
+    "a rule for an input by its name": (
+        {"split": {"x": 1}},
+        lambda p: p.step(X, target=Y),
+        r"split\['x'\]: no stage's forward takes such an argument by name; .*the position of an input",
+    ),
+    "a rule for an output that nobody returns": (
+        {"merge": {99: 0}},
+        lambda p: p.step(X, target=Y),
+        r"merge\[99\]: the model has no such output; its outputs are \[0\]",
+    ),
     "what cannot be handed on": (
         {"stages": [Block(), Wordy(), Block(), Block()]},
         lambda p: p.step(X, target=Y),
@@ -325,6 +352,15 @@ def test_only_backends_that_are_known_coalesce(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(coalesced, "backend_of", lambda member: "mpi")
     with pytest.raises(ValueError, match="transport = 'process_group_coalesced': .*'mpi'.*use 'process_group'"):
         coalesced.CoalescedGroups(Membership())
+
+
+def test_a_store_that_does_not_answer_is_a_step_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: Any) -> Membership:
+        raise lost_peer("the store of the process group does not answer within 1 s", None)
+
+    monkeypatch.setattr(construction, "membership", silent)
+    with pytest.raises(StepError, match="the store of the process group does not answer within 1 s"):
+        build()
 
 
 def test_a_fake_process_group_is_refused() -> None:

@@ -451,6 +451,16 @@ def accepted_names(module: nn.Module) -> frozenset[str] | None:
     return module.accepts() if isinstance(module, WholeNames) else _named_in(module)
 
 
+def positional_names(module: nn.Module) -> list[str]:
+    """The names of the arguments that a module's forward may get by position, in order."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except ValueError:  # compiled, for example by torch.jit: no signature
+        return []
+    return [p.name for p in parameters if p.kind in positional]
+
+
 def _named_in(module: nn.Module) -> frozenset[str] | None:
     try:
         parameters = inspect.signature(module.forward).parameters.values()

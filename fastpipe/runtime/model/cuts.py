@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.common import cuda_devices, keep_buffers, pytree, time_when_idle, torch_private
+from fastpipe.runtime.common import cause_text, cuda_devices, keep_buffers, pytree, time_when_idle, torch_private
 from fastpipe.runtime.model.chain import WholeNames, accepted_names, apart, as_arguments, as_layers, chosen
 
 _REPEATS = 5
@@ -240,7 +240,18 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
         raise ValueError(f"partition = {partition!r}: give the model's layers as a list; these stages are cut already")
     if rank:
         return None
-    return layer_costs(layers, *(example if isinstance(example, tuple) else (example,)), by=partition)
+    try:
+        return layer_costs(layers, *(example if isinstance(example, tuple) else (example,)), by=partition)
+    except Exception as error:  # raised again with the argument's name
+        if any(parameter.is_meta for layer in layers for parameter in layer.parameters()):
+            raise
+        given = [
+            tuple(e.shape) if isinstance(e, torch.Tensor) else type(e).__name__ for e in pytree.tree_leaves(example)
+        ]
+        raise ValueError(
+            f"example, of {given}: the layers do not run on it ({cause_text(error)}): give one microbatch as the first "
+            "layer takes it; a tuple is several arguments"
+        ) from error
 
 
 def cut_by(partition: Any, costs: Sequence[float] | None, num_stages: int) -> Any:

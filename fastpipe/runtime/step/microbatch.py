@@ -220,7 +220,7 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     Nested values use the rule of the entry that contains them.
     """
     first = outputs[0]
-    _check_rules(first, rules)
+    check_merge_rules(first, rules)
     keys = _keys_of(first)
     if keys is None:
         return _merge_one(list(outputs), rule_for(rules, 0))
@@ -258,8 +258,12 @@ def _rebuilt(like: Any, children: list[Any]) -> Any:
     return pytree.tree_unflatten(children, structure)
 
 
-def _check_rules(output: Any, rules: Rules) -> None:
-    """Refuse a rule for an output that does not exist."""
+def check_merge_rules(output: Any, rules: Rules) -> None:
+    """Refuse a rule for an output that does not exist.
+
+    Raises:
+        ValueError: naming the rule and the outputs.
+    """
     if not isinstance(rules, Mapping):
         return
     keys = _keys_of(output) or [0]

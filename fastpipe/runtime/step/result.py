@@ -51,6 +51,8 @@ def check_rules(rules: Any) -> None:
         ValueError: naming the entry.
     """
     for name, rule in rules.items() if isinstance(rules, Mapping) else [(None, rules)]:
+        if not isinstance(name, str | None):
+            raise ValueError(f"metrics[{name!r}]: metrics have names; give that of one which loss_fn returns")
         if not callable(rule) and rule not in _RULES:
             where = "metrics" if name is None else f"metrics[{name!r}]"
             raise ValueError(f"{where} = {rule!r}: use 'mean', 'sum', 'list' or a function of the microbatches' values")

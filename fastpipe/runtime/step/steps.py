@@ -50,7 +50,7 @@ from fastpipe.runtime.step.inputs import (
     stage_works,
     take_inputs,
 )
-from fastpipe.runtime.step.microbatch import Rules
+from fastpipe.runtime.step.microbatch import Rules, check_merge_rules
 from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import (
     MetricRules,
@@ -478,8 +478,8 @@ class Steps:
         check_given([reply["kwargs"] for reply in replies])
         for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
             raise ValueError(
-                f"split[{name!r}]: no stage's forward takes such an argument; name one that it takes, the position "
-                "of an input, 'target' or 'output_grad'"
+                f"split[{name!r}]: no stage's forward takes such an argument by name; name one that it takes, the "
+                "position of an input, 'target' or 'output_grad'"
             )
         check_batches([reply.get("batch", {}) for reply in replies])
         check_told([reply["told"] for reply in replies])
@@ -577,6 +577,10 @@ class Steps:
         reply: Reply = {}
         if self.ranks.failed_at:
             reply["positions"] = [(rank, position) for rank, _, position in self.ranks.failed_at]
+        if outcome.failure is None:
+            for stage in self.stages:
+                for output in list(stage.work.outputs.values())[:1]:
+                    check_merge_rules(output, self.settings.merge)
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
