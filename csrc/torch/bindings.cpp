@@ -142,12 +142,12 @@ void bind_exchange(py::module_& m) {
 
 void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemoryLink, std::shared_ptr<SharedMemoryLink>>(m, "SharedMemoryLink")
-      .def(py::init([](std::int32_t rank, std::int32_t num_ranks, std::int32_t num_here) {
-             return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_here), check_signals);
+      .def(py::init([](std::int32_t rank, std::int32_t num_ranks, std::int32_t num_sharing) {
+             return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_sharing), check_signals);
            }),
-           py::arg("rank"), py::arg("num_ranks"), py::arg("num_here"))
-      .def_property_readonly("spins",
-                             [](const SharedMemoryLink& link) { return link.spin() > Clock::duration::zero(); })
+           py::arg("rank"), py::arg("num_ranks"), py::arg("num_sharing"))
+      .def_property_readonly(
+          "spin", [](const SharedMemoryLink& link) { return std::chrono::duration<double>(link.spin()).count(); })
       .def("lose", &SharedMemoryLink::lose, py::arg("rank"))
       .def("address", [](const SharedMemoryLink& link) { return to_tuple(link.address()); })
       .def(
@@ -372,6 +372,7 @@ void bind_executor(py::module_& m) {
            py::arg("drain") = false)
       .def("fail", &Runner::fail)
       .def("forget_failure", &Runner::forget_failure)
+      .def("position", &Runner::position)
       .def("check", &Runner::check)
       .def("deferred", &deferred)
       .def_property_readonly("broken", &Runner::broken);

@@ -193,6 +193,7 @@ class ExecutionArguments:
     forward_context: ContextFactory | None
     backward_context: ContextFactory | None
     cuda_graph: bool
+    warn_after: float | None = None
 
     def check(self) -> None:
         """Check what does not depend on the model.
@@ -201,6 +202,7 @@ class ExecutionArguments:
             ValueError: naming the argument.
         """
         check_overlap(self.overlap)
+        self.checked_warn_after()
         if self.overlap == "always" and (dimensions := self.other_dimensions()):
             raise ValueError(
                 f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which need one order on all "
@@ -218,6 +220,19 @@ class ExecutionArguments:
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
             raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
         return min(timeout, _LONGEST)
+
+    def checked_warn_after(self) -> float:
+        """The seconds after which a step is reported.
+
+        Raises:
+            ValueError: for an invalid number, with what to give.
+        """
+        seconds = self.warn_after
+        if seconds is None:
+            return min(60.0, self.checked_timeout() / 10)
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+            raise ValueError(f"warn_after = {seconds!r}: give seconds, more than 0, or None")
+        return float(seconds)
 
     def pipeline_group(self) -> Any:
         """The pipeline's processes: ``group``, or dimension ``"pp"`` of the mesh; None for all.

@@ -40,6 +40,7 @@ from fastpipe.runtime.model import (
     StageCopies,
     Stages,
     Tie,
+    Unfilled,
     between_ranks,
     build_modules,
     check_alike,
@@ -51,6 +52,7 @@ from fastpipe.runtime.model import (
     find_ties,
     from_torch,
     group_of,
+    is_on_meta,
     kinds_of_ties,
     layer_counts,
     make_copies,
@@ -141,6 +143,7 @@ def find_world(arguments: Arguments) -> World:
     member = valid(lambda: membership(group_of(model.stages) if group is None else group, device, timeout), None)
     if member is None:  # the error is raised when all processes have been told
         member = membership(None, device, timeout)
+    valid(member.check_job, None)
     store = member.store() if member.size > 1 else None
     here = ranks_per_host(timeout)
     control: Control = Alone()
@@ -248,6 +251,7 @@ class LocalStages:
         layer_counts: the number of layers of every stage; None for stages that the user split.
         layers: the model's layers, if they can be split differently later.
         declared_ties: the ties that the user named.
+        on_meta: whether some stage, here or on another rank, has no values yet.
     """
 
     modules: dict[int, nn.Module]
@@ -258,6 +262,7 @@ class LocalStages:
     layer_counts: list[int] | None
     layers: Stages | None
     declared_ties: Sequence[Sequence[str]] | None
+    on_meta: bool
 
     @property
     def stages(self) -> list[Stage]:
@@ -290,6 +295,13 @@ def build_stages(
     check_device(modules, world.device)
     ties = find_ties(layers, modules, placement.num_stages, model.partition, tied)
     share(ties, modules)
+    on_meta = [index for index, module in modules.items() if is_on_meta(module)]
+    if model.data_parallel is not None and on_meta:
+        raise ValueError(
+            f"data_parallel: stage {on_meta[0]} is on the meta device, and DistributedDataParallel needs its values: "
+            "apply fully_shard to the layers instead, or give stages as a function stage_index -> module, which makes "
+            "only this process's stages, with memory"
+        )
     if model.data_parallel is not None:
         modules = replicate(modules, model.data_parallel)
     for index, module in modules.items():
@@ -307,7 +319,7 @@ def build_stages(
                 stage.why_one_tensor = why_too_few() or ""
             stages[rank][index] = _equipped(stage, model, world.device)
     movable = layers if world.is_single_process and counts is not None else None
-    made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied)
+    made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied, bool(on_meta))
     if world.is_single_process:
         tell_later(made.stages, [names_message(made.stages)])
         return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
@@ -352,6 +364,7 @@ def agree_on_stages(
         message["parallel"] = any(stage.parallel is not None for stage in local.stages)
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
+        message["on_meta"] = local.on_meta
         return (model, local, executor), message
 
     (model, local, executor), replies = agree(world.control, make, part="stages")
@@ -359,7 +372,7 @@ def agree_on_stages(
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     tell_later(local.stages, [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
-    return model, replace(local, ties=ties), executor
+    return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
 
 
 def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
@@ -375,7 +388,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         replace(world.member, lost=world.control.lost),
         world.device,
         world.timeout,
-        world.ranks_per_host.count(),
+        world.ranks_per_host.count() if world.cores.own is None else 1,
         executor.__name__ == "PythonExecutor",
     )
 
@@ -424,6 +437,8 @@ def make_engine(
     if exchange is not None and between_ranks(local.ties, placement):
         transport.prepare_exchange()
     replicas = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, copies)
+    if not local.on_meta:
+        replicas.equalise()
     refusal = why_not(device, local.by_rank, transport, replicas)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
@@ -436,7 +451,18 @@ def make_engine(
             stage.leave_mesh = ranks.mesh_groups.leave
     forward_only = not programs.has_backward(num_microbatches)
     settings = arguments.batch.settings(device, world.cores)
-    steps = Steps(settings, programs, ranks, world.control, replicas, random, forward_only=forward_only)
+    unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
+    steps = Steps(
+        settings,
+        programs,
+        ranks,
+        world.control,
+        replicas,
+        random,
+        unfilled,
+        forward_only=forward_only,
+        warn_after=execution.checked_warn_after(),
+    )
     # a barrier: no rank waits in a step for one whose construction failed
     world.control.exchange("joining", {})
     return Engine(steps, policy, refusal)

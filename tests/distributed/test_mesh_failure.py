@@ -69,6 +69,7 @@ def fails(way: str, schedule: str, executor: str, victim: int) -> dict[str, Any]
     error, again = told(pipe)
     found = {"rank": error.rank, "stage": error.stage, "action": error.action, "microbatch": error.microbatch}
     found |= {"text": str(error), "again": again, "cause": repr(error.__cause__)}
+    found["notes"] = "\n".join(error.__notes__)
     # the mesh's groups are over, the others are not
     if way != KILL:
         with pytest.raises(RuntimeError, match="backend"):
@@ -98,6 +99,7 @@ def test_an_exception_reaches_all_ranks_of_the_mesh(way: str, schedule: str, exe
         assert f"rank {victim // 2} of the pipeline at tp={victim % 2}, stage" in answer["text"]
         assert "ArithmeticError: a wrong" in answer["text"] and "start the processes again" in answer["text"]
         assert answer["text"] == answer["again"] == place["text"]
+        assert "when the pipeline ended" in answer["notes"] and all(f"\nrank {r} " in answer["notes"] for r in range(2))
     assert "ArithmeticError" in place["cause"]
 
 

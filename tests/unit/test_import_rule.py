@@ -66,7 +66,7 @@ RUNTIME = [
 """The packages of the runtime from the bottom up: each may use those before it, through what they export."""
 PROGRAMS = {"program", "placement", "action", "dependencies", "machine", "errors", "hardware_queues", "partition"}
 """What the packages below ``step`` may use of the planning side: programs, and neither schedules nor the simulator."""
-COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", "runtime"}
+COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", "runtime", "integrations"}
 
 UPWARD = {
     ("schedule", "validate", "Schedule.validate"),
@@ -211,9 +211,18 @@ def test_no_function_of_planning_imports_but_the_four_that_reach_upward() -> Non
     assert inside == UPWARD
 
 
+def test_integrations_use_what_the_package_exports_and_nothing_imports_them() -> None:
+    for name, path in modules().items():
+        found = {module for module, _ in Imports(path).found if module.split(".")[0] == "fastpipe"}
+        if name.startswith("integrations"):
+            assert found <= {"fastpipe"}, name
+            assert len(path.read_text().splitlines()) < 150, f"{name}: an adapter is thin"
+        assert not [module for module in found if module.startswith("fastpipe.integrations")], name
+
+
 def test_torch_is_imported_under_runtime_alone() -> None:
     for name, path in modules().items():
-        if not name.startswith(("runtime", "testing")):
+        if not name.startswith(("runtime", "testing", "integrations")):
             assert [m for m, _ in Imports(path).found if m.split(".")[0] == "torch"] == [], name
 
 

@@ -28,9 +28,11 @@ class Control(ABC):
         deferred: results that the device computes after the host ends a step; None for a single process.
         elsewhere: in a mesh, the messages of the other pipelines in the last exchange, pipeline after pipeline.
         remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
+        size: number of processes.
     """
 
     rank = 0
+    size = 1
     step = 0
     deferred: DeferredResults | None = None
     remark = ""
@@ -86,6 +88,19 @@ class Control(ABC):
                 may exit.
         """
         return None
+
+    def put_place(self, step: int, is_active: bool, text: str) -> None:  # noqa: B027 - nobody to read it
+        """Write for the others what this process does, from any thread.
+
+        Args:
+            step: the number of the current or last step.
+            is_active: whether the process is within it.
+            text: what it does.
+        """
+
+    def places(self) -> dict[int, tuple[int, bool, str]]:
+        """What other processes have written by `put_place`, by rank; from any thread."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - a control without threads has nothing to stop
         """Stop watching."""

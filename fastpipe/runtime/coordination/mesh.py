@@ -41,7 +41,7 @@ class MeshControl(Control):
     """
 
     def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:
-        self._whole, self._pipelines, self._size = whole, pipelines, size
+        self._whole, self._pipelines, self.size = whole, pipelines, size
         self._pipeline, self.rank = divmod(whole.rank, size)
         self._on_failure: Callable[[Failure], None] = lambda failure: None
         self.deferred: DeferredResults = DeferredResults(store, self.rank, timeout, self._dead)
@@ -101,9 +101,18 @@ class MeshControl(Control):
 
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
         """See `Control.lost`."""
-        first = self._pipeline * self._size
+        first = self._pipeline * self.size
         found = self._whole.lost(None if awaited is None else [first + rank for rank in awaited])
         return None if found is None else self._placed(found)
+
+    def put_place(self, step: int, is_active: bool, text: str) -> None:
+        """See `Control.put_place`."""
+        self._whole.put_place(step, is_active, text)
+
+    def places(self) -> dict[int, tuple[int, bool, str]]:
+        """See `Control.places`."""
+        first = self._pipeline * self.size
+        return {rank - first: place for rank, place in self._whole.places().items() if 0 <= rank - first < self.size}
 
     def close(self) -> None:
         """See `Control.close`."""
@@ -120,7 +129,7 @@ class MeshControl(Control):
         """With a rank of a pipeline instead of a process's number."""
         if failure.rank is None or failure.pipeline:
             return failure
-        pipeline, rank = divmod(failure.rank, self._size)
+        pipeline, rank = divmod(failure.rank, self.size)
         return replace(failure, rank=rank, pipeline=self._pipelines[pipeline])
 
     def _numbered(self, failure: Failure) -> Failure:
@@ -128,7 +137,7 @@ class MeshControl(Control):
         if failure.rank is None:
             return failure
         pipeline = self._pipelines.index(failure.pipeline) if failure.pipeline else self._pipeline
-        return replace(failure, rank=pipeline * self._size + failure.rank, pipeline="")
+        return replace(failure, rank=pipeline * self.size + failure.rank, pipeline="")
 
     def _marked(self, message: Reply) -> Reply:
         return message | {key: asdict(self._numbered(Failure(**message[key]))) for key in _failures_in(message)}
@@ -138,9 +147,9 @@ class MeshControl(Control):
             reply | {key: asdict(self._placed(Failure(**reply[key]))) for key in _failures_in(reply)}
             for reply in replies
         ]
-        first = self._pipeline * self._size
-        own = replies[first : first + self._size]
-        self.elsewhere = [*replies[:first], *replies[first + self._size :]]
+        first = self._pipeline * self.size
+        own = replies[first : first + self.size]
+        self.elsewhere = [*replies[:first], *replies[first + self.size :]]
         elsewhere = next((reply for reply in replies if "failure" in reply), None)
         if elsewhere is not None and not any("failure" in reply for reply in own):
             own[0] = own[0] | {key: elsewhere[key] for key in _failures_in(elsewhere)}
