@@ -366,6 +366,8 @@ def agree_on_stages(
         )
         local = build_stages(model, arguments.batch.loss_fn, schedule, request, world)
         arguments.execution.check_replicas(local.stages)
+        for stage in local.stages:
+            stage.mesh = arguments.execution.mesh
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         text = request.signature(arguments, world.member.size)

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fastpipe import GradScaler, Pipeline, check_parity, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe.runtime.stage.boundary import to_tensors
 from fastpipe.testing import reference_step
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import same_bits
@@ -80,6 +81,78 @@ def test_weights_that_are_spread_over_ranks_wait_for_w(group_of: GroupOf, execut
         assert "4 of 12 parameters wait for W" in text and "weight" not in text.split("whole in I")[1].replace(
             "norm.weight", ""
         )
+
+
+class Enter(nn.Module):
+    """Cuts the sequence; beside it, a tensor that is whole, and the same part twice."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        part = DTensor.from_local(self.linear(x), self.mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+        return part, x.sum(), part
+
+
+class Between(nn.Module):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.block = Mlp()
+        ways = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(self.block, mesh, ways)
+
+    def forward(self, part: DTensor, total: torch.Tensor, same: DTensor) -> tuple[Any, ...]:
+        assert part is same and part.placements == (Shard(1),) and tuple(part.shape[1:]) == (4, WIDTH)
+        made = self.block(part)
+        return made, total, made
+
+
+class Leave(nn.Module):
+    def forward(self, part: DTensor, total: torch.Tensor, same: DTensor) -> torch.Tensor:
+        return (part + same).full_tensor() + total
+
+
+def sequences(schedule: str, executor: str) -> None:
+    """On four ranks: stages that hand on parts of sequences."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Enter(mesh["tp"]), Between(mesh["tp"]), Between(mesh["tp"]), Leave()]
+
+    pipe = Pipeline(made(), schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
+    unsplit = InOrder(*made())
+    for replica in range(2):
+        x, y = batch(replica)
+        expected = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss)
+        assert same_bits(pipe.step(x, target=y).loss, expected.loss)
+    grads = dict(unsplit.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert same_bits(whole(parameter.grad), whole(grads[name].grad)), name
+
+    spread = DTensor.from_local(x, mesh["tp"], [Shard(0)])
+    with pytest.raises(ValueError, match=r"stage 0 returned a DTensor over the dimensions \('tp',\): pass a mesh"):
+        to_tensors(spread, {}, 0, mesh=mesh["pp"])
+    with pytest.raises(ValueError, match="stage 3 returned a DTensor with the placement P"):
+        to_tensors(DTensor.from_local(x, mesh["tp"], [Partial()]), {}, 3, mesh=mesh)
+
+
+class InOrder(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        for layer in self:
+            x = layer(*x) if isinstance(x, tuple) else layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("schedule", "executor"), [("zbv", "native"), ("interleaved_1f1b", "python")])
+def test_dtensors_between_stages(group_of: GroupOf, schedule: str, executor: str) -> None:
+    group_of(4).run(sequences, schedule, executor)
 
 
 class Attention(nn.Module):

@@ -102,6 +102,7 @@ class Stage:
         why_one_tensor: why it may return only one tensor; empty if it may return more.
         leave_mesh: called on a rank that drains a failed step, before it joins a collective of its replicas.
         bare: whether it was to be wrapped for data parallelism and has no parameters.
+        mesh: the pipeline's; None without one.
         grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
     """
 
@@ -125,6 +126,7 @@ class Stage:
         self.why_one_tensor = ""
         self.leave_mesh: Callable[[], None] = _stay
         self.bare = False
+        self.mesh: Any = None
         self.grad_dtype: torch.dtype | None = None
         self.fused_weight_grad = False
         self.context = ActionContext(index, *contexts)
@@ -204,7 +206,7 @@ class Stage:
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
         make = treespec_tensor if self.plans is None else partial(self.plans.make, microbatch)
-        tensors = to_tensors(value, carried, self.index, make)
+        tensors = to_tensors(value, carried, self.index, make, self.mesh)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
                 f"stage {self.index} returns {len(tensors)} tensors, and with more than one the ranks can deadlock: "
@@ -216,7 +218,8 @@ class Stage:
         """The positional arguments of the module, and the values carried from earlier stages."""
         if self.work.args is not None:
             return self.work.args[microbatch], {}
-        return from_tensors(inputs, treespec_text if self.plans is None else partial(self.plans.read, microbatch))
+        read = treespec_text if self.plans is None else partial(self.plans.read, microbatch)
+        return from_tensors(inputs, read, self.mesh)
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
