@@ -227,7 +227,8 @@ Executor::Executor(RankProgram program, Stages stages, std::unique_ptr<Transport
       slots_(make_payloads(program_.num_slots(), make)),
       sends_(make_payloads(program_.num_sends(), make)),
       transport_(std::move(transport)),
-      pairs_(pairs, count_pairs(steps_)) {}
+      pairs_(pairs, count_pairs(steps_)),
+      position_(steps_.size()) {}
 
 Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end,
                       bool drain) {
@@ -238,12 +239,14 @@ Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer,
   double now = now_seconds();
   for (std::size_t position = 0; position < steps_.size(); ++position) {
     const Step& step = steps_[position];
+    position_.store(position, std::memory_order_relaxed);
     start[position] = now;
     execute(step, position);
     now = now_seconds();
     end[position] = now;
     if (step.op == Op::kWaitSend) end[step.transfer.position] = send_completed_ > 0 ? send_completed_ : now;
   }
+  position_.store(steps_.size(), std::memory_order_relaxed);
   return finish();
 }
 

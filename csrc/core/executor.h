@@ -178,6 +178,8 @@ class Executor {
   std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
   // After a step, when its device has come to its end: throws what the transport has noticed since.
   void check() const { transport_->check(); }
+  // From any thread: where the step is in the program; its size between steps.
+  std::size_t position() const { return position_.load(std::memory_order_relaxed); }
   const RankProgram& program() const { return program_; }
   const PairCounts& pair_counts() const { return pairs_.counts(); }
 
@@ -206,6 +208,7 @@ class Executor {
   Pairs pairs_;
 
   std::atomic<bool> failed_{false};
+  std::atomic<std::size_t> position_;
   std::exception_ptr error_;
   Observer* observer_ = nullptr;
   double send_completed_ = 0;  // by the last WAIT_SEND

@@ -54,6 +54,7 @@ class Runner final : public Observer {
                  const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain);
   void fail() { executor_->fail(); }
   void forget_failure() { executor_->forget_failure(); }
+  std::size_t position() const { return executor_->position(); }
   void check() const { executor_->check(); }
   // Why no further step can be run; empty while it can.
   const std::string& broken() const { return broken_; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -192,6 +193,7 @@ class ExecutionArguments:
     forward_context: ContextFactory | None
     backward_context: ContextFactory | None
     cuda_graph: bool
+    warn_after: float | None = None
 
     def check(self) -> None:
         """Check what does not depend on the model.
@@ -200,6 +202,12 @@ class ExecutionArguments:
             ValueError: naming the argument.
         """
         check_overlap(self.overlap)
+        self.checked_warn_after()
+        if self.overlap == "always" and (dimensions := self.other_dimensions()):
+            raise ValueError(
+                f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which need one order on all "
+                "ranks, while a forward and a backward in two threads have any; use 'auto' or 'never'"
+            )
         _check_switch("cuda_graph", self.cuda_graph)
 
     def checked_timeout(self) -> float:
@@ -212,6 +220,19 @@ class ExecutionArguments:
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
             raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
         return min(timeout, _LONGEST)
+
+    def checked_warn_after(self) -> float:
+        """The seconds after which a step is reported.
+
+        Raises:
+            ValueError: for an invalid number, with what to give.
+        """
+        seconds = self.warn_after
+        if seconds is None:
+            return min(60.0, self.checked_timeout() / 10)
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+            raise ValueError(f"warn_after = {seconds!r}: give seconds, more than 0, or None")
+        return float(seconds)
 
     def pipeline_group(self) -> Any:
         """The pipeline's processes: ``group``, or dimension ``"pp"`` of the mesh; None for all.
@@ -231,6 +252,26 @@ class ExecutionArguments:
         if self.group is not None:
             raise ValueError("mesh and group: both say which processes are the pipeline's; leave out group")
         return self.mesh["pp"]
+
+    def other_dimensions(self) -> dict[str, int]:
+        """The mesh's dimensions over which stages run collectives of their own, with their sizes: all but ``"pp"`` and
+        those of replicas that meet between forwards and backwards."""
+        names = () if self.mesh is None else self.mesh.mesh_dim_names
+        sizes = {name: int(self.mesh[name].size()) for name in names if name != "pp" and not name.startswith("dp")}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    def pipelines(self) -> dict[str, tuple[int, ...]]:
+        """The processes of the pipelines whose stages meet, in the order of their ranks, by the place in the mesh."""
+        dimensions = self.other_dimensions()
+        names, here = list(self.mesh.mesh_dim_names), self.mesh.get_coordinate()
+        places = tuple(slice(None) if n == "pp" or n in dimensions else i for n, i in zip(names, here, strict=True))
+        left = [name for name in names if name == "pp" or name in dimensions]
+        ranks = self.mesh.mesh[places].movedim(left.index("pp"), -1).flatten(end_dim=-2).tolist()
+        texts = [
+            ", ".join(f"{name}={i}" for name, i in zip(dimensions, place, strict=True))
+            for place in itertools.product(*map(range, dimensions.values()))
+        ]
+        return {text: tuple(sorted(own)) for text, own in zip(texts, ranks, strict=True)}
 
     def check_replicas(self, stages: Iterable[Stage]) -> None:
         """Refuse stages whose gradients would not be averaged over the mesh's replicas.

@@ -396,6 +396,7 @@ def save_checkpoint(
         if keep is not None and not is_whole(keep, 1):
             raise ValueError(f"keep = {keep!r}: give a whole number of at least 1 (the new checkpoint counts), or None")
         check_target(path)
+        pipe._steps.check_filled()
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         # DCP saves a tuple as one value
         state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe), steps=(pipe.step_count,))
@@ -436,9 +437,9 @@ def load_checkpoint(
 ) -> Any:
     """Load a checkpoint of `save_checkpoint`, written with any number of ranks and any schedule. Collective.
 
-    Parameters are loaded in place, and `Pipeline.step_count` is set. Random generators are restored if as many
-    processes load as saved; otherwise they are unchanged. With ``rng="per_microbatch"`` random numbers continue in any
-    case, if `torch.manual_seed` was called with the same seed.
+    Parameters are loaded in place (stages on meta get memory before), and `Pipeline.step_count` is set. Random
+    generators are restored if as many processes load as saved; otherwise they are unchanged. With
+    ``rng="per_microbatch"`` random numbers continue in any case, if `torch.manual_seed` was called with the same seed.
 
     Before anything changes, the size and the checksum of every file are verified, a part on each rank. A checkpoint
     without a manifest (written by DCP alone, or by an earlier fastpipe) logs a warning.
@@ -479,7 +480,9 @@ def load_checkpoint(
         state.update(model=pipe.state_dict())
         state.update({name: None for name in ("extra", "steps") if name in saved})  # a plain model's save has neither
         _check_model(state["model"], saved, path)
-        state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
+        state.update(
+            model=pipe.to_empty().state_dict(), optimizer=template(optimizers, names, _section(saved, "optimizer"))
+        )
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
         return {"keys": list(state["model"]), "optimizes": _optimizes(pipe, optimizers)}

@@ -399,41 +399,53 @@ def _separate_halves(model: nn.Module, schedule: Schedule) -> Iterator[Callable[
 
 
 class Fault(nn.Module):
-    """A module that raises in one of its calls.
+    """A module with a fault in one of its calls: it raises, or does what a function does.
+
+    Which rank, action and microbatch fails follows from the layer and the number of its call.
 
     Args:
         module: the wrapped module.
-        at_call: the number of the forward (or backward) that raises, from 0.
-        error: the exception.
-        backward: raise in the backward instead of the forward.
+        at_call: the number of the forward (or backward) that fails, from 0.
+        error: an exception, or a function that gets the output (in the backward its gradient) and may raise, exit,
+            sleep, or return another tensor.
+        backward: fail in the backward instead of the forward.
     """
 
-    def __init__(self, module: nn.Module, at_call: int, error: BaseException, *, backward: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, at_call: int, error: BaseException | Callable[[Any], Any], *, backward: bool = False
+    ) -> None:
         super().__init__()
         self.module = module
         self.at_call = at_call
-        self.error: BaseException | None = error
+        self.error: BaseException | Callable[[Any], Any] | None = error
         self.backward = backward
         self.calls = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, or the fault."""
         if not self.backward:
-            self._count()
-            return self.module(*args, **kwargs)
+            fault = self._count()
+            output = self.module(*args, **kwargs)
+            replaced = None if fault is None else fault(output)
+            return output if replaced is None else replaced
         output = self.module(*args, **kwargs)
         first = output if isinstance(output, torch.Tensor) else output[0]
         if first.requires_grad:
             first.register_hook(self._in_backward)
         return output
 
-    def _in_backward(self, grad: torch.Tensor) -> None:
-        self._count()
+    def _in_backward(self, grad: torch.Tensor) -> Any:
+        fault = self._count()
+        return None if fault is None else fault(grad)
 
-    def _count(self) -> None:
+    def _count(self) -> Callable[[Any], Any] | None:
+        """The function of this call; raises the exception if it is one."""
         self.calls += 1
-        if self.calls - 1 == self.at_call:
-            # drop it: its traceback holds the step's frames, and so the pipeline that holds this module
-            error, self.error = self.error, None
-            assert error is not None
+        if self.calls - 1 != self.at_call:
+            return None
+        # drop it: its traceback holds the step's frames, and so the pipeline that holds this module
+        error, self.error = self.error, None
+        assert error is not None
+        if isinstance(error, BaseException):
             raise error
+        return error

@@ -16,6 +16,7 @@ from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.transport import process_group as coalesced
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.testing import Fault
+from tests.conftest import paired
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
 LAYERS = CASES["plain"].layers(4)
@@ -132,11 +133,6 @@ class Wordy(nn.Module):
         return x, Words(x)
 
 
-def raising() -> Any:
-    yield X[:2]
-    raise KeyError("the loader broke")
-
-
 STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "no target": ({}, lambda p: p.step(X), "target = None.*pass target="),
     "a target for nobody": ({"loss_fn": None}, lambda p: p.step(X, target=Y), "target.*no loss_fn"),
@@ -243,7 +239,9 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("options", "step", "message"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(
+    ("options", "step", "message", "executor"), paired(STEPS.values()), ids=STEPS, indirect=["executor"]
+)
 def test_stepping_and_then_a_good_step(
     options: dict[str, Any], step: Callable[[Pipeline], Any], message: str, executor: str
 ) -> None:
@@ -261,30 +259,6 @@ def test_microbatches_with_histories_of_their_own(executor: str) -> None:
     pipe.step([part * scale for part in X.tensor_split(4)], target=Y)
     assert scale.grad is not None and scale.grad.any()
     assert pipe.eval_step(X * scale, target=Y).loss is not None
-
-
-def test_an_iterator_that_raises(executor: str) -> None:
-    pipe = build(executor=executor)
-    with pytest.raises(KeyError, match="the loader broke"):
-        pipe.step(raising(), target=Y)
-    assert pipe.step(X, target=Y).loss is not None
-
-
-def test_a_shape_that_changes_without_the_inputs(executor: str) -> None:
-    class Growing(nn.Module):
-        width = WIDTH
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x[:, :1].expand(-1, self.width)
-
-    growing = Growing()
-    pipe = build(stages=[growing, nn.Identity()], loss_fn=lambda o, t: o.sum(), executor=executor)
-    x = X.clone().requires_grad_()
-    pipe.step(x, target=Y)
-    Growing.width = WIDTH + 1
-    with pytest.raises(ValueError, match=r"expected.*3, 6.*found.*3, 7.*; .*pad it .*in one stage"):
-        pipe.step(x, target=Y)
-    assert pipe.step(x, target=Y).outputs.shape == (9, WIDTH + 1)
 
 
 def test_nothing_is_silently_left_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpipe import Pipeline, check_parity, layer_costs, make_schedule, partition, split
+from fastpipe import Pipeline, layer_costs, partition, split
 from fastpipe.testing import reference_step
 from tests.runtime.checks import assert_same
 from tests.runtime.decoders import decoder, padded_batch
@@ -141,15 +141,3 @@ def test_stages_that_are_cut_already_are_refused() -> None:
     stages = dict(enumerate(uneven()[:2]))
     with pytest.raises(ValueError, match="these stages are cut already"):
         Pipeline(stages, "1f1b", 2, None, num_ranks=2, partition="flops", example=torch.ones(2, 4))
-
-
-def test_layers_of_a_split_model_move() -> None:
-    """Another plan puts them on other ranks; they stay the unsplit model's."""
-    model = decoder("llama")
-    layers = split(model)
-    options = {"num_ranks": 2, "loss_reduction": layers.num_tokens}
-    pipe = Pipeline(layers, "interleaved_1f1b", 4, layers.loss_fn, **options)
-    pipe.replan(make_schedule("zbv", num_ranks=2, num_microbatches=4))
-    assert pipe.schedule.name == "zbv" and pipe.state_dict().keys() == model.state_dict().keys()
-    ids, mask, labels = padded_batch(8)
-    assert check_parity(pipe, model, (ids, labels), kwargs={"attention_mask": mask}).ok

@@ -64,7 +64,7 @@ def test_a_peer_that_is_found_gone_when_the_device_ends_fails_the_step(executor:
 def test_a_peer_that_is_lost_while_a_step_is_drained_counts_more() -> None:
     """All others have to know that there is no next step."""
     local = object.__new__(LocalRanks)
-    local._lock, local._outcome = threading.Lock(), Outcome()
+    local._lock, local._outcome, local._current, local.failed_at = threading.Lock(), Outcome(), (), []
     refused, lost, later = Failure(0, "no memory"), Failure(1, "gone", is_fatal=True), Failure(0, "later")
     for failure in (refused, lost, later):
         local._note(failure, RuntimeError(failure.cause), refused)

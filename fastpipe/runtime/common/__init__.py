@@ -14,6 +14,7 @@ from fastpipe.runtime.common.devices import (
 )
 from fastpipe.runtime.common.failure import (
     DIED,
+    MAX_TEXT,
     Failure,
     FailureError,
     cause_text,
@@ -25,6 +26,7 @@ from fastpipe.runtime.common.failure import (
 from fastpipe.runtime.common.guards import ForkGuard, Interrupts, ReentrancyGuard, keep_in_children
 from fastpipe.runtime.common.modules import (
     alias_of,
+    allocate,
     check_grad_dtype,
     dense,
     grad_dtype_of,
@@ -73,6 +75,7 @@ __all__ = [
     "ForkGuard",
     "Interrupts",
     "LOOK_SECONDS",
+    "MAX_TEXT",
     "Patience",
     "PatientStore",
     "ReentrancyGuard",
@@ -83,6 +86,7 @@ __all__ = [
     "ThreadState",
     "alias_of",
     "alike",
+    "allocate",
     "aside",
     "attended",
     "bytes_of",

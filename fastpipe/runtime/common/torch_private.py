@@ -493,6 +493,12 @@ def process_descriptor(pid: int) -> int:
     return os.pidfd_open(pid)
 
 
+def line_of_thread(thread: int) -> str:
+    """The line of Python that a thread executes; empty if there is no such thread."""
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
 class Private(NamedTuple):
     """Private names of one owner.
 
@@ -625,6 +631,7 @@ PRIVATE = (
     Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
     Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
     Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),
+    Private("sys", "_current_frames", "where a slow rank is in Python", "reports of slow steps"),
     Private("os", "pidfd_open", "an exit wakes waiting ranks", _DEATHS),
 )
 CUDA = Private("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", "a recording that failed", "cuda_graph=True")

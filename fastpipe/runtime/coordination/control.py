@@ -26,13 +26,17 @@ class Control(ABC):
         rank: this process.
         step: number of calls of `begin`.
         deferred: results that the device computes after the host ends a step; None for a single process.
+        elsewhere: in a mesh, the messages of the other pipelines in the last exchange, pipeline after pipeline.
         remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
+        size: number of processes.
     """
 
     rank = 0
+    size = 1
     step = 0
     deferred: DeferredResults | None = None
     remark = ""
+    elsewhere: Sequence[Reply] = ()
 
     @abstractmethod
     def setup(self, message: Reply) -> list[Reply]:
@@ -53,6 +57,10 @@ class Control(ABC):
         Raises:
             FailureError: if a process is dead or silent, or the store is gone.
         """
+
+    def exchange_within(self, phase: str, message: Reply) -> list[Reply]:
+        """Like `exchange` while a pipeline is built, in this pipeline alone where several of a mesh share a control."""
+        return self.exchange(phase, message)
 
     @abstractmethod
     def publish(self, failure: Failure) -> Failure:
@@ -80,6 +88,19 @@ class Control(ABC):
                 may exit.
         """
         return None
+
+    def put_place(self, step: int, is_active: bool, text: str) -> None:  # noqa: B027 - nobody to read it
+        """Write for the others what this process does, from any thread.
+
+        Args:
+            step: the number of the current or last step.
+            is_active: whether the process is within it.
+            text: what it does.
+        """
+
+    def places(self) -> dict[int, tuple[int, bool, str]]:
+        """What other processes have written by `put_place`, by rank; from any thread."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - a control without threads has nothing to stop
         """Stop watching."""

@@ -22,7 +22,17 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from fastpipe.runtime.common import DIED, SECONDS, Failure, Patience, attended, call_in_thread, first_line, logged
+from fastpipe.runtime.common import (
+    DIED,
+    MAX_TEXT,
+    SECONDS,
+    Failure,
+    Patience,
+    attended,
+    call_in_thread,
+    first_line,
+    logged,
+)
 from fastpipe.runtime.coordination.control import Control, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import Gather, SharedMemoryGather, StoreGather
@@ -71,6 +81,7 @@ class Processes(Control):
         self._gather: Gather = self._store_gather
         self.deferred: DeferredResults = DeferredResults(store, rank, timeout, lambda: watcher.dead)
         self._patience = Patience(min(SECONDS, timeout / 4))
+        self._asides = Patience(min(1.0, timeout / 4))
 
     def setup(self, message: Reply) -> list[Reply]:
         """Exchange identities, watch the processes that can be watched, and use shared memory if all can."""
@@ -144,6 +155,15 @@ class Processes(Control):
         if self.step == 1 and self._gather is self._shared_gather:
             self._shared_gather.choose_wait()
 
+    @property
+    def dead(self) -> list[Failure]:
+        """The processes that have exited, by rank."""
+        return self._watcher.dead
+
+    def store_gone(self, error: RuntimeError) -> Failure:
+        """See `Watcher.store_gone`."""
+        return self._watcher.store_gone(error)
+
     def on_loss(self, report: OnFailure) -> None:
         """See `Control.on_loss`."""
         self._watcher.on_loss = report
@@ -181,6 +201,21 @@ class Processes(Control):
         self._note(failure)
         # without the store the others detect the failure themselves, and this rank drains
         return self._patience.ask(lambda: self._watcher.publish(failure), failure)
+
+    def put_place(self, step: int, is_active: bool, text: str) -> None:
+        """See `Control.put_place`."""
+        content = json.dumps([step, is_active, text[:MAX_TEXT]])
+        self._asides.ask(lambda: self._store.set(_place_key(self.rank), content), None)
+
+    def places(self) -> dict[int, tuple[int, bool, str]]:
+        """See `Control.places`."""
+
+        def read() -> dict[int, tuple[int, bool, str]]:
+            store, ranks = self._store, range(self.size)
+            written = [rank for rank in ranks if store.check([_place_key(rank)])]
+            return {rank: tuple(json.loads(store.get(_place_key(rank)))) for rank in written}
+
+        return self._asides.ask(read, {})
 
     def close(self) -> None:
         """Stop the watcher, and close what the processes share."""
@@ -401,6 +436,10 @@ def read_failure(store: Any, step: int) -> Failure | None:
     # a key deleted in between reads as empty: the step is over
     text = store.get(_key(step)) if store.check([_key(step)]) else ""
     return Failure(**json.loads(text)) if text else None
+
+
+def _place_key(rank: int) -> str:
+    return f"place/{rank}"
 
 
 def _key(step: int) -> str:

@@ -60,6 +60,11 @@ class PythonExecutor(Executor):
         resolver = _Resolver(self, instructions)
         self.steps = [resolver.step(instruction) for instruction in instructions]
         self.waits_of_sends = _waits_of_sends(instructions)
+        self._position = len(self.steps)
+
+    def position(self) -> int:
+        """See `Executor.position`."""
+        return self._position
 
     def fail(self) -> None:
         """See `Executor.fail`."""
@@ -80,8 +85,10 @@ class PythonExecutor(Executor):
         # an instruction ends when the next one starts
         times = [time.perf_counter()]
         for position, step in enumerate(self.steps):
+            self._position = position
             self._execute(position, step)
             times.append(time.perf_counter())
+        self._position = len(self.steps)
         if self._drained():
             return None
         stamps = np.array(times)

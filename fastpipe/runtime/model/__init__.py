@@ -52,6 +52,7 @@ from fastpipe.runtime.model.cuts import (
     layer_ranges,
     restored,
 )
+from fastpipe.runtime.model.meta import Unfilled, assignable, is_on_meta
 from fastpipe.runtime.model.modules import (
     Named,
     Stages,
@@ -93,11 +94,13 @@ __all__ = [
     "Stages",
     "Tie",
     "TiedWeights",
+    "Unfilled",
     "WholeNames",
     "accepted_names",
     "apart",
     "as_arguments",
     "as_layers",
+    "assignable",
     "between_ranks",
     "build_modules",
     "carried_on",
@@ -118,6 +121,7 @@ __all__ = [
     "from_torch",
     "group_of",
     "has_own_forward",
+    "is_on_meta",
     "kinds_of_ties",
     "layer_costs",
     "layer_counts",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -244,6 +244,13 @@ class WholeNames(nn.Module):
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments; None for any."""
         return _named_in(self)
+
+    def compute_buffers(self, empty: Collection[int]) -> None:
+        """Compute buffers that no checkpoint has, where the model says how.
+
+        Args:
+            empty: the ``id`` of the tensors that just got memory.
+        """
 
 
 class Chain(WholeNames):

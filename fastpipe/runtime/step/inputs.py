@@ -20,13 +20,12 @@ from fastpipe.runtime.step.microbatch import (
     count_rows,
     is_asked,
     lengths,
-    loss_divisors,
     rows_of_cut,
     rule_for,
     split,
     split_argument,
 )
-from fastpipe.runtime.step.result import Weights
+from fastpipe.runtime.step.result import Weights, loss_divisors
 
 ROWS, NAMED, RULE = "rows", "named", "rule"
 """How a whole batch is split: positional inputs, and keyword inputs, by rows if they have the batch's number of rows;

@@ -1,4 +1,4 @@
-"""Microbatches: splitting a step's inputs, merging its outputs, weighting its losses."""
+"""Microbatches: splitting a step's inputs, counting their rows, merging its outputs."""
 
 from __future__ import annotations
 
@@ -209,45 +209,6 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         return value
     return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)), None)
-
-
-def loss_divisors(
-    reduction: str | Callable[[Any], float], rows: Sequence[int] | None, targets: Sequence[Any] | None, count: int
-) -> list[float] | None:
-    """The divisor of each microbatch's loss, so that the sum is the loss of the whole batch.
-
-    ``"mean"``: all rows divided by its rows; for equal microbatches exactly their number. ``"sum"``: None. A function
-    gives the weight of a target (its number of tokens, for example): the sum of weights divided by its weight.
-    """
-    if reduction == "sum":
-        return None
-    if callable(reduction):
-        if targets is None:
-            raise ValueError("loss_reduction is a function of the target, and no target was given: pass target=")
-        weights = [_weight_of(reduction, target, number) for number, target in enumerate(targets)]
-    else:
-        weights = [1.0] * count if rows is None else [float(r) for r in rows]
-    total = sum(weights)
-    if not total > 0:
-        raise ValueError(f"loss_reduction: the weights of the microbatches sum to {total}; one must be above 0")
-    return [total / weight if weight else float("inf") for weight in weights]
-
-
-def _weight_of(reduction: Callable[[Any], float], target: Any, number: int) -> float:
-    weight: Any = reduction(target)
-    try:
-        return float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        found = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
-        raise ValueError(
-            f"loss_reduction returned {found} for the target of microbatch {number}: return one number, its weight"
-        ) from None
-
-
-def check_reduction(reduction: Any) -> None:
-    """Refuse an invalid ``loss_reduction``."""
-    if not callable(reduction) and reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction = {reduction!r}: use 'mean', 'sum' or a function of the target")
 
 
 def merge(outputs: Sequence[Any], rules: Rules) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
@@ -35,8 +37,8 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.data_parallel import listed
-from fastpipe.runtime.executor import LocalRanks, Outcome
-from fastpipe.runtime.model import StageCopies, check_told, flags_of
+from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
+from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
 from fastpipe.runtime.step.inputs import (
     Inputs,
@@ -49,9 +51,36 @@ from fastpipe.runtime.step.inputs import (
     take_inputs,
 )
 from fastpipe.runtime.step.microbatch import Rules
-from fastpipe.runtime.step.outputs import OutputExchange, StepOutputs
 from fastpipe.runtime.step.programs import Programs
-from fastpipe.runtime.step.result import MetricRules, Reports, StepResult, Weights, pack_spans, unpack_spans, weights_of
+from fastpipe.runtime.step.result import (
+    MetricRules,
+    OutputExchange,
+    StepOutputs,
+    StepResult,
+    Weights,
+    pack_spans,
+    unpack_spans,
+    weights_of,
+)
+from fastpipe.runtime.step.watchdog import Watchdog, places_text
+from fastpipe.runtime.transport import MeshGroups, Transport
+
+logger = logging.getLogger("fastpipe")
+
+
+def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
+    """Warn if most weights of linears do not wait for W, as under torch.compile: the schedule then gains little."""
+    linears = [module for stage in stages for module in stage.module.modules() if isinstance(module, nn.Linear)]
+    weights: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears if linear.weight.requires_grad}
+    waiting = sum(any(stage.waits(weight) for stage in stages) for weight in weights.values())
+    if 2 * waiting < len(weights):
+        logger.warning(
+            "the schedule splits the backward, but the weights of only %d of %d linears here wait for W; the "
+            "gradients of the others, as in blocks under torch.compile, are computed in I, so that the schedule gains "
+            "little: compile what is between the linears, or use a schedule without W (describe() lists parameters)",
+            waiting,
+            len(weights),
+        )
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
@@ -144,9 +173,12 @@ class Steps:
         control: the connection to the other processes.
         replicas: handles stages that two ranks hold.
         random: the random numbers of the stages.
+        unfilled: the stages of a pipeline that was built on meta, until its first step.
         forward_only: whether the schedule has no backward.
+        warn_after: seconds after which a step is reported that has not ended.
 
     Attributes:
+        watchdog: reports where the ranks are.
         stages: the local stages.
         announced: input signatures whose shapes are not announced again, and their numbers for transports.
         loss_scale: returns the factor of the backward's roots; None without scaling.
@@ -162,8 +194,10 @@ class Steps:
         control: Control,
         replicas: StageCopies,
         random: RandomNumbers,
+        unfilled: Unfilled | None = None,
         *,
         forward_only: bool,
+        warn_after: float = float("inf"),
     ) -> None:
         self.settings = settings
         self.plans = plans
@@ -171,6 +205,7 @@ class Steps:
         self.control = control
         self.replicas = replicas
         self.random = random
+        self.unfilled = unfilled
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.announced: dict[tuple[Any, ...], int] = {}
@@ -181,7 +216,11 @@ class Steps:
         self.broken: Failure | None = None
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = OutputExchange(control, settings.device, ranks.device_events)
+        # the watcher's thread holds this, and must not hold the stages
+        self._lost = partial(_lost, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._lost)
+        self._has_noted_split = False
+        self.watchdog = Watchdog(control, ranks, warn_after)
         self._interrupts = Interrupts(ranks.interrupt)
         self._calls = ReentrancyGuard()
 
@@ -219,7 +258,7 @@ class Steps:
                 self._lossless.clear()
             self._lossless.add(signature)
             return self._run(_replayed(request, inputs), trace)
-        self._raise_failure(outcome, replies)
+        self._raise_failure(program, outcome, replies)
         self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
@@ -231,11 +270,13 @@ class Steps:
             raise self.broken.error()
         self.reported = None
         self.control.begin(self._failed_elsewhere)
+        self.watchdog.begin()
         try:
             yield
         except FailureError as error:
-            self.abort(error.failure, error)
+            self.abort(error.failure, error.__cause__ or error)
         finally:
+            self.watchdog.end()
             self.control.end()
 
     @contextlib.contextmanager
@@ -260,6 +301,7 @@ class Steps:
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
         """Exchange the outcomes, and sum the gradients of stages that two ranks hold."""
+        self.watchdog.phase = "has run the step, and waits for the outcome of the other ranks"
         try:
             report = self._report(outcome, trace)
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
@@ -268,15 +310,22 @@ class Steps:
         except Exception as error:  # reported as the step's failure
             outcome.fail(error, self.ranks.first)
             report = self._report(outcome, trace)
-        replies = self.control.exchange("end", report)
+        try:
+            replies = self.control.exchange("end", report)
+        except FailureError as error:
+            # on the rank that failed, its own exception says more
+            raise error from outcome.error or error.__cause__
         if request.training and self._has_separate_grads:
             self.replicas.after_step(not any("failure" in reply for reply in replies))
         return replies
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         """End this pipeline with a fatal failure, and raise it."""
+        error = failure.error()
+        if not isinstance(self.control, Alone):
+            error.add_note(self.watchdog.last_report())
         self._break(failure)
-        raise failure.error() from cause
+        raise error from cause
 
     def _break(self, failure: Failure) -> None:
         self.broken = failure
@@ -298,6 +347,7 @@ class Steps:
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
             message["told"] = self.replicas.prepare()
+            self.check_filled()
             self.plans.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
@@ -320,7 +370,26 @@ class Steps:
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
         self.replicas.agreed()
+        if self.unfilled is not None:
+            self._use_values()
         return inputs, replies
+
+    def check_filled(self) -> None:
+        """Refuse to use stages that were built on meta and have no values.
+
+        Raises:
+            ValueError: naming the tensor and the remedy.
+        """
+        if self.unfilled is not None:
+            self.unfilled.check()
+
+    def _use_values(self) -> None:
+        """Begin to use stages that now have values on all ranks."""
+        for stage in self.stages:
+            if stage.grad_dtype is not None:
+                set_grad_dtype(stage.module, stage.grad_dtype)
+        self.replicas.equalise(initialised=True)
+        self.unfilled = None
 
     def follow(self, plans: Programs, *, forward_only: bool) -> None:
         """Run other programs on the same stages from the next step on."""
@@ -357,6 +426,7 @@ class Steps:
                 error = found
             replies = self._agree(message, error, f"failed in {call}")
             if then is not None:
+                self.watchdog.phase = f"is in {call}"
                 then(replies)
             return replies
 
@@ -441,6 +511,7 @@ class Steps:
         signature: tuple[Any, ...],
         trace: bool,
     ) -> Outcome:
+        self.watchdog.phase = "runs the step"
         announce = signature not in self.announced
         number = self._number(signature)
         error: BaseException | None = None
@@ -469,7 +540,9 @@ class Steps:
         if request.training:
             self.replicas.before_step()
             self._has_separate_grads = True
-        self.random.begin(self.stages, request.training, self._flags, self._has_pairs(request))
+        guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
+        for stage in stages:
+            stage.random = self.random if guards else None
 
     def _has_pairs(self, request: Request) -> bool:
         return request.training and self.plans.has_pairs(request.num_microbatches)
@@ -488,6 +561,9 @@ class Steps:
         if len(self.announced) == _MAX_SIGNATURES:
             del self.announced[next(iter(self.announced))]
         self.announced[signature] = number
+        if not self._has_noted_split and any(stage.has_split for stage in self.stages):
+            self._has_noted_split = True
+            warn_of_whole_weights(self.stages)
 
     def _failed_elsewhere(self, failure: Failure) -> None:
         """Called by the watcher: another process failed or died."""
@@ -497,13 +573,10 @@ class Steps:
         if failure.is_fatal:
             self._lost(failure)
 
-    def _lost(self, failure: Failure) -> None:
-        """Called by the watcher, in or between steps: another process ended."""
-        self.ranks.device_events.invalidate(failure)
-        self.ranks.transport.unblock(failure)
-
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         reply: Reply = {}
+        if self.ranks.failed_at:
+            reply["positions"] = [(rank, position) for rank, _, position in self.ranks.failed_at]
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
@@ -514,7 +587,7 @@ class Steps:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
 
-    def _raise_failure(self, outcome: Outcome, replies: Sequence[Reply]) -> None:
+    def _raise_failure(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> None:
         """Raise the step's failure, if any: the original exception on the rank of origin, StepError elsewhere."""
         # causes first: ranks that missed messages after another failure report only the consequence
         failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in replies if key in reply]
@@ -527,14 +600,21 @@ class Steps:
         if fatal:
             self.abort(fatal[0], outcome.error)
         self._release()
+        positions = {rank: position for reply in replies for rank, position in reply.get("positions", [])}
+        note = places_text(program, positions)
+        elsewhere = failures[0].error()
+        if positions:
+            elsewhere.add_note(note)
         if outcome.error is None or outcome.failure is None:
-            raise failures[0].error()
+            raise elsewhere
         is_first = outcome.first is None or outcome.first.rank in self.ranks.stages
         if not is_first or isinstance(outcome.error, FailureError):
             # after a failure elsewhere this rank computed on placeholders
-            raise failures[0].error() from outcome.error
+            raise elsewhere from outcome.error
         with contextlib.suppress(Exception):  # a user's exception type may refuse notes
             outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
+            if positions:
+                outcome.error.add_note(note)
         error, outcome.error = outcome.error, None
         try:
             raise error
@@ -549,8 +629,14 @@ class Steps:
         found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
         for stage in self.stages:
             stage.end()
-        reports = Reports(parts, weights, self.settings.metrics, program.num_microbatches)
-        return StepResult(parts, found, self.settings.merge, program, spans, reports)
+        return StepResult(parts, found, self.settings.merge, program, spans, weights, self.settings.metrics)
+
+
+def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
+    """Called by the watcher, in or between steps: another process ended."""
+    mesh_groups.abort()
+    events.invalidate(failure)
+    transport.unblock(failure)
 
 
 def _call_text(request: Request) -> str:

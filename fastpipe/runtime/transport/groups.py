@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     CPU,
     Failure,
@@ -35,10 +37,14 @@ from fastpipe.runtime.common import (
     torch_private,
     wait_until_done,
 )
-from fastpipe.runtime.coordination import Identity, RanksPerHost, identify
+from fastpipe.runtime.coordination import Identity, RanksPerHost, check_job, identify, name_attempt, shares_store
 
 logger = logging.getLogger("fastpipe")
 _made: Counter[tuple[int, ...]] = Counter()
+_attempts: dict[tuple[int, ...], str] = {}
+"""The prefix of the keys of this attempt, by members."""
+_own_worlds: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The default group, if its store has no keys of earlier attempts."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Membership:
         device: device of this process.
         timeout: seconds to wait for other members.
         lost: returns the failure of a member, if any; polled while waiting for members to connect.
+        attempt: the prefix of all keys; see `name_attempt`.
     """
 
     rank: int = 0
@@ -62,14 +69,20 @@ class Membership:
     device: torch.device = CPU
     lost: Callable[[], Failure | None] = lambda: None
     timeout: float = 600.0
+    attempt: str = ""
 
     def store(self) -> Any:
         """The group's store with a prefix for one pipeline. Members must create pipelines in the same order."""
-        return distributed_c10d.PrefixStore(_new_name(self.ranks), torch_private.default_store())
+        return distributed_c10d.PrefixStore(self.attempt + _new_name(self.ranks), torch_private.default_store())
+
+    def check_job(self) -> None:
+        """Raise ValueError if the members are of different jobs."""
+        if self.size > 1:
+            check_job(_default_store(self.timeout))
 
     def identity(self, rank: int) -> Identity | None:
         """Identity of a member; None if it has not started to create a pipeline."""
-        store, key = _default_store(self.timeout), _process_key(self.ranks[rank])
+        store, key = _default_store(self.timeout), self.attempt + _process_key(self.ranks[rank])
         found: Identity | None = json.loads(store.get(key)) if store.check([key]) else None
         return found
 
@@ -107,13 +120,14 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
         )
-    if dist.is_initialized():  # before anything can fail, so that other processes can detect the end of this one
-        _default_store(timeout).set(_process_key(dist.get_rank()), json.dumps(identify()))
     group = _from_mesh(group)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
-    return Membership(dist.get_rank(group), len(ranks), group, ranks, device, timeout=timeout)
+    attempt = _attempt_of(ranks, timeout)
+    # before anything can fail, so that other processes can detect the end of this one
+    _default_store(timeout).set(attempt + _process_key(dist.get_rank()), json.dumps(identify()))
+    return Membership(dist.get_rank(group), len(ranks), group, ranks, device, timeout=timeout, attempt=attempt)
 
 
 def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
@@ -124,10 +138,13 @@ def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
 
 def _new_name(ranks: tuple[int, ...]) -> str:
     """A name that is unique, and the same on all of these processes."""
-    members = hashlib.sha1(repr(ranks).encode()).hexdigest()[:12]
     number = _made[ranks]
     _made[ranks] += 1
-    return f"fastpipe/{members}/{number}"
+    return f"fastpipe/{_digest(ranks)}/{number}"
+
+
+def _digest(ranks: tuple[int, ...]) -> str:
+    return hashlib.sha1(repr(ranks).encode()).hexdigest()[:12]
 
 
 def _process_key(process: int) -> str:
@@ -149,10 +166,49 @@ def _from_mesh(group: Any) -> Any:
     return group.get_group()
 
 
+def _attempt_of(ranks: tuple[int, ...], timeout: float) -> str:
+    """The prefix of the members' keys in the default store."""
+    if len(ranks) == 1 or not shares_store() or dist.group.WORLD in _own_worlds:
+        return ""
+    if ranks not in _attempts:
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+            logger.warning("%s", _RESTARTS)
+        own, limit = ranks.index(dist.get_rank()), timedelta(seconds=timeout)
+        store = distributed_c10d.PrefixStore(f"fastpipe/{_digest(ranks)}", torch_private.default_store().clone())
+        name = attended(lambda: name_attempt(store, own, len(ranks), timeout), lambda: None, 2 * limit)
+        _attempts[ranks] = f"{name}/"
+    return _attempts[ranks]
+
+
+_RESTARTS = (
+    "torchrun keeps one store for all attempts, and init_process_group of this script connects to processes of earlier "
+    "ones after a restart: let fastpipe.Pipeline make the process group, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+    "and start torchrun with --standalone or --rdzv-backend=c10d"
+)
+
+
 def _make_group(device: torch.device, timeout: float) -> None:
-    """Create the default process group with our timeout instead of torch's 30 minutes; destroyed at exit."""
+    """Create the default process group with our timeout instead of torch's 30 minutes; destroyed at exit.
+
+    Its keys in a store that earlier attempts have used have a prefix of their own.
+    """
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size > 1 and shares_store():
+        c10d: Any = dist
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+        def join() -> Any:
+            store = c10d.TCPStore(*place, size, is_master=False, timeout=limit)
+            check_job(store, decides=rank == 0)
+            return distributed_c10d.PrefixStore(name_attempt(store, rank, size, timeout), store)
+
+        store = attended(join, lambda: None, 2 * limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        _own_worlds.add(dist.group.WORLD)
+    else:
+        dist.init_process_group(backend, timeout=limit)
     logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
     atexit.register(_end_group, ForkGuard())
 
@@ -192,6 +248,54 @@ def _abort(backend: Any) -> None:
             "a process group could not be aborted (%s); if the device does not finish, end this process",
             first_line(error),
         )
+
+
+class MeshGroups:
+    """The groups of a mesh in which stages run collectives of their own. They end when a stage fails, as nothing else
+    unblocks its peers.
+
+    A collective of NCCL ends when its process aborts it. One of Gloo ends when a peer closes its connections. So every
+    rank closes its own: at once if it failed, otherwise before it waits for anything but messages of its pipeline. Of
+    the ranks that wait for each other one is not in a collective, closes its connections, and so unblocks the others,
+    which close theirs.
+
+    Args:
+        groups: process groups.
+        device: of the stages.
+    """
+
+    def __init__(self, groups: Sequence[Any] = (), device: torch.device = CPU) -> None:
+        self._groups, self._device = list(groups), device
+        self._failed = False
+
+    def abort(self) -> None:
+        """A rank failed or is lost: abort what can be aborted from any thread."""
+        failed, self._failed = self._failed, True
+        if not failed and self._device.type == "cuda":
+            Aborts([torch_private.backend_for(group, self._device) for group in self._groups])
+
+    def leave(self) -> None:
+        """After `abort`, in the thread that runs the stages and outside of any: close the connections of Gloo."""
+        runtime: Any = native.load()
+        if not self._failed or self._device.type != "cpu" or runtime is None:
+            return
+        groups, self._groups = self._groups, []
+        for group in groups:
+            backend = torch_private.backend_for(group, self._device)
+            runtime.drop_backends(group)
+            # its end waits for its threads, which may still serve peers
+            aside([_Dropped(backend)], "fastpipe-leave")
+            del backend
+
+
+class _Dropped:
+    """Holds a backend until it is called."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __call__(self) -> None:
+        self._backend = None
 
 
 _WATCHDOG = {

@@ -1,0 +1,202 @@
+"""Who waits for whom: a thread that reports steps that take long, and where the ranks were when a step failed.
+
+An executor exposes only its position in the program. All processes know the programs of all ranks, so a position says
+what a rank does, for which message of which rank it waits, and what it did before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+
+from fastpipe.program import ChannelKind, Instruction, Op, Program
+from fastpipe.runtime.common import ForkGuard, logged, torch_private
+from fastpipe.runtime.coordination import Control
+from fastpipe.runtime.executor import LocalRanks
+
+logger = logging.getLogger("fastpipe")
+RECENT = 10
+"""The number of earlier instructions in a text."""
+MAX_RANKS = 64
+"""The number of ranks in a text."""
+_GRACE_SECONDS = 1.0
+_COLLECTIVES = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
+
+
+def place_text(program: Program, rank: int, position: int, where: str = "") -> str:
+    """What a rank does at a position of its program, where in its Python, and what it did before."""
+    instructions = program[rank]
+    before = " ".join(_short(it) for it in list(instructions)[max(0, position - RECENT) : position])
+    after = f"; before that: {before}" if before else ""
+    if position >= len(instructions):
+        return f"at the end of its program{after}"
+    return f"at {position} of {len(instructions)}: {_doing(program, rank, instructions[position])}{where}{after}"
+
+
+def _doing(program: Program, rank: int, it: Instruction) -> str:
+    if it.channel >= 0:
+        channel = program.channels[it.channel]
+        kind, peer = channel.kind.name.lower(), channel.peer_of(rank)
+        message = f"{kind} of microbatch {it.microbatch}"
+        if it.op is Op.WAIT_RECV:
+            whose = "input" if channel.kind is ChannelKind.ACTIVATION else "output gradient"
+            return f"waits for rank {peer} to send the {whose} of stage {it.stage}, microbatch {it.microbatch}"
+        if it.op is Op.WAIT_SEND:
+            return f"waits for rank {peer} to receive the {message} of stage {it.stage}"
+        return f"{it.op.name} of the {message}, stage {it.stage}, rank {peer} at the other end"
+    if it.op in _COLLECTIVES:
+        return f"{it.op.name} of stage {it.stage}, with its replicas"
+    return f"computes {it.action}" if it.action is not None else it.op.name
+
+
+def _short(it: Instruction) -> str:
+    return str(it.action) if it.action is not None else f"{it.op.name}({it.stage},{it.microbatch})"
+
+
+def places_text(program: Program, positions: Mapping[int, int]) -> str:
+    """Where the ranks were when a step failed, but for those that had drained their programs by then."""
+    within = [rank for rank in sorted(positions) if positions[rank] < len(program[rank])]
+    lines = [f"rank {rank} was {place_text(program, rank, positions[rank])}" for rank in within]
+    return f"fastpipe: when the step failed\n{_bounded(lines)}"
+
+
+def _bounded(lines: list[str]) -> str:
+    more = [f"and {len(lines) - MAX_RANKS} more ranks"] if len(lines) > MAX_RANKS else []
+    return "\n".join(lines[:MAX_RANKS] + more)
+
+
+class Watchdog:
+    """Reports calls that take long. One thread, which sleeps; a call costs it two attributes.
+
+    Every process whose call lasts longer than ``warn_after``, and every one that has been between calls for as long,
+    writes into the store what it does. The lowest rank that is within a call logs what all have written, and again
+    each time the duration has doubled.
+
+    Args:
+        control: the exchange with the other processes.
+        ranks: the local ranks.
+        warn_after: seconds.
+
+    Attributes:
+        phase: what the current call does now.
+        thread: to be closed.
+    """
+
+    def __init__(self, control: Control, ranks: LocalRanks, warn_after: float) -> None:
+        self._control, self._ranks, self._warn_after = control, ranks, warn_after
+        self.phase = ""
+        self._step, self._thread_id = 0, 0
+        self._since = time.monotonic()
+        self._due = warn_after
+        self.thread = WatchdogThread()
+
+    def begin(self) -> None:
+        """A call begins."""
+        if self._warn_after != float("inf"):
+            self.thread.start(self, self._warn_after)
+        self._thread_id, self._step = threading.get_ident(), self._step + 1
+        self._due, self.phase = self._warn_after, "agrees with the other ranks on the inputs"
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        """The call ends."""
+        self.phase, self._due = "", self._warn_after
+        self._since = time.monotonic()
+
+    def look(self) -> None:
+        """Report if this call, or the time since the last one, is too long. Called by the thread."""
+        since, phase, step = self._since, self.phase, self._step
+        if (seconds := time.monotonic() - since) < self._due:
+            return
+        self._due = 2 * seconds
+        self._control.put_place(step, bool(phase), self._text())
+        if not phase or self.thread.stop.wait(min(_GRACE_SECONDS, self._warn_after / 4)) or since != self._since:
+            return
+        first, lines = self._report("")
+        if first == self._control.rank:
+            logger.warning("step %d has taken %.0f s:\n%s", step, time.monotonic() - since, _bounded(lines))
+
+    def last_report(self) -> str:
+        """The report for the error that ends the pipeline."""
+        failed = self._ranks.failed_at
+        text = "; ".join(f"was {place_text(program, rank, position)}" for rank, program, position in failed)
+        self._control.put_place(self._step, True, text or self._text())
+        _, lines = self._report(text)
+        return f"fastpipe: when the pipeline ended\n{_bounded(lines)}"
+
+    def _report(self, text: str) -> tuple[int, list[str]]:
+        """The lowest rank that has said that it is within this call, and a line for each rank.
+
+        Args:
+            text: what this process does, if it is not what `_text` says.
+        """
+        places = [
+            f"rank {rank} is {place_text(program, rank, position)}" for rank, program, position in self._running()
+        ]
+        if len(places) > 1:  # threads of this process, which is the only one
+            return 0, places
+        own, found = self._control.rank, self._control.places()
+        lines, first = [], own
+        for rank in range(self._control.size):
+            step, is_active, said = found.get(rank, (-2, False, ""))
+            if rank == own:
+                said = text or self._text()
+            elif step != (self._step if is_active else self._step - 1):
+                said = "has not said anything: it is stopped or dead, or has just begun this step"
+            elif is_active:
+                first = min(first, rank)
+            lines.append(f"rank {rank} {said}")
+        return first, lines
+
+    def _running(self) -> list[tuple[int, Program, int]]:
+        """The local ranks in the midst of a program."""
+        return [(rank, program, at) for rank, program, at in self._ranks.places() if at < len(program[rank])]
+
+    def _text(self) -> str:
+        """What this process does now."""
+        seconds, where = time.monotonic() - self._since, self._where()
+        if not self.phase:
+            return f"has been between two steps for {seconds:.0f} s{where}"
+        for rank, program, position in self._running():
+            return f"is {place_text(program, rank, position, where)}"
+        return f"{self.phase}, for {seconds:.0f} s{where}"
+
+    def _where(self) -> str:
+        """The line of Python that the calling thread executes."""
+        line = torch_private.line_of_thread(self._thread_id)
+        return line and f" ({line})"
+
+
+class WatchdogThread:
+    """The thread of a watchdog. It starts with the first call, and does not keep the watchdog alive."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._guard = ForkGuard()
+
+    def start(self, watchdog: Watchdog, warn_after: float) -> None:
+        """Start it, unless it runs."""
+        if self._thread is None:
+            arguments = weakref.ref(watchdog), self.stop, warn_after
+            self._thread = threading.Thread(target=_watch, args=arguments, name="fastpipe-watchdog", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self.stop.set()
+        if self._thread is not None and self._guard.here and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2)
+
+
+def _watch(watchdog: weakref.ref[Watchdog], stop: threading.Event, warn_after: float) -> None:
+    while not stop.wait(min(warn_after / 4, 5.0)):
+        own = watchdog()
+        if own is None:
+            return
+        with logged("to report a long step"):
+            own.look()
+        del own
