@@ -164,7 +164,7 @@ def agent_in(folder: Path, names: Sequence[str], number: int, kills: Sequence[st
     """An agent in a namespace."""
     agent = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "cut"]
     agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.213.77.1:29413"]
-    agent += ["--local-addr", f"10.213.77.{number + 1}"]
+    agent += ["--local-addr", f"10.213.77.{number + 1}", "--rdzv-conf", f"is_host={1 - number}"]
     within = ["ip", "netns", "exec", names[number]]
     return launch(folder, agent, kills, within, FASTPIPE_HOST="ab"[number], GLOO_SOCKET_IFNAME="cable")
 
