@@ -70,10 +70,7 @@ lint: build  ## check style and formatting, and that generated pages are current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
-	$(BIN)/python docs/write_schedules.py --check
-	$(BIN)/python docs/write_waves.py --check
-	$(BIN)/python docs/write_readme.py --check
-	$(BIN)/python docs/write_layout.py --check
+	@for page in schedules waves readme layout; do $(BIN)/python docs/write_$$page.py --check || exit 1; done
 
 types: setup  ## check types
 	$(BIN)/mypy

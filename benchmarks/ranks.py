@@ -124,10 +124,12 @@ def _serve(
     try:
         torch.set_num_threads(1)
         if core is not None:
-            os.sched_setaffinity(0, {core})
+            os.environ |= {"FASTPIPE_PIN": "1", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks)}
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         tasks = make(rank)
+        if core is not None:  # pipelines have found their cores, the same; this is for all else that is measured
+            os.sched_setaffinity(0, {core})
         pipe.send(None)
         while (order := pipe.recv()) is not None:
             name, times, answers = order

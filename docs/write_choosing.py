@@ -7,13 +7,15 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+from pages import finish, with_blocks
 
 import fastpipe
 from fastpipe import CostModel, Plan
 
 PAGE = Path(__file__).with_name("choosing-a-schedule.md")
-BEGIN, END = "<!-- written by docs/write_choosing.py -->", "<!-- end -->"
 RANKS, MICROBATCHES, EFFORT = 8, 32, 1.0
 COSTS = {
     "F = I = W, free transfers": CostModel(),
@@ -58,12 +60,10 @@ def row(text: str, memory: float, found: Plan) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main() -> int:
     """Put the table between its marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    return finish(PAGE, with_blocks(PAGE.read_text(encoding="utf-8"), {"plans": table}))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

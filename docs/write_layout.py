@@ -13,11 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from pages import finish, with_blocks
+
 PAGE = Path(__file__).with_name("design.md")
 CODE = Path(__file__).resolve().parents[1] / "fastpipe"
-BEGIN, END = "<!-- packages: written by docs/write_layout.py -->", "<!-- end of packages -->"
-
-
 SINGLE = {("api",): "api", ("runtime", "native"): "runtime/native"}
 """Modules beside packages that import far more, or far less, than those they stand beside."""
 
@@ -47,6 +46,8 @@ def imported(path: Path) -> Iterator[tuple[str, ...]]:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import) and any(name.name == "fastpipe" for name in node.names):
+            yield ("runtime",)  # all public names, of which the Pipeline is on top
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fastpipe":
             parts = tuple(node.module.split(".")[1:])
             for name in node.names:
@@ -55,21 +56,20 @@ def imported(path: Path) -> Iterator[tuple[str, ...]]:
                 yield whole if is_module else parts
 
 
-def packages() -> dict[str, tuple[int, int, set[str]]]:
-    """By package its files, its lines and the packages it imports."""
-    found: dict[str, tuple[int, int, set[str]]] = {}
+def packages() -> dict[str, set[str]]:
+    """By package those that it imports."""
+    found: dict[str, set[str]] = {}
     for path in sorted(CODE.rglob("*.py")):
         parts = path.relative_to(CODE).with_suffix("").parts
         own = package_of(parts[:-1] if parts[-1] == "__init__" else parts)
         if parts in (("__init__",), ("__main__",), ("bounds",), ("formulas",)):  # the public names, from everywhere
             continue
-        files, lines, uses = found.get(own, (0, 0, set()))
-        uses |= {package_of(other) for other in imported(path) if other} - {own}
-        found[own] = files + 1, lines + len(path.read_text().splitlines()), uses
+        uses = {package_of(other) for other in imported(path) if other} - {own}
+        found[own] = found.get(own, set()) | uses
     return found
 
 
-def levels(found: dict[str, tuple[int, int, set[str]]]) -> dict[str, int]:
+def levels(found: dict[str, set[str]]) -> dict[str, int]:
     """How far each package is from those that import none.
 
     Raises:
@@ -77,10 +77,10 @@ def levels(found: dict[str, tuple[int, int, set[str]]]) -> dict[str, int]:
     """
     level: dict[str, int] = {}
     while len(level) < len(found):
-        ready = [p for p, (*_, uses) in found.items() if p not in level and uses <= level.keys()]
+        ready = [p for p, uses in found.items() if p not in level and uses <= level.keys()]
         if not ready:
             raise ValueError(f"packages import each other in a circle: {sorted(found.keys() - level.keys())}")
-        level |= {p: max((level[other] + 1 for other in found[p][2]), default=0) for p in ready}
+        level |= {p: max((level[other] + 1 for other in found[p]), default=0) for p in ready}
     return level
 
 
@@ -89,26 +89,16 @@ def table() -> str:
     found = packages()
     level = levels(found)
     order = sorted(found, key=lambda package: (-level[package], package))
-    lines = ["| package | files | lines | imports |", "|---|---:|---:|---|"]
+    lines = ["| package | imports |", "|---|---|"]
     for package in order:
-        files, count, uses = found[package]
-        listed = ", ".join(other for other in order if other in uses)
-        lines.append(f"| {package} | {files} | {count:,} | {listed or 'nothing'} |")
+        listed = ", ".join(other for other in order if other in found[package])
+        lines.append(f"| {package} | {listed or 'nothing'} |")
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Write the table, or compare it."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    written = f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(written)
-        return 0
-    if written != text:
-        print("docs/design.md: the table of packages is not current; run python docs/write_layout.py")
-        return 1
-    return 0
+    """Write the table, or check it."""
+    return finish(PAGE, with_blocks(PAGE.read_text(encoding="utf-8"), {"packages": table}))
 
 
 if __name__ == "__main__":

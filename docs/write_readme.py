@@ -11,8 +11,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import dropwhile, takewhile
 from pathlib import Path
+
+from pages import finish, with_blocks
 
 import fastpipe
 
@@ -76,27 +79,13 @@ FIGURES: dict[str, Callable[[str], str]] = {
 
 
 def page(text: str, benchmarks: str) -> str:
-    """The README with every figure written anew.
-
-    Raises:
-        KeyError: for a mark that names no figure.
-    """
-
-    def written(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->{FIGURES[match[1]](benchmarks)}<!-- end -->"
-
-    return re.sub(r"<!-- (\w+) -->.*?<!-- end -->", written, text, flags=re.DOTALL)
+    """The README with every figure written anew."""
+    return with_blocks(text, {name: partial(figure, benchmarks) for name, figure in FIGURES.items()})
 
 
 def main() -> int:
     """Write the page, or check it."""
-    current = PAGE.read_text(encoding="utf-8")
-    text = page(current, BENCHMARKS.read_text(encoding="utf-8"))
-    if "--check" in sys.argv[1:]:
-        print(f"{PAGE} is {'' if current == text else 'not '}current")
-        return int(current != text)
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return finish(PAGE, page(PAGE.read_text(encoding="utf-8"), BENCHMARKS.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python docs/write_schedules.py              rewrite the page
     python docs/write_schedules.py --check      say whether it is current
 
-A test runs the check. Nothing here needs torch.
+`make lint` runs the check. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pages import finish
 
 import fastpipe
 from fastpipe import ActionKind, ChannelKind, Op, Program, Schedule, formulas
@@ -205,13 +206,7 @@ def page() -> str:
 
 def main() -> int:
     """Write the page, or check it."""
-    text = page()
-    if "--check" in sys.argv[1:]:
-        current = PAGE.exists() and PAGE.read_text() == text
-        print(f"{PAGE} is {'' if current else 'not '}current")
-        return 0 if current else 1
-    PAGE.write_text(text)
-    return 0
+    return finish(PAGE, page())
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
     python docs/write_waves.py              rewrite them, between their marks
     python docs/write_waves.py --check      say whether they are current
 
-A test runs the check. Nothing here needs torch.
+`make lint` runs the check. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+
+from pages import finish, with_blocks
 
 import fastpipe
 from fastpipe import CostModel, Placement, Schedule, formulas
@@ -213,28 +214,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def page(text: str) -> str:
-    """The page with every block written anew.
-
-    Raises:
-        KeyError: for a mark that names no block.
-    """
-
-    def written(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end -->"
-
-    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
-
-
 def main() -> int:
     """Write the page, or check it."""
-    current = PAGE.read_text()
-    text = page(current)
-    if "--check" in sys.argv[1:]:
-        print(f"{PAGE} is {'' if current == text else 'not '}current")
-        return int(current != text)
-    PAGE.write_text(text)
-    return 0
+    return finish(PAGE, with_blocks(PAGE.read_text(encoding="utf-8"), BLOCKS))
 
 
 if __name__ == "__main__":

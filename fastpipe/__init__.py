@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fastpipe.runtime.model import carry, layer_costs
     from fastpipe.runtime.native import native_status
     from fastpipe.runtime.pipeline import Pipeline, StepResult
+    from fastpipe.runtime.safetensors import load_safetensors
     from fastpipe.runtime.split import split
     from fastpipe.runtime.stage import AddedLosses, add_loss, current
     from fastpipe.testing import check_parity
@@ -46,6 +47,7 @@ _LAZY = {
     "latest_checkpoint": "fastpipe.checkpoint_folder",
     "layer_costs": "fastpipe.runtime.model",
     "load_checkpoint": "fastpipe.runtime.checkpoint",
+    "load_safetensors": "fastpipe.runtime.safetensors",
     "split": "fastpipe.runtime.split",
     "native_status": "fastpipe.runtime.native",
 }
@@ -85,6 +87,7 @@ __all__ = [
     "layer_costs",
     "list_schedules",
     "load_checkpoint",
+    "load_safetensors",
     "lower",
     "make_schedule",
     "native_status",

@@ -75,6 +75,8 @@ class Manifest:
             text = (folder / MANIFEST).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except IsADirectoryError:
+            raise damaged(folder, MANIFEST, "is a folder") from None
         try:
             content = json.loads(text)
             if content.pop("crc32") == _content_crc(content):
@@ -96,9 +98,20 @@ def damaged(folder: Path, name: str, what: str) -> ValueError:
     )
 
 
+def real_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    """The path without links.
+
+    Raises:
+        TypeError: for anything but a path, with the argument's name.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name} = {path!r}: give the path of a folder, as a str or a pathlib.Path")
+    return Path(os.path.realpath(path))
+
+
 def locate(path: str | os.PathLike[str]) -> Path:
     """The folder of a checkpoint: its path, or the replaced one if a save into it was killed before completion."""
-    target = Path(os.path.realpath(path))
+    target = real_path(path)
     replaced = _replaced(target)
     if not target.exists() and replaced.is_dir():
         logger.warning("a save of %s was killed before it was complete; the previous checkpoint is used", target)
@@ -181,6 +194,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         The path of the checkpoint that was saved last; None if there is no checkpoint, or no such folder.
     """
     found: dict[Path, int] = {}
+    real_path(folder, "folder")
     for path in _places(Path(folder)):
         try:
             manifest = check_files(path)
@@ -206,7 +220,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: if there is something else.
     """
-    target = Path(os.path.realpath(path))
+    target = real_path(path)
     if target.exists() and not target.is_dir():
         raise ValueError(f"path = {str(path)!r} is a file; give a new folder")
     names = sorted(os.listdir(target)) if target.is_dir() else []

@@ -29,6 +29,11 @@ def queues_in_force() -> int:
     return min(max(int(found), 1), QUEUES) if found.isdecimal() else _UNLESS_TOLD
 
 
+def queues_text(count: int) -> str:
+    """So many queues, in words."""
+    return f"{count} hardware {'queue' if count == 1 else 'queues'}"
+
+
 def why_too_few() -> str | None:
     """One sentence where CUDA was not told to make all of them."""
     found = os.environ.get(VARIABLE, "")

@@ -38,12 +38,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # What takes longest, by file, so that no worker starts on it while the others have nothing left to do.
 LONGEST_FIRST = [
     "tests/native/test_core.py",
+    "tests/runtime/test_readme.py",
     "tests/distributed/test_bits.py",
-    "tests/distributed/test_endurance.py",
+    "tests/runtime/test_example_train_gpt.py",
     "tests/runtime/test_streams.py",
+    "tests/distributed/test_endurance.py",
+    "tests/runtime/test_native_build.py",
     "tests/runtime/test_bits.py",
     "tests/unit/test_native_plan_sanitized.py",
-    "tests/runtime/test_readme.py",
 ]
 
 
@@ -125,16 +127,17 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest, caplog: pytest
         torch.set_rng_state(generator)
     # CUDA, once it has begun, keeps threads, descriptors and processes of its own
     has_device = torch is not None and torch.cuda.is_available()
-    if not has_device and not hasattr(sys, "last_value") and (left := before.left_behind()):
+    if not hasattr(sys, "last_value") and (left := before.left_behind(open_ones=not has_device)):
         pytest.fail("the test left behind:\n" + "\n".join(left), pytrace=False)
 
 
-def paired(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def paired(cases: Iterable[tuple[Any, ...] | str]) -> list[tuple[Any, ...]]:
     """Each case with one of the executors in turn, as its last value, for parameters with ``indirect=["executor"]``.
 
     Every schedule meets every executor in test_bits.py; a feature needs not have that again.
     """
-    return [(*case, executor) for case, executor in zip(cases, itertools.cycle(["native", "python"]), strict=False)]
+    values = ((case,) if isinstance(case, str) else case for case in cases)
+    return [(*case, executor) for case, executor in zip(values, itertools.cycle(["native", "python"]), strict=False)]
 
 
 @pytest.fixture(params=["python", "native"])

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-PATIENCE = 30.0
+from tests.patience import PATIENCE
 
 
 def in_child(function: Callable[[], object]) -> int:

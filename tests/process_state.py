@@ -45,11 +45,16 @@ class State:
 
     @classmethod
     def now(cls) -> State:
+        things = _things()
+        for kind, shared_ones in _shared.items():
+            # what has ended is shared no more: a later descriptor may have its number, and lead to the same file
+            for key in shared_ones.keys() - things[kind].keys():
+                del shared_ones[key]
         return cls(
             dict(os.environ),
             _settings(),
             [(owner, vars(owner).copy()) for owner in _owners(len(sys.modules))],
-            _things(),
+            things,
         )
 
     def changed(self, now: State) -> list[str]:
@@ -83,8 +88,14 @@ class State:
             if key not in self.things[kind] and key not in _shared[kind]
         ]
 
-    def left_behind(self) -> list[str]:
-        """Both of now, when what ends by itself has had its time: cycles, threads that were told to end."""
+    def left_behind(self, *, open_ones: bool = True) -> list[str]:
+        """Both of now, when what ends by itself has had its time: cycles, threads that were told to end.
+
+        Args:
+            open_ones: whether what has been opened or started counts.
+        """
+        if not open_ones:
+            return self.changed(State.now())
         until, pause = time.monotonic() + _SECONDS, 0.001
         while (left := self.left_open(now := State.now())) and time.monotonic() < until:
             gc.collect()

@@ -24,6 +24,9 @@ namespace fastpipe {
 namespace {
 
 constexpr std::chrono::microseconds kSpin{4};  // about what a futex costs
+// On cores of its own a rank takes nothing from others. A peer then needs no system call to wake it, and an idle core
+// of a virtual machine is not halted; beyond this the wait is long anyway.
+constexpr std::chrono::microseconds kSpinAlone{200};
 
 int num_cores() {
   cpu_set_t cores;
@@ -33,8 +36,9 @@ int num_cores() {
 
 }  // namespace
 
-Clock::duration usual_spin(std::int32_t num_ranks) {
-  return num_ranks < num_cores() ? Clock::duration(kSpin) : Clock::duration::zero();
+Clock::duration usual_spin(std::int32_t num_sharing) {
+  if (num_sharing <= 1) return kSpinAlone;
+  return num_sharing < num_cores() ? Clock::duration(kSpin) : Clock::duration::zero();
 }
 
 std::uint64_t random_nonce() {

@@ -52,9 +52,10 @@ constexpr std::size_t whole_lines(std::size_t bytes) {
   return (bytes + kSharedLine - 1) / kSharedLine * kSharedLine;
 }
 
-// How long to poll before sleeping: a few microseconds; zero with as many ranks as cores, where polling would take a
-// core from the rank that is waited for.
-Clock::duration usual_spin(std::int32_t num_ranks);
+// How long to poll before sleeping, by how many ranks may run on this rank's cores, itself included: a few
+// microseconds; zero with as many ranks as cores, where polling would take a core from the rank that is waited for;
+// longer alone.
+Clock::duration usual_spin(std::int32_t num_sharing);
 
 // Between two looks.
 inline void relax() {

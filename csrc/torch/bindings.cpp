@@ -142,12 +142,12 @@ void bind_exchange(py::module_& m) {
 
 void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemoryLink, std::shared_ptr<SharedMemoryLink>>(m, "SharedMemoryLink")
-      .def(py::init([](std::int32_t rank, std::int32_t num_ranks, std::int32_t num_here) {
-             return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_here), check_signals);
+      .def(py::init([](std::int32_t rank, std::int32_t num_ranks, std::int32_t num_sharing) {
+             return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_sharing), check_signals);
            }),
-           py::arg("rank"), py::arg("num_ranks"), py::arg("num_here"))
-      .def_property_readonly("spins",
-                             [](const SharedMemoryLink& link) { return link.spin() > Clock::duration::zero(); })
+           py::arg("rank"), py::arg("num_ranks"), py::arg("num_sharing"))
+      .def_property_readonly(
+          "spin", [](const SharedMemoryLink& link) { return std::chrono::duration<double>(link.spin()).count(); })
       .def("lose", &SharedMemoryLink::lose, py::arg("rank"))
       .def("address", [](const SharedMemoryLink& link) { return to_tuple(link.address()); })
       .def(
@@ -325,6 +325,9 @@ void bind_transports(py::module_& m) {
       py::arg("link"), py::arg("channels"), py::arg("columns"), py::arg("near"), py::arg("far"));
   m.def("over_copy_engines", &make_copy_engines, py::arg("link"), py::arg("channels"), py::arg("columns"),
         py::arg("device"));
+  m.def(
+      "drop_backends", [](const ProcessGroupPtr& group) { drop_backends(*group); }, py::arg("group"),
+      py::call_guard<py::gil_scoped_release>());
   py::class_<WorkWaits, Waits>(m, "WorkWaits")
       .def(py::init<>())
       .def("lose", &WorkWaits::lose, py::arg("rank"), py::call_guard<py::gil_scoped_release>())

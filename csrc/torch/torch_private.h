@@ -313,5 +313,11 @@ inline void start_coalescing(ProcessGroup& group, c10::DeviceType device) {
 inline WorkPtr end_coalescing(ProcessGroup& group, c10::DeviceType device) {
   return group.endCoalescing(device);
 }
+// Drops a group's backends: it runs nothing more, and says so. A backend of Gloo ends with its last reference, and its
+// connections with it, which is how peers in a collective are unblocked. Not while a thread uses the group. If gone (it
+// keeps them): peers wait for their timeout, and tests of meshes fail.
+inline void drop_backends(ProcessGroup& group) {
+  group.release_resources();
+}
 
 }  // namespace fastpipe

@@ -16,6 +16,7 @@ from typing import Any
 from fastpipe import api
 from fastpipe._version import __version__
 from fastpipe.cli import output, work
+from fastpipe.hardware_queues import queues_text
 from fastpipe.runtime.native import native_status
 from fastpipe.schedule import Schedule
 from fastpipe.validate_program import validate_program
@@ -48,7 +49,7 @@ def validate(arguments: argparse.Namespace) -> None:
         f"{schedule.num_microbatches} microbatches, {schedule.num_actions} actions; its program of "
         f"{program.num_instructions} instructions cannot hang where activations and gradients between two ranks have "
         "lanes of their own, as over every transport of fastpipe but process_group_coalesced"
-        + ("" if arguments.queues is None else f", with {arguments.queues} hardware queues for the streams of a rank")
+        + ("" if arguments.queues is None else f", with {queues_text(arguments.queues)} for the streams of a rank")
     )
 
 

@@ -12,7 +12,7 @@ from fastpipe import api
 from fastpipe.cli import output, work
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import Family, list_schedules
+from fastpipe.schedules import Family, check_size, list_schedules
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import grid, pareto
 
@@ -139,7 +139,7 @@ def _timeline_document(timeline: Timeline, *, steps: bool = False) -> dict[str, 
 
 def compare(arguments: argparse.Namespace) -> None:
     """Print several schedules side by side, best first, and draw them."""
-    work.check_size(arguments.ranks, arguments.microbatches)
+    check_size(arguments.ranks, arguments.microbatches)
     names = arguments.names
     everything = "all" in names
     if everything:

@@ -17,9 +17,7 @@ from fastpipe.planner import LayerCosts, read_costs
 def plan(arguments: argparse.Namespace) -> None:
     """Search, and print what was found and what it was chosen from."""
     costs = _costs(arguments)
-    if arguments.microbatches is not None:
-        work.check_size(arguments.ranks, arguments.microbatches)
-    elif not isinstance(costs, LayerCosts) or costs.batch_size is None:
+    if arguments.microbatches is None and (not isinstance(costs, LayerCosts) or costs.batch_size is None):
         raise ValueError("--microbatches: give it, or with --costs costs of layers that have a batch_size")
     with output.reports("planning") as say:
         found = planner.plan(

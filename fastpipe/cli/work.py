@@ -15,11 +15,10 @@ from fastpipe.machine import COALESCED
 from fastpipe.placement import Placement
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import find, make_schedule
+from fastpipe.schedules import check_size, find, make_schedule
 from fastpipe.timeline import Timeline
 
 _COSTS = tuple(field.name for field in fields(CostModel))
-_MOST_PAIRS = 100_000_000
 
 
 def schedule_of(
@@ -50,15 +49,6 @@ def _refuse_numbers(arguments: argparse.Namespace, name: str) -> None:
     if given or arguments.option:
         flag = f"--{given[0].replace('_', '-')}" if given else "--option"
         raise ValueError(f"{flag} is for schedules that are generated; {name} is a file: leave it out")
-
-
-def check_size(num_ranks: int, num_microbatches: int) -> None:
-    """Refuse what no machine would finish."""
-    if num_ranks * num_microbatches > _MOST_PAIRS:
-        raise ValueError(
-            f"--ranks {num_ranks} --microbatches {num_microbatches}: more than {_MOST_PAIRS:,} pairs of the two; "
-            "ask for fewer"
-        )
 
 
 def read_schedule(name: str) -> Schedule:

@@ -13,7 +13,7 @@ the search. The modules, each of which imports only those before it:
 * `exact`: proofs and windows by OR-Tools;
 * `planner`: `plan` itself.
 
-It composes the core, `fastpipe.schedules`, `fastpipe.theory` and `fastpipe.visualize`.
+It composes the core, `fastpipe.schedules` and `fastpipe.theory`.
 """
 
 from fastpipe.planner.layer_costs import LayerCosts as LayerCosts

@@ -36,6 +36,7 @@ from fastpipe.planner.problem import (
 from fastpipe.planner.result import Candidate, Plan
 from fastpipe.planner.search import Construction, Member
 from fastpipe.schedule import Schedule
+from fastpipe.schedules import check_size
 from fastpipe.timeline import Timeline
 from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
@@ -148,6 +149,7 @@ def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
                 f"num_microbatches = {num_microbatches}: a batch_size of {batch} has too few rows; give at most "
                 f"{batch}, or the batch_size of a step"
             )
+        check_size(problem.num_ranks, num_microbatches)
         return [int(num_microbatches)]
     if batch is None:
         raise ValueError("num_microbatches: give it, or costs of layers with batch_size, from which it can be chosen")
@@ -192,6 +194,7 @@ def _problem(
     for name, value in (("num_ranks", num_ranks), ("max_stages_per_rank", max_stages_per_rank)):
         if not is_whole(value, least=1):
             raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
+    check_size(num_ranks, 1)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective = {objective!r}: use one of {', '.join(OBJECTIVES)}")
     if placement is not None and not isinstance(placement, Placement):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from fastpipe.planner.problem import UNITS, Memory, human
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
-from fastpipe.visualize import pareto
 
 _ROWS = 16
 """Candidates that print shows."""
@@ -128,6 +127,8 @@ class Plan:
         limit is, or where candidates have different numbers of microbatches, whose activations differ. What needs more
         than twice the limit is left out, so that there is room for what needs less.
         """
+        from fastpipe.visualize import pareto
+
         counts = {one.num_microbatches for one in self.candidates if one.refused is None}
         title = f"{self.schedule.num_ranks} ranks, {self.schedule.num_microbatches} microbatches"
         title += f" (of {min(counts)} to {max(counts)})" if len(counts) > 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -202,6 +203,11 @@ class ExecutionArguments:
         """
         check_overlap(self.overlap)
         self.checked_warn_after()
+        if self.overlap == "always" and (dimensions := self.other_dimensions()):
+            raise ValueError(
+                f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which need one order on all "
+                "ranks, while a forward and a backward in two threads have any; use 'auto' or 'never'"
+            )
         _check_switch("cuda_graph", self.cuda_graph)
 
     def checked_timeout(self) -> float:
@@ -246,6 +252,26 @@ class ExecutionArguments:
         if self.group is not None:
             raise ValueError("mesh and group: both say which processes are the pipeline's; leave out group")
         return self.mesh["pp"]
+
+    def other_dimensions(self) -> dict[str, int]:
+        """The mesh's dimensions over which stages run collectives of their own, with their sizes: all but ``"pp"`` and
+        those of replicas that meet between forwards and backwards."""
+        names = () if self.mesh is None else self.mesh.mesh_dim_names
+        sizes = {name: int(self.mesh[name].size()) for name in names if name != "pp" and not name.startswith("dp")}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    def pipelines(self) -> dict[str, tuple[int, ...]]:
+        """The processes of the pipelines whose stages meet, in the order of their ranks, by the place in the mesh."""
+        dimensions = self.other_dimensions()
+        names, here = list(self.mesh.mesh_dim_names), self.mesh.get_coordinate()
+        places = tuple(slice(None) if n == "pp" or n in dimensions else i for n, i in zip(names, here, strict=True))
+        left = [name for name in names if name == "pp" or name in dimensions]
+        ranks = self.mesh.mesh[places].movedim(left.index("pp"), -1).flatten(end_dim=-2).tolist()
+        texts = [
+            ", ".join(f"{name}={i}" for name, i in zip(dimensions, place, strict=True))
+            for place in itertools.product(*map(range, dimensions.values()))
+        ]
+        return {text: tuple(sorted(own)) for text, own in zip(texts, ranks, strict=True)}
 
     def check_replicas(self, stages: Iterable[Stage]) -> None:
         """Refuse stages whose gradients would not be averaged over the mesh's replicas.

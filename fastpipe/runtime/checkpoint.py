@@ -20,7 +20,7 @@ import logging
 import os
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from fastpipe.checkpoint_folder import (
     check_size,
     check_target,
     locate,
+    real_path,
     sync_folder,
 )
 from fastpipe.errors import StepError
@@ -388,27 +389,18 @@ def save_checkpoint(
     """
     optimizers = _listed(optimizer)
     state: dict[str, Any] = {}
-    call, no_dist = f"save_checkpoint of {os.fspath(path)}", not dist.is_initialized()
-    writer = _Writer(Path(os.path.realpath(path)), pipe.step_count, keep)
+    call, step = f"save_checkpoint of {_shown(path)}", pipe.step_count
 
     def gather() -> Reply:
         _await_pending()
         if keep is not None and not is_whole(keep, 1):
             raise ValueError(f"keep = {keep!r}: give a whole number of at least 1 (the new checkpoint counts), or None")
         check_target(path)
-        names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-        # DCP saves a tuple as one value
-        state.update(model=pipe.state_dict(), extra=(extra,), random=_generators(pipe), steps=(pipe.step_count,))
-        state.update(optimizer=flat_state(optimizers, names))
+        state.update(_whole_state(pipe, optimizers, extra))
         return {"optimizes": _optimizes(pipe, optimizers)}
 
     def write(saved: dict[str, Any], members: Any) -> Any:
-        try:
-            with _errors_of_dcp(call, members):
-                return save(saved, storage_writer=writer, process_group=members, no_dist=no_dist)
-        except BaseException:  # raised again, after the files are removed
-            writer.discard()
-            raise
+        return _write(_Writer(real_path(path), step, keep), saved, call, members)
 
     def attend(replies: Sequence[Reply]) -> None:
         _check_all_optimize(replies)
@@ -416,12 +408,38 @@ def save_checkpoint(
             pipe._steps.attend(lambda: write(state, group))
 
     pipe._steps.all_gather(call, gather, attend)
-    if not asynchronous:
-        return None
+    return _in_background(write, state, os.fspath(path), group) if asynchronous else None
+
+
+def _shown(path: Any) -> str:
+    """A path in messages; also something else that was given as one."""
+    return os.fspath(path) if isinstance(path, str | os.PathLike) else repr(path)
+
+
+def _whole_state(pipe: Pipeline, optimizers: Optimizers, extra: Any) -> dict[str, Any]:
+    pipe._steps.check_filled()
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    # DCP saves a tuple as one value
+    kept = {"extra": (extra,), "random": _generators(pipe), "steps": (pipe.step_count,)}
+    return {"model": pipe.state_dict(), "optimizer": flat_state(optimizers, names)} | kept
+
+
+def _write(writer: _Writer, state: dict[str, Any], call: str, group: Any) -> Any:
+    try:
+        with _errors_of_dcp(call, group):
+            return save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except BaseException:  # raised again, after the files are removed
+        writer.discard()
+        raise
+
+
+def _in_background(
+    write: Callable[[dict[str, Any], Any], Any], state: dict[str, Any], path: str, group: Any
+) -> Future[Any]:
     copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
     assert isinstance(copy, dict)
     thread = ThreadPoolExecutor(1, "fastpipe-save")  # joined when the interpreter exits
-    _pending.append(_Writing(os.fspath(path)))
+    _pending.append(_Writing(path))
     thread.submit(write, copy, _side_group(group)).add_done_callback(_pending[-1].copy_outcome)
     thread.shutdown(wait=False)
     return _pending[-1]
@@ -436,9 +454,9 @@ def load_checkpoint(
 ) -> Any:
     """Load a checkpoint of `save_checkpoint`, written with any number of ranks and any schedule. Collective.
 
-    Parameters are loaded in place, and `Pipeline.step_count` is set. Random generators are restored if as many
-    processes load as saved; otherwise they are unchanged. With ``rng="per_microbatch"`` random numbers continue in any
-    case, if `torch.manual_seed` was called with the same seed.
+    Parameters are loaded in place (stages on meta get memory before), and `Pipeline.step_count` is set. Random
+    generators are restored if as many processes load as saved; otherwise they are unchanged. With
+    ``rng="per_microbatch"`` random numbers continue in any case, if `torch.manual_seed` was called with the same seed.
 
     Before anything changes, the size and the checksum of every file are verified, a part on each rank. A checkpoint
     without a manifest (written by DCP alone, or by an earlier fastpipe) logs a warning.
@@ -468,7 +486,7 @@ def load_checkpoint(
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
     readers: list[_Reader] = []
-    call = f"load_checkpoint of {os.fspath(path)}"
+    call = f"load_checkpoint of {_shown(path)}"
 
     def prepare() -> Reply:
         _await_pending()
@@ -479,7 +497,9 @@ def load_checkpoint(
         state.update(model=pipe.state_dict())
         state.update({name: None for name in ("extra", "steps") if name in saved})  # a plain model's save has neither
         _check_model(state["model"], saved, path)
-        state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
+        state.update(
+            model=pipe.to_empty().state_dict(), optimizer=template(optimizers, names, _section(saved, "optimizer"))
+        )
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
         return {"keys": list(state["model"]), "optimizes": _optimizes(pipe, optimizers)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,21 @@ import torch
 from torch import nn
 
 from fastpipe._version import __version__
-from fastpipe.hardware_queues import why_too_few
+from fastpipe.hardware_queues import queues_text, why_too_few
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
-from fastpipe.runtime.common import set_grad_dtype, wants_streams
-from fastpipe.runtime.coordination import Alone, Control, Cores, Processes, RanksPerHost, Reply, agree, find_cores
+from fastpipe.runtime.common import FailureError, set_grad_dtype, wants_streams
+from fastpipe.runtime.coordination import (
+    Alone,
+    Control,
+    Cores,
+    MeshControl,
+    Processes,
+    RanksPerHost,
+    Reply,
+    agree,
+    find_cores,
+)
 from fastpipe.runtime.data_parallel import check_not_sharded, check_parallel, find_data_parallel, replicate
 from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
@@ -30,6 +40,7 @@ from fastpipe.runtime.model import (
     StageCopies,
     Stages,
     Tie,
+    Unfilled,
     between_ranks,
     build_modules,
     check_alike,
@@ -41,6 +52,7 @@ from fastpipe.runtime.model import (
     find_ties,
     from_torch,
     group_of,
+    is_on_meta,
     kinds_of_ties,
     layer_counts,
     make_copies,
@@ -70,6 +82,7 @@ from fastpipe.runtime.step import Programs, Steps, options_with_stages
 from fastpipe.runtime.transport import (
     Loopback,
     Membership,
+    MeshGroups,
     Mixed,
     ProcessGroups,
     SharedMemory,
@@ -113,12 +126,25 @@ class World:
 
 
 def find_world(arguments: Arguments) -> World:
-    """Find this process's place, and connect to the other processes."""
+    """Find this process's place, and connect to the other processes.
+
+    Raises:
+        StepError: if the store of the process group does not answer.
+    """
+    try:
+        return _find_world(arguments)
+    except FailureError as error:
+        raise error.failure.error() from error
+
+
+def _find_world(arguments: Arguments) -> World:
     errors: list[Exception] = []
 
     def valid(find: Callable[[], Any], instead: Any) -> Any:
         try:
             return find()
+        except FailureError:  # no process can be told
+            raise
         except Exception as error:  # raised by `agree_on_request`, on all ranks
             errors.append(error)
             return instead
@@ -135,9 +161,23 @@ def find_world(arguments: Arguments) -> World:
     here = ranks_per_host(timeout)
     control: Control = Alone()
     if store is not None:
-        control = Processes(store, member.rank, member.size, timeout, here, member.identity)
+        pipelines = valid(execution.pipelines, {}) if valid(execution.other_dimensions, {}) else {}
+        control = _control(member, store, timeout, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
     return World(device, timeout, member, here, control, cores, next(iter(errors), None))
+
+
+def _control(
+    member: Membership, store: Any, timeout: float, here: RanksPerHost, pipelines: Mapping[str, tuple[int, ...]]
+) -> Control:
+    """The control of a pipeline, or of one of several pipelines whose stages meet."""
+    if member.ranks not in pipelines.values():
+        return Processes(store, member.rank, member.size, timeout, here, member.identity)
+    first = list(pipelines.values()).index(member.ranks) * member.size
+    ranks = tuple(rank for own in pipelines.values() for rank in own)
+    mesh = replace(member, rank=first + member.rank, size=len(ranks), group=None, ranks=ranks)
+    whole = Processes(mesh.store(), mesh.rank, mesh.size, timeout, here, mesh.identity)
+    return MeshControl(whole, store, list(pipelines), member.size, timeout)
 
 
 @dataclass(frozen=True)
@@ -176,7 +216,7 @@ class BuildRequest:
             program = self.programs.program(self.num_microbatches, forward_only=False)
             text += f", recv_lookahead {self.programs.recv_lookahead}, stages on ranks {program.placement.routes}"
             text += f", program {program.digest()}, fastpipe {__version__}"
-            text += f", {self.programs.queues} hardware queues" if self.programs.queues is not None else ""
+            text += f", {queues_text(self.programs.queues)}" if self.programs.queues is not None else ""
         return text
 
 
@@ -224,6 +264,7 @@ class LocalStages:
         layer_counts: the number of layers of every stage; None for stages that the user split.
         layers: the model's layers, if they can be split differently later.
         declared_ties: the ties that the user named.
+        on_meta: whether some stage, here or on another rank, has no values yet.
     """
 
     modules: dict[int, nn.Module]
@@ -234,6 +275,7 @@ class LocalStages:
     layer_counts: list[int] | None
     layers: Stages | None
     declared_ties: Sequence[Sequence[str]] | None
+    on_meta: bool
 
     @property
     def stages(self) -> list[Stage]:
@@ -266,6 +308,13 @@ def build_stages(
     check_device(modules, world.device)
     ties = find_ties(layers, modules, placement.num_stages, model.partition, tied)
     share(ties, modules)
+    on_meta = [index for index, module in modules.items() if is_on_meta(module)]
+    if model.data_parallel is not None and on_meta:
+        raise ValueError(
+            f"data_parallel: stage {on_meta[0]} is on the meta device, and DistributedDataParallel needs its values: "
+            "apply fully_shard to the layers instead, or give stages as a function stage_index -> module, which makes "
+            "only this process's stages, with memory"
+        )
     if model.data_parallel is not None:
         modules = replicate(modules, model.data_parallel)
     for index, module in modules.items():
@@ -283,7 +332,7 @@ def build_stages(
                 stage.why_one_tensor = why_too_few() or ""
             stages[rank][index] = _equipped(stage, model, world.device)
     movable = layers if world.is_single_process and counts is not None else None
-    made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied)
+    made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied, bool(on_meta))
     if world.is_single_process:
         tell_later(made.stages, [names_message(made.stages)])
         return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
@@ -317,6 +366,8 @@ def agree_on_stages(
         )
         local = build_stages(model, arguments.batch.loss_fn, schedule, request, world)
         arguments.execution.check_replicas(local.stages)
+        for stage in local.stages:
+            stage.mesh = arguments.execution.mesh
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         text = request.signature(arguments, world.member.size)
@@ -326,6 +377,7 @@ def agree_on_stages(
         message["parallel"] = any(stage.parallel is not None for stage in local.stages)
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
+        message["on_meta"] = local.on_meta
         return (model, local, executor), message
 
     (model, local, executor), replies = agree(world.control, make, part="stages")
@@ -333,7 +385,7 @@ def agree_on_stages(
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     tell_later(local.stages, [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
-    return model, replace(local, ties=ties), executor
+    return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
 
 
 def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
@@ -345,11 +397,11 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         return Loopback()
     return select_transport(
         execution.chosen_transport,
-        world.control.exchange,
+        world.control.exchange_within,
         replace(world.member, lost=world.control.lost),
         world.device,
         world.timeout,
-        world.ranks_per_host.count(),
+        world.ranks_per_host.count() if world.cores.own is None else 1,
         executor.__name__ == "PythonExecutor",
     )
 
@@ -385,6 +437,8 @@ def make_engine(
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
     policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams)
+    if dimensions := execution.other_dimensions():
+        policy = PairPolicy(IN_ORDER, f"collectives over {', '.join(dimensions)} must have one order on all ranks")
     runtime = native.load() if executor.__name__ == "NativeExecutor" else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
@@ -396,14 +450,21 @@ def make_engine(
     if exchange is not None and between_ranks(local.ties, placement):
         transport.prepare_exchange()
     replicas = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, copies)
+    if not local.on_meta:
+        replicas.equalise()
     refusal = why_not(device, local.by_rank, transport, replicas)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         local.by_rank, executor, transport, world.timeout, world.control.publish, policy.way, device, streams
     )
+    if isinstance(world.control, MeshControl):
+        ranks.mesh_groups = MeshGroups([execution.mesh.get_group(n) for n in execution.other_dimensions()], device)
+        for stage in local.stages:
+            stage.leave_mesh = ranks.mesh_groups.leave
     forward_only = not programs.has_backward(num_microbatches)
     settings = arguments.batch.settings(device, world.cores)
+    unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
     steps = Steps(
         settings,
         programs,
@@ -411,6 +472,7 @@ def make_engine(
         world.control,
         replicas,
         random,
+        unfilled,
         forward_only=forward_only,
         warn_after=execution.checked_warn_after(),
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from fastpipe.runtime.common import is_dtensor
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.pipeline import Pipeline
 
@@ -66,7 +69,8 @@ class GradScaler(torch.amp.GradScaler):
         found: dict[torch.device, torch.Tensor] = {}
 
         def unscale() -> Reply:
-            found.update(super(GradScaler, self)._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
+            for part in _parts(optimizer):
+                found.update(super(GradScaler, self)._unscale_grads_(part, inv_scale, found_inf, allow_fp16))
             return {"found": any(bool(flag) for flag in found.values()), "inverse": float(inv_scale)}
 
         replies = self._steps.all_gather("GradScaler", unscale)
@@ -74,8 +78,17 @@ class GradScaler(torch.amp.GradScaler):
         if not all(math.isclose(inverse, inverses[0]) for inverse in inverses):
             listed = ", ".join(f"{1 / inverse:g} on rank {rank}" for rank, inverse in enumerate(inverses))
             raise ValueError(f"the scale is {listed}: make the scaler and call update on every rank alike")
+        every = [*replies, *self._steps.control.elsewhere]
         # a rank without trained parameters has no gradients, and torch needs found_inf of every rank
         found.setdefault(found_inf.device, found_inf)
         for flag in found.values():
-            flag.fill_(float(any(reply["found"] for reply in replies)))
+            flag.fill_(float(any(reply["found"] for reply in every)))
         return found
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The optimizer as several, by mesh: torch does not unscale mixtures of tensors and DTensors."""
+    kinds: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        kinds.setdefault(parameter.device_mesh if is_dtensor(parameter) else None, []).append(parameter)
+    return [SimpleNamespace(param_groups=[{"params": parameters}]) for parameters in kinds.values()]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
-from fastpipe.hardware_queues import VARIABLE
+from fastpipe.hardware_queues import VARIABLE, queues_text
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime.arguments import (
@@ -36,8 +36,17 @@ from fastpipe.runtime.construction import (
 from fastpipe.runtime.coordination import Control, building
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.describe import describe, pairs_text
-from fastpipe.runtime.executor import LocalRanks
-from fastpipe.runtime.model import NONE, Named, Policy, Stages, first_names, named_parameters, state_prefix
+from fastpipe.runtime.model import (
+    NONE,
+    Named,
+    Policy,
+    Stages,
+    assignable,
+    find_device,
+    first_names,
+    named_parameters,
+    state_prefix,
+)
 from fastpipe.runtime.stage import ContextFactory
 from fastpipe.runtime.step import (
     GradNorms,
@@ -46,7 +55,7 @@ from fastpipe.runtime.step import (
     Request,
     Rules,
     StepResult,
-    Watchdog,
+    WatchdogThread,
     clip_grad_norm,
     gather,
 )
@@ -67,7 +76,8 @@ class Pipeline:
     Args:
         stages: the model's layers as a list or ``nn.Sequential``, split by ``partition``; a function
             ``stage_index -> nn.Module``, called for local stages only; a dict of the local stages; or, of
-            torch.distributed.pipelining, the local ``PipelineStage`` objects or a ``Pipe``.
+            torch.distributed.pipelining, the local ``PipelineStage`` objects or a ``Pipe``. All may be on
+            the meta device until `to_empty`, `load_checkpoint` or `load_safetensors`.
         schedule: a name from `fastpipe.list_schedules`, or a `fastpipe.Schedule`.
         num_microbatches: the number of microbatches per batch. `step` can override it.
         loss_fn: ``loss_fn(output, target)``; values that layers `carry` are passed by name. It returns a scalar per
@@ -95,7 +105,7 @@ class Pipeline:
             ranks), `step_count`, the stage and the microbatch. Random numbers then do not depend on schedule, executor
             and number of ranks; generators are restored afterwards.
         timeout: seconds to wait for another rank.
-        device: the device to compute on. Default: that of the stages.
+        device: the device to compute on. Default: that of the stages; torch's default device for stages on meta.
         group: a process group, or a DeviceMesh of one dimension. Default: all processes.
         mesh: instead of ``group``, a DeviceMesh of several dimensions; the pipeline is along ``"pp"``. Modules use the
             others: ``"tp"`` and ``"ep"`` for distributed layers; names that begin with ``"dp"``, and ``"cp"``, for the
@@ -235,7 +245,8 @@ class Pipeline:
         self._steps, self._stages, self._ties = engine.steps, local.stages, local.ties
         self.stage_modules = local.modules
         self._follow(programs, num_microbatches)
-        closed = engine.steps.watchdog, self._world.control, engine.steps.ranks
+        # what it holds lives until it is called, so it must not hold the stages
+        closed = engine.steps.watchdog.thread, self._world.control, engine.steps.ranks.closer()
         self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
 
     def _follow(self, programs: Programs, num_microbatches: int) -> None:
@@ -442,16 +453,43 @@ class Pipeline:
             state.update({name: state[first] for name in others})
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def to_empty(self, *, device: str | torch.device | None = None) -> Self:
+        """Give memory to this process's stages that were built under ``torch.device("meta")``.
+
+        Like `nn.Module.to_empty`, but tensors that have memory keep their values, and tied weights stay one. Parameters
+        stay the same objects, so an optimizer may exist already. Initialise the stages afterwards, with the buffers
+        that no checkpoint has (``persistent=False``; stages of `fastpipe.split(model)` of a Hugging Face model compute
+        these themselves), or load them. The first step refuses a tensor to which nothing was written.
+
+        Args:
+            device: default, and the only one possible: the pipeline's.
+
+        Raises:
+            ValueError: for another device.
+        """
+        if device is not None and find_device(None, device) != self.device:
+            raise ValueError(f"device = {str(device)!r}: the pipeline computes on {self.device}; pass it to Pipeline")
+        if self._steps.unfilled is not None:
+            self._steps.unfilled.to_empty()
+        return self
+
+    def load_state_dict(self, state: Mapping[str, Any], *, assign: bool = False) -> None:
         """Load the local part of a state with the keys of the whole model.
+
+        Args:
+            state: with the keys of the whole model.
+            assign: as in `nn.Module.load_state_dict`: use the tensors of ``state`` themselves instead of copying, for
+                stages on meta. Make optimizers afterwards.
 
         Raises:
             KeyError: for a missing key; if all stages are local, also for a key that no stage has.
             TypeError: if ``state`` is not a mapping.
+            ValueError: for a stage on meta, without ``assign``; with it, for a tensor on another device.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state is a {type(state).__name__}: give what state_dict() of the model returns")
         taken: set[str] = set()
+        state = assignable(state, self._ties, self.device) if assign else state
         for stage, wrapped in self.stage_modules.items():
             module = unwrapped(wrapped)
             prefix = state_prefix(module, stage)
@@ -459,7 +497,12 @@ class Pipeline:
             missing = [prefix + key for key in own if prefix + key not in state]
             if missing:
                 raise KeyError(f"the state has no {missing[0]!r}, which stage {stage} needs; its keys are the model's")
-            module.load_state_dict({key: state[prefix + key] for key in own})
+            if not assign and any(value.is_meta for value in own.values() if isinstance(value, torch.Tensor)):
+                raise ValueError(
+                    f"stage {stage} is on the meta device, into which nothing can be copied: call pipe.to_empty() "
+                    "before, or pass assign=True"
+                )
+            module.load_state_dict({key: state[prefix + key] for key in own}, assign=assign)
             taken.update(prefix + key for key in own)
         left = [key for key in state if key not in taken]
         if left and len(self.stage_modules) == self.schedule.num_stages:
@@ -564,9 +607,10 @@ class Pipeline:
         present = self._local
         pieces = dict(self.stage_modules) if present.layers is None else present.layers
         model = replace(model, stages=pieces, tied=present.declared_ties)
+        self._steps.check_filled()
         step_count = self._steps.random.step_count
         self._finalizer.detach()
-        self._steps.watchdog.close()
+        self._steps.watchdog.thread.close()
         self._steps.ranks.retire()
         local = build_stages(replace(model, data_parallel=None), self.loss_fn, schedule, self._build, self._world)
         self._start(model, local, programs, schedule.num_microbatches)
@@ -581,9 +625,11 @@ class Pipeline:
         with steps.replicas.in_place():
             text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
         if self._programs.queues is not None:
-            text += f"\nqueues      proved for {self._programs.queues} hardware queues ({VARIABLE})"
+            text += f"\nqueues      proved for {queues_text(self._programs.queues)} ({VARIABLE})"
         if where := str(self._world.cores):
             text += f"\ncores       {where}"
+        if steps.unfilled is not None:
+            text += "\nmeta        stages are built on the meta device: to_empty or load them before the first step"
         if self._world.control.remark:
             text += f"\ncontrol     {self._world.control.remark}"
         if self._arguments.execution.cuda_graph:
@@ -604,8 +650,8 @@ class Pipeline:
         )
 
 
-def _close(watchdog: Watchdog, control: Control, ranks: LocalRanks, guard: ForkGuard) -> None:
+def _close(watching: WatchdogThread, control: Control, close_ranks: Callable[[], None], guard: ForkGuard) -> None:
     if guard.here:
-        watchdog.close()
+        watching.close()
         control.close()
-        ranks.close()
+        close_ranks()

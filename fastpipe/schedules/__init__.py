@@ -30,6 +30,7 @@ from fastpipe.schedules import (
 from fastpipe.schedules.family import IGNORED_COSTS as IGNORED_COSTS
 from fastpipe.schedules.family import Family as Family
 from fastpipe.schedules.family import check_counts
+from fastpipe.schedules.family import check_size as check_size
 
 FAMILIES: dict[str, Family] = {
     family.name: family

@@ -65,6 +65,7 @@ class Family:
             if option.check is not None and not option.check(value):
                 raise ValueError(f"{name} = {value!r}: {self.name} takes {option.text}")
             values[name] = value
+        check_size(num_ranks, num_microbatches, values.get("stages_per_rank", self.stages_per_rank))
         schedule = self.generate(num_ranks, num_microbatches, **values)
         schedule.options.update(options)
         return schedule
@@ -75,11 +76,28 @@ class Family:
         return "\n".join(lines)
 
 
+_MAX_RANKS = 1_000_000
+_MAX_FORWARDS = 100_000_000
+"""Of all ranks; a schedule of so many takes some 10 GB."""
+
+
 def check_counts(num_ranks: Any, num_microbatches: Any) -> None:
     """Refuse numbers of ranks and microbatches that no schedule takes."""
     for name, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if not is_count(value):
             raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
+
+
+def check_size(num_ranks: int, num_microbatches: int, stages_per_rank: Any = 1) -> None:
+    """Refuse a schedule whose actions memory cannot hold."""
+    if num_ranks > _MAX_RANKS:
+        raise ValueError(f"num_ranks = {num_ranks}: there are at most {_MAX_RANKS:,}; ask for fewer")
+    forwards = num_ranks * num_microbatches * (stages_per_rank if is_count(stages_per_rank) else 1)
+    if forwards > _MAX_FORWARDS:
+        raise ValueError(
+            f"num_ranks = {num_ranks}, num_microbatches = {num_microbatches}, stages_per_rank = {stages_per_rank}: "
+            f"that is {forwards:,} forwards, and a schedule has at most {_MAX_FORWARDS:,}; ask for fewer"
+        )
 
 
 def is_count(value: Any) -> bool:

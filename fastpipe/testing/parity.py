@@ -347,16 +347,15 @@ class _Check:
         parameters = self._parameters_by_key(self.model)
         digests = {(stage, name): digest for reply in replies for stage, name, digest, _ in reply["parameters"]}
         ties = ties_in(self.model, self.pipe._ties)
-        stale = [key for key, p in parameters.items() if digest_of(p) != digests[key]]
+        stale = [key for key, p in parameters.items() if digest_of(_whole(p)) != digests[key]]
         reference = self._reference(ties)
-        for parameter in parameters.values():
-            parameter.grad = _dense(parameter.grad)
-        expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, norms))
+        grads = {key: _dense(parameter.grad) for key, parameter in parameters.items()}
+        expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, grads, norms))
         found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
         found += _compare_losses(result, reference) + _compare_reports(result, reference)
         found += compared("norm", "", None, norm, expected_norm)
         for (stage, name), grad in {**self.gradients, **self.sent}.items():
-            found += compared("gradient", name, stage, grad, parameters[stage, name].grad)
+            found += compared("gradient", name, stage, grad, grads[stage, name])
         return {
             "differences": [asdict(difference) for difference in found],
             "expected": [float(reference.loss), float(expected_norm)],
@@ -434,11 +433,11 @@ def _compare_reports(result: StepResult, reference: Reference) -> list[Differenc
     return found
 
 
-def _expected(parameters: Mapping[Key, nn.Parameter], norms: Sequence[Norm]) -> list[torch.Tensor]:
+def _expected(parameters: Mapping[Key, nn.Parameter], grads: Gradients, norms: Sequence[Norm]) -> list[torch.Tensor]:
     """The unsplit model's gradients; zeros if only the pipeline has one, as the norm depends on their number."""
     there = {(norm.stage, norm.name) for norm in norms}
-    grads = {key: p.grad if p.grad is not None else zero_grad_of(p) for key, p in parameters.items()}
-    return [grad for key, grad in grads.items() if key in there or parameters[key].grad is not None]
+    given = {key: _whole(zero_grad_of(p)) if grads[key] is None else grads[key] for key, p in parameters.items()}
+    return [grad for key, grad in given.items() if grad is not None and (key in there or grads[key] is not None)]
 
 
 def _named(pipe: Pipeline) -> list[Named]:
@@ -463,8 +462,8 @@ def _whole_gradients(pipe: Pipeline) -> Gradients:
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """A dense gradient, as the bytes of sparse ones are not comparable."""
-    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
+    """A dense gradient, as the bytes of sparse ones are not comparable, and the whole of a DTensor."""
+    return None if grad is None else _whole(grad) if grad.layout is torch.strided else grad.to_dense()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -153,11 +153,15 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
         for process in self.processes:
-            process.join(10)
+            process.join(PATIENCE)
         alive = [process.name for process in self.processes if process.is_alive()]
         self.kill()
         self._folder.cleanup()
         assert not alive, f"{alive} did not end"
+
+
+GroupOf = Callable[[int], Ranks]
+"""What the fixture ``group_of`` gives."""
 
 
 @contextlib.contextmanager
@@ -207,7 +211,7 @@ def _serve(
         pipe.send((good, answer))
         # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever;
         # what it closes when it is collected is in cycles of its own, and a thread may hold some for a while
-        while not pipe.poll(0.0 if gc.collect() else 1.0):
+        while not left and not pipe.poll(0.0 if gc.collect() else 1.0):
             pass
     dist.destroy_process_group()
 

@@ -9,7 +9,9 @@ import torch
 
 from fastpipe.runtime.common.failure import MAX_TEXT, cause_text, first_line
 from fastpipe.testing import Fault
-from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.conftest import paired
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import batch, caught, pipeline
 from tests.patience import PATIENCE
 from tests.runtime.models import CASES
 
@@ -76,8 +78,11 @@ def raise_it(name: str, executor: str, *, backward: bool) -> dict[str, Any]:
     return found | {"next": caught(lambda: pipe.step(x, target=y))[0]}
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize(
+    ("name", "backward", "executor"),
+    [(name, number // 2 % 2 == 1, executor) for number, (name, executor) in enumerate(paired(ERRORS))],
+    indirect=["executor"],
+)
 def test_it_is_told_like_any_other(name: str, backward: bool, executor: str, group_of: GroupOf) -> None:
     zero, one = group_of(2).run(raise_it, name, executor, backward=backward)
     assert one["mine"] and zero["type"] == "StepError"

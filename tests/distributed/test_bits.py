@@ -1,6 +1,5 @@
 """Every schedule and odd model over Gloo, one process a rank: the unsplit model's loss and gradients, bit for bit."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from fastpipe import Pipeline
 from fastpipe.runtime.common.tensors import bytes_of
 from tests.conftest import WAYS, skip_without_native
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES, squared
 from tests.runtime.test_bits import COMBINATIONS
@@ -41,9 +40,7 @@ OF_A_KIND = ("1f1b", "interleaved_zb", "dualpipev", "dualpipe")
         or (num_ranks == 2 and executor == "native" and schedule in OF_A_KIND)
     ],
 )
-def test_every_schedule(
-    schedule: str, num_ranks: int, num_microbatches: int, executor: str, group_of: Callable[[int], Ranks]
-) -> None:
+def test_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, executor: str, group_of: GroupOf) -> None:
     if executor == "native":
         skip_without_native()
     answers = group_of(num_ranks).run(compare, "plain", schedule, num_microbatches, executor)
@@ -55,7 +52,7 @@ def test_every_schedule(
     list(zip(OF_A_KIND, ["native", "native", "python", "python"], strict=True)),
     indirect=["executor"],
 )
-def test_coalesced(schedule: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
+def test_coalesced(schedule: str, executor: str, group_of: GroupOf) -> None:
     """What the executors do with a schedule is seen above; here the transport alone is another."""
     group_of(4).run(compare, "plain", schedule, 8, executor, "process_group_coalesced")
 
@@ -101,10 +98,10 @@ def hand_over_every_dtype(executor: str, transport: str) -> None:
     [*WAYS, ("native", "process_group_coalesced"), ("python", "process_group_coalesced")],
     indirect=["executor"],
 )
-def test_every_dtype(transport: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
+def test_every_dtype(transport: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(hand_over_every_dtype, executor, transport)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_boundary(case: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
+def test_every_boundary(case: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(compare, case, "dualpipev", 5, executor)

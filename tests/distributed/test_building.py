@@ -21,7 +21,7 @@ from fastpipe.runtime.transport import groups as group
 from fastpipe.runtime.transport import groups as own_groups
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
 from tests.patience import PATIENCE
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES
@@ -101,24 +101,23 @@ def rebuild(survivors: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "options"),
+    ("moment", "how", "options"),
     [
-        ("began", {"transport": "process_group"}),
-        ("told who it is", {"transport": "auto"}),
-        ("connecting", {"transport": "process_group"}),
-        ("agreed on the plan", {"transport": "auto"}),
-        ("agreed on the stages", {"transport": "process_group"}),
-        ("making groups", {"transport": "process_group"}),
-        ("making groups", {"transport": "process_group", "at_call": 3}),
-        ("making groups", {"transport": "auto", "schedule": "dualpipe"}),
-        ("joining", {"transport": "process_group", "schedule": "dualpipe"}),
-        ("told who it is", {"transport": "auto", "hosts": "aabb"}),
-        ("agreed on the plan", {"transport": "auto", "hosts": "aabb"}),
-        ("making groups", {"transport": "auto", "hosts": "aabb", "at_call": 2}),
+        ("began", "killed", {"transport": "process_group"}),
+        ("began", "raised", {"transport": "auto"}),
+        ("told who it is", "killed", {"transport": "auto", "hosts": "aabb"}),
+        ("connecting", "killed", {"transport": "process_group"}),
+        ("connecting", "raised", {"transport": "auto"}),
+        ("agreed on the plan", "killed", {"transport": "auto"}),
+        ("agreed on the plan", "raised", {"transport": "auto", "hosts": "aabb"}),
+        ("agreed on the stages", "raised", {"transport": "process_group"}),
+        ("making groups", "killed", {"transport": "process_group", "at_call": 3}),
+        ("making groups", "raised", {"transport": "auto", "schedule": "dualpipe"}),
+        ("making groups", "killed", {"transport": "auto", "hosts": "aabb", "at_call": 2}),
+        ("joining", "killed", {"transport": "process_group", "schedule": "dualpipe"}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
 )
-@pytest.mark.parametrize("how", ["killed", "raised"])
 def test_lost(moment: str, how: str, options: dict[str, Any]) -> None:
     if options["transport"] == "auto" or moment == "connecting":
         skip_without_native()
@@ -136,7 +135,7 @@ def test_lost(moment: str, how: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "at_call"), [(moment, 1) for moment in MOMENTS if moment != "joining"] + [("making groups", 3)]
+    ("moment", "at_call"), [("told who it is", 1), ("connecting", 1), ("agreed on the stages", 1), ("making groups", 3)]
 )
 def test_stopped(moment: str, at_call: int) -> None:
     """Nobody knows that it will not come: the others wait until the timeout."""
@@ -203,8 +202,8 @@ def build_late(moment: str, options: dict[str, Any]) -> None:
     build(**options).step(*batch.args, target=batch.target)
 
 
-@pytest.mark.parametrize("moment", ["began", "told who it is", "agreed on the plan", "making groups"])
-def test_who_is_slow_is_waited_for(moment: str, group_of: Callable[[int], Ranks]) -> None:
+@pytest.mark.parametrize("moment", ["began", "agreed on the plan", "making groups"])
+def test_who_is_slow_is_waited_for(moment: str, group_of: GroupOf) -> None:
     group_of(SIZE).run(build_late, moment, {"transport": "process_group"})
 
 
@@ -214,7 +213,7 @@ def build_wrongly() -> str:
     return str(caught.value)
 
 
-def test_what_all_do_wrong_is_everybodys_own_error(group_of: Callable[[int], Ranks]) -> None:
+def test_what_all_do_wrong_is_everybodys_own_error(group_of: GroupOf) -> None:
     for text in group_of(SIZE).run(build_wrongly):
         assert text.startswith("executor = 'fastest'")
 
@@ -273,7 +272,7 @@ def tell_nobody() -> bool:
     return all(own.identity(rank) is not None for rank in range(SIZE))
 
 
-def test_who_is_refused_has_said_who_it_is(group_of: Callable[[int], Ranks]) -> None:
+def test_who_is_refused_has_said_who_it_is(group_of: GroupOf) -> None:
     assert all(group_of(SIZE).run(tell_nobody))
 
 

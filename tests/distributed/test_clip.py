@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastpipe.runtime.step.clip import Held, norms_of
-from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.conftest import paired
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import batch, caught, pipeline
 from tests.runtime.models import CASES
 from tests.runtime.test_clip import assert_clipped_alike, gathered
 
@@ -20,8 +22,9 @@ def clip(case: str, schedule: str, executor: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "schedule"),
-    [("plain", "1f1b"), ("plain", "dualpipe"), ("channels_last", "dualpipev"), ("bfloat16", "zbv")],
+    ("case", "schedule", "executor"),
+    paired([("plain", "1f1b"), ("plain", "dualpipe"), ("channels_last", "dualpipev"), ("bfloat16", "zbv")]),
+    indirect=["executor"],
 )
 def test_the_norm_is_that_of_the_unsplit_model(case: str, schedule: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(clip, case, schedule, executor)

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from fastpipe import Pipeline, Schedule, check_parity
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.distributed.test_step import caught
 from tests.runtime.traced_models import WIDTH, Skipping, traced
 from tests.scripts import run
 
-GroupOf = Callable[[int], Ranks]
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs/coming-from-torch.md").read_text()
 SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)

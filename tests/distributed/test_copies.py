@@ -1,6 +1,5 @@
 """Stages that two ranks hold: the same weights to the last bit from the start to the end; buffers of their own."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import Pipeline
-from tests.distributed.ranks import Ranks
+from tests.conftest import paired
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
 
-GroupOf = Callable[[int], Ranks]
 COUNT = 8
 
 
@@ -45,7 +44,9 @@ def train(schedule: str, executor: str) -> tuple[list[str], list[dict[str, torch
     return [name for name, _ in pipe.named_parameters()], [*states, pipe.state_dict()], pipe.describe()
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("dualpipe", 2), ("dualpipe", 4), ("chimera", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "executor"), paired([("dualpipe", 2), ("dualpipe", 4), ("chimera", 4)]), indirect=["executor"]
+)
 def test_both_holders_have_the_same_weights(schedule: str, ranks: int, executor: str, group_of: GroupOf) -> None:
     answers = group_of(ranks).run(train, schedule, executor)
     found: dict[str, list[Any]] = {}

@@ -1,7 +1,6 @@
 """Replicas of a pipeline: a mesh of 2 x 2 processes against the unsplit model, to the last bit."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from tests.distributed.meshes import (
     whole_grad,
     wrong_gradients,
 )
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits
 
-GroupOf = Callable[[int], Ranks]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"reverse_backward": True},

@@ -12,24 +12,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, StepError
+from tests.conftest import paired
 from tests.distributed.meshes import (
     LAYERS,
     WIDTH,
     WRAPS,
     Block,
     Reference,
-    batch,
     build,
     mesh,
     squared,
     wrong_gradients,
 )
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_data_parallel_wrappers import step
 from tests.distributed.test_tied_data_parallel import batch as text_batch
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import loss_fn, tied_layers
 
-GroupOf = Callable[[int], Ranks]
 Layers = Sequence[nn.Module]
 
 
@@ -78,10 +78,6 @@ def pipeline(whole: Layers, schedule: str, executor: str, over: DeviceMesh, **mo
     return Pipeline(list(whole), schedule, 5, squared, **options, **more)
 
 
-def step(pipe: Pipeline, number: int, replica: int) -> None:
-    pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
-
-
 def clear(pipe: Pipeline, reference: Reference) -> None:
     for parameter in itertools.chain(pipe.parameters(), *(model.parameters() for model in reference.models)):
         parameter.grad = None
@@ -127,7 +123,7 @@ def change_and_train(schedule: str, executor: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv"]), indirect=["executor"])
 def test_replicas_reduce_what_is_to_be_trained_now(schedule: str, executor: str, group_of: GroupOf) -> None:
     expected = dict.fromkeys(["<lambda>", *(change.__name__ for change in CHANGES)], [])
     assert group_of(4).run(change_and_train, schedule, executor) == [expected] * 4
@@ -293,9 +289,7 @@ def beside_others(executor: str) -> str:
     over = mesh()
     replica = over.get_local_rank("dp")
     whole = layers()
-    pipe = Pipeline(
-        whole, "dualpipe", 6, squared, group=over["pp"], data_parallel=over["dp"], executor=executor, timeout=60
-    )
+    pipe = Pipeline(whole, "dualpipe", 6, squared, group=over["pp"], data_parallel=over["dp"], executor=executor)
     for number, change in enumerate((unfreeze, unfreeze_a_stage)):
         change(whole, replica)
         step(pipe, number, replica)

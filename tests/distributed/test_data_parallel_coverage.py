@@ -1,6 +1,5 @@
 """Layers that no wrapper knows of, and models that were sharded before or after they were split."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 import fastpipe
 from fastpipe import Pipeline
 from tests.distributed.meshes import Reference, layers, mesh, squared, wrong_gradients
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.distributed.test_data_parallel_wrappers import refusal, step
 from tests.runtime.decoders import LAYERS, decoder, padded_batch
 from tests.runtime.test_split import Decoder
 from tests.runtime.test_split import batch as text
-
-GroupOf = Callable[[int], Ranks]
 
 
 def some_layers(wrap: str, schedule: str) -> dict[str, Any]:

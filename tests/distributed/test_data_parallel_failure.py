@@ -1,6 +1,5 @@
 """A step that fails in one replica: nobody waits for it, all are told, and the next step is right in both."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +7,11 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
+from tests.conftest import paired
 from tests.distributed.meshes import LAYERS, Block, Reference, batch, build, layers, mesh, wrong_gradients
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
+from tests.distributed.test_step import caught
 
-GroupOf = Callable[[int], Ranks]
 FAULTS = {
     "first forward": (0, "forward", 0),
     "last stage": (LAYERS - 1, "forward", 2),
@@ -47,15 +47,7 @@ def traps() -> list[nn.Module]:
     return made
 
 
-def outcome(call: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def fail_and_go_on(wrap: str, executor: str) -> dict[str, tuple[str, str]]:
+def fail_and_go_on(wrap: str, executor: str) -> dict[str, Any]:
     over = mesh()
     replica = over.get_local_rank("dp")
     whole: list[Any] = []
@@ -69,7 +61,7 @@ def fail_and_go_on(wrap: str, executor: str) -> dict[str, tuple[str, str]]:
     for name, (layer, where, calls) in FAULTS.items():
         if replica == 0:
             whole[layer].where, whole[layer].calls = where, calls
-        found[name] = outcome(lambda: pipe.step(batch(0, replica)[0], target=batch(0, replica)[1]))
+        found[name] = caught(lambda: pipe.step(batch(0, replica)[0], target=batch(0, replica)[1]))
         whole[layer].where = ""
         for parameter in pipe.parameters():
             parameter.grad = None
@@ -82,11 +74,11 @@ def fail_and_go_on(wrap: str, executor: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("wrap", "executor"), paired(["ddp", "fsdp"]), indirect=["executor"])
 def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, executor: str, group_of: GroupOf) -> None:
     answers = group_of(4).run(fail_and_go_on, wrap, executor)
     for name in FAULTS:
-        kinds = [kind for kind, _ in (answer[name] for answer in answers)]
+        kinds = [answer[name][0] for answer in answers]
         assert sorted(kinds) == ["OSError", "StepError", "StepError", "StepError"], (name, answers)
         assert "OSError" in kinds[:2]
         assert all("on purpose" in answer[name][1] for answer in answers[:2])
@@ -99,8 +91,8 @@ def only_one_steps(executor: str) -> tuple[str, str]:
     pipe = build("ddp", "zbv", executor, over, timeout=3.0)
     if replica == 1:
         return "", ""
-    kind, text = outcome(lambda: pipe.step(batch(0, 0)[0], target=batch(0, 0)[1]))
-    again = outcome(lambda: pipe.step(batch(0, 0)[0], target=batch(0, 0)[1]))
+    kind, text, _ = caught(lambda: pipe.step(batch(0, 0)[0], target=batch(0, 0)[1]))
+    again = caught(lambda: pipe.step(batch(0, 0)[0], target=batch(0, 0)[1]))
     return kind, text + again[1]
 
 

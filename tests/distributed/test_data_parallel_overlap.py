@@ -12,12 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline
 from fastpipe.runtime.data_parallel.ddp import Replicated
-from tests.distributed.meshes import Block, Reference, batch, build, mesh, wrong_gradients
-from tests.distributed.ranks import Ranks
-from tests.distributed.test_data_parallel_wrappers import SPLIT, WHOLE, by_hand
+from tests.distributed.meshes import Block, Reference, build, mesh, wrong_gradients
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_data_parallel_wrappers import SPLIT, WHOLE, by_hand, step
 from tests.runtime.checks import same_bits
-
-GroupOf = Callable[[int], Ranks]
 
 
 @contextmanager
@@ -70,10 +68,6 @@ def wrap_small(events: list[str]) -> Callable[[nn.Module, DeviceMesh], nn.Module
         return wrapped
 
     return wrap
-
-
-def step(pipe: Pipeline, number: int, replica: int) -> None:
-    pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
 
 
 @restored()

@@ -19,10 +19,9 @@ from fastpipe.runtime.data_parallel.ddp import Replicated
 from fastpipe.runtime.data_parallel.fsdp import Sharded
 from fastpipe.runtime.data_parallel.interface import DataParallel
 from tests.distributed.meshes import WIDTH, Block, Reference, batch, build, mesh, shard, squared, wrong_gradients
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits
 
-GroupOf = Callable[[int], Ranks]
 SPLIT = "0F0 1F0 0F1 1F1 1I0 0I0 1I1 0I1 1W0 1W1 0W0 0W1"
 WHOLE = "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"
 TORCH = "0UNSHARD 1UNSHARD 0F0 0F1 0RESHARD 1F0 1F1 0UNSHARD 1I0 0I0 1I1 1RESHARD 0I1 1W0 1W1 1REDUCE_GRAD 0W0 0W1"

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ import torch.distributed as dist
 from fastpipe import Pipeline
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
-from tests.runtime.test_leaks import Raising
+from tests.runtime.test_leaks import Raising, leaves_nothing_of_a_kept_exception
 
-GroupOf = Callable[[int], Ranks]
 MOST = 8
 HOSTS = "abbaabba"
 # Pipelines of every size from one to eight, side by side where two are named: whole backwards, split ones, pairs with a
@@ -157,3 +156,8 @@ def test_nothing_grows_in_many_steps(executor: str, transport: str, num_steps: i
         grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
         assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
         assert after - before < 3000
+
+
+def test_a_layer_that_keeps_its_exception_keeps_no_pipeline(executor: str, group_of: GroupOf) -> None:
+    for keeping in (1, 2):
+        assert group_of(2).run(leaves_nothing_of_a_kept_exception, executor, None, keeping) == [True, True]

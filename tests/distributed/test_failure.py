@@ -1,6 +1,5 @@
 """A failing stage, one process a rank: its rank raises its own exception, the others say where; the next step works."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch.distributed as dist
 from fastpipe import StepError
 from fastpipe.runtime.step import steps
 from tests.conftest import WAYS, skip_without_native
-from tests.distributed.ranks import Ranks, ranks
-from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.distributed.ranks import GroupOf, ranks
+from tests.distributed.test_step import batch, caught, pipeline
 from tests.patience import PATIENCE
 from tests.runtime.faults import Boom, FaultyTraining, Scenario
 from tests.runtime.models import CASES
@@ -76,16 +75,14 @@ SHARED = [("1f1b", 2, False, 0), ("1f1b", 2, True, 2), ("dualpipev", 3, False, 2
     indirect=["executor"],
 )
 def test_everybody_learns_of_it(
-    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
+    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: GroupOf
 ) -> None:
     scenario = Scenario(schedule, stage, 1, step, backward, executor)
     check(group_of(4).run(fail_and_recover, scenario, "process_group"), scenario)
 
 
 @pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED)
-def test_over_shared_memory_too(
-    schedule: str, stage: int, backward: bool, step: int, group_of: Callable[[int], Ranks]
-) -> None:
+def test_over_shared_memory_too(schedule: str, stage: int, backward: bool, step: int, group_of: GroupOf) -> None:
     skip_without_native()
     scenario = Scenario(schedule, stage, 1, step, backward, "native")
     check(group_of(4).run(fail_and_recover, scenario, "shared_memory"), scenario)
@@ -93,7 +90,7 @@ def test_over_shared_memory_too(
 
 @pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED[1:3])
 def test_in_operations_of_several_transfers_too(
-    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: Callable[[int], Ranks]
+    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: GroupOf
 ) -> None:
     scenario = Scenario(schedule, stage, 1, step, backward, executor)
     check(group_of(4).run(fail_and_recover, scenario, "process_group_coalesced"), scenario)
@@ -157,8 +154,12 @@ def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:
     return {"found": found, "next": caught(lambda: pipe.step(x, target=y))}
 
 
-@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
-@pytest.mark.parametrize("place", ["before_step", "stage_works", "report", "metric", "after_step"])
+@pytest.mark.parametrize(
+    ("place", "executor", "transport"),
+    [(place, *WAYS[number % 3]) for number, place in enumerate(["before_step", "stage_works", "report"])]
+    + [("metric", *WAYS[0]), ("metric", *WAYS[2]), ("after_step", *WAYS[1])],
+    indirect=["executor"],
+)
 def test_outside_of_the_program_it_is_told_all_the_same(
     place: str, transport: str, executor: str, group_of: GroupOf
 ) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import pytest
 
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.forks import in_child
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
@@ -35,7 +34,7 @@ def fork(transport: str, hosts: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("transport", "hosts"), [("shared_memory", ""), ("process_group", ""), ("auto", "aab")], ids=["near", "far", "both"]
 )
-def test_a_child_may_let_go_of_a_pipeline(transport: str, hosts: str, group_of: Callable[[int], Ranks]) -> None:
+def test_a_child_may_let_go_of_a_pipeline(transport: str, hosts: str, group_of: GroupOf) -> None:
     skip_without_native()
     kind = "mixed" if hosts else transport
     assert group_of(3).run(fork, transport, hosts) == [(0, kind)] * 3

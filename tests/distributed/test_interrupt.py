@@ -5,22 +5,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from fastpipe import Pipeline, StepError
 from tests.conftest import WAYS, skip_without_native
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_death import COUNT, SIZE, Stopping
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
-from tests.runtime.models import CASES, Block
+from tests.runtime.faults import AtCall
+from tests.runtime.models import CASES
 
 
 @pytest.fixture(params=WAYS, ids="-".join)
@@ -51,9 +49,7 @@ def interrupted_itself(victims: list[int], note: str, way: dict[str, str]) -> di
 
 
 @pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3]], ids=["one", "all"])
-def test_in_a_forward(
-    victims: list[int], way: dict[str, str], tmp_path: Path, group_of: Callable[[int], Ranks]
-) -> None:
+def test_in_a_forward(victims: list[int], way: dict[str, str], tmp_path: Path, group_of: GroupOf) -> None:
     """The step is drained and told to the others, and the next one works."""
     answers = group_of(SIZE).run(interrupted_itself, victims, str(tmp_path / "note"), way)
     interrupted = [rank for rank, answer in enumerate(answers) if answer["type"] == "KeyboardInterrupt"]
@@ -65,29 +61,18 @@ def test_in_a_forward(
     assert len({answer["again"] for answer in answers}) == 1
 
 
-class Impatient(nn.Module):
-    """Gets two SIGINTs in one of its forwards: the second one raises KeyboardInterrupt there."""
-
-    def __init__(self, at_call: int) -> None:
-        super().__init__()
-        self.block = Block()
-        self.at_call = at_call
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls - 1 == self.at_call:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            raise AssertionError("the second one did not wait")
-        return self.block(x)
+def interrupt_twice() -> None:
+    """The second one raises KeyboardInterrupt here."""
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("the second one did not wait")
 
 
 def interrupted_in_a_pair(victim: int, way: dict[str, str]) -> dict[str, Any]:
     """Runs on every rank; a backward is under way in the helper thread when the forward beside it is left."""
     case = CASES["plain"]
-    layers = [Impatient(2 * COUNT + 4 if dist.get_rank() == victim else -1) for _ in range(SIZE)]
-    pipe = Pipeline(layers, "1f1b_overlap", COUNT, case.loss_fn, timeout=20, overlap="always", **way)
+    layers = [AtCall(interrupt_twice, 2 * COUNT + 4 if dist.get_rank() == victim else -1) for _ in range(SIZE)]
+    pipe = Pipeline(layers, "1f1b_overlap", COUNT, case.loss_fn, timeout=PATIENCE, overlap="always", **way)
     batch = case.batches(1, rows_for(COUNT))[0]
     for _ in range(2):
         pipe.step(*batch.args, target=batch.target)
@@ -98,7 +83,7 @@ def interrupted_in_a_pair(victim: int, way: dict[str, str]) -> dict[str, Any]:
     return {"type": caught.type, "text": str(caught.value), "together": together, "again": again}
 
 
-def test_a_second_one_inside_a_pair(way: dict[str, str], group_of: Callable[[int], Ranks]) -> None:
+def test_a_second_one_inside_a_pair(way: dict[str, str], group_of: GroupOf) -> None:
     victim = 1
     answers = group_of(SIZE).run(interrupted_in_a_pair, victim, way)
     assert answers[victim]["together"] > 0
@@ -132,7 +117,7 @@ def names() -> set[str]:
     return ours | {name for name in os.listdir("/dev/shm") if "fastpipe" in name}
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize(("way", "delay"), list(zip(WAYS, (0.0, 0.01, 0.1), strict=True)), indirect=["way"])
 def test_on_all_ranks_at_any_time(way: dict[str, str], delay: float, tmp_path: Path) -> None:
     """As torchrun sends it."""
     before = names()
@@ -147,27 +132,15 @@ def test_on_all_ranks_at_any_time(way: dict[str, str], delay: float, tmp_path: P
     assert names() <= before
 
 
-class Asleep(nn.Module):
-    """In one of its forwards its process is stopped, and another one is interrupted while it waits."""
-
-    def __init__(self, at_call: int, note: Path) -> None:
-        super().__init__()
-        self.block = Block()
-        self.at_call, self.note = at_call, note
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls - 1 == self.at_call:
-            self.note.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return self.block(x)
-
-
 def interrupted_while_it_waits(note: str, way: dict[str, str]) -> str:
     """Runs on both ranks: rank 1 is stopped, and rank 0 gets two SIGINTs while it waits for it in C++."""
     case = CASES["plain"]
-    layers = [Asleep(COUNT if dist.get_rank() == 1 else -1, Path(note)) for _ in range(2)]
+
+    def stop() -> None:
+        Path(note).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    layers = [AtCall(stop, COUNT if dist.get_rank() == 1 else -1) for _ in range(2)]
     pipe = Pipeline(layers, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
     first, second = case.batches(2, rows_for(COUNT))
     pipe.step(*first.args, target=first.target)

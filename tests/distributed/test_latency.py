@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import WAYS
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_death import COUNT, SIZE, others, train_until
 from tests.runtime.faults import FaultyTraining, Scenario
 
@@ -39,6 +38,6 @@ def fail(executor: str) -> float:
     return training.bad_step()[1]
 
 
-def test_an_exception(executor: str, group_of: Callable[[int], Ranks]) -> None:
+def test_an_exception(executor: str, group_of: GroupOf) -> None:
     seconds = [max(group_of(4).run(fail, executor)) for _ in range(REPEATS)]
     assert statistics.median(seconds) < SECONDS, seconds

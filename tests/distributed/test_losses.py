@@ -1,17 +1,15 @@
 """What several processes report: metrics and added losses, the same on every rank and those of the unsplit model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from fastpipe import Pipeline
-from tests.distributed.ranks import Ranks
+from tests.conftest import paired
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import Balanced, measured
-
-GroupOf = Callable[[int], Ranks]
 
 
 def compare(case: str, schedule: str, executor: str, transport: str) -> None:
@@ -19,10 +17,12 @@ def compare(case: str, schedule: str, executor: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "executor"), [("shared_memory", "native"), ("process_group", "python")], indirect=["executor"]
+    ("schedule", "executor"),
+    paired(["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "chimera"]),
+    indirect=["executor"],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "chimera"])
-def test_added_losses_and_metrics(schedule: str, transport: str, executor: str, group_of: GroupOf) -> None:
+def test_added_losses_and_metrics(schedule: str, executor: str, group_of: GroupOf) -> None:
+    transport = "shared_memory" if executor == "native" else "process_group"
     for case in ("added_losses", "metrics"):
         group_of(2).run(compare, case, schedule, executor, transport)
 

@@ -1,6 +1,8 @@
 """Tensor parallelism and sharding beside the pipeline, against the same mesh without a pipeline."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from fastpipe import Pipeline, make_schedule
+from fastpipe import GradScaler, Pipeline, check_parity, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe.runtime.stage.boundary import to_tensors
 from fastpipe.testing import reference_step
 from tests.distributed.ranks import Ranks
 from tests.runtime.checks import same_bits
@@ -40,7 +43,7 @@ def layers(mesh: DeviceMesh) -> list[nn.Module]:
 
 
 def batch(replica: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.randn(2, 2 * MICROBATCHES, 3, WIDTH, generator=torch.Generator().manual_seed(replica))
+    made = torch.randn(2, 2 * MICROBATCHES, 4, WIDTH, generator=torch.Generator().manual_seed(replica))
     return made[0], made[1]
 
 
@@ -68,7 +71,8 @@ def spread(schedule: str, executor: str) -> str:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "dualpipev"])
 def test_layers_that_are_spread_over_ranks(group_of: GroupOf, schedule: str) -> None:
-    group_of(4).run(spread, schedule, "native")
+    for text in group_of(4).run(spread, schedule, "native"):
+        assert schedule != "dualpipev" or "collectives over tp must have one order" in text
 
 
 @pytest.mark.parametrize("executor", ["native", "python"])
@@ -79,38 +83,252 @@ def test_weights_that_are_spread_over_ranks_wait_for_w(group_of: GroupOf, execut
         )
 
 
-def sharded(schedule: str) -> None:
-    """On eight ranks: two replicas that share the shards of spread layers."""
-    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
-    made = [fully_shard(layer, mesh=mesh["dp_shard"]) for layer in layers(mesh)]
+class Enter(nn.Module):
+    """Cuts the sequence; beside it, a tensor that is whole, and the same part twice."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        part = DTensor.from_local(self.linear(x), self.mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+        return part, x.sum(), part
+
+
+class Between(nn.Module):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.block = Mlp()
+        ways = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(self.block, mesh, ways)
+
+    def forward(self, part: DTensor, total: torch.Tensor, same: DTensor) -> tuple[Any, ...]:
+        assert part is same and part.placements == (Shard(1),) and tuple(part.shape[1:]) == (4, WIDTH)
+        made = self.block(part)
+        return made, total, made
+
+
+class Leave(nn.Module):
+    def forward(self, part: DTensor, total: torch.Tensor, same: DTensor) -> torch.Tensor:
+        return (part + same).full_tensor() + total
+
+
+def sequences(schedule: str, executor: str) -> None:
+    """On four ranks: stages that hand on parts of sequences."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Enter(mesh["tp"]), Between(mesh["tp"]), Between(mesh["tp"]), Leave()]
+
+    pipe = Pipeline(made(), schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
+    unsplit = InOrder(*made())
+    for replica in range(2):
+        x, y = batch(replica)
+        expected = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss)
+        assert same_bits(pipe.step(x, target=y).loss, expected.loss)
+    grads = dict(unsplit.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert same_bits(whole(parameter.grad), whole(grads[name].grad)), name
+
+    spread = DTensor.from_local(x, mesh["tp"], [Shard(0)])
+    with pytest.raises(ValueError, match=r"stage 0 returned a DTensor over the dimensions \('tp',\): pass a mesh"):
+        to_tensors(spread, {}, 0, mesh=mesh["pp"])
+    with pytest.raises(ValueError, match="stage 3 returned a DTensor with the placement P"):
+        to_tensors(DTensor.from_local(x, mesh["tp"], [Partial()]), {}, 3, mesh=mesh)
+
+
+class InOrder(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        for layer in self:
+            x = layer(*x) if isinstance(x, tuple) else layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("schedule", "executor"), [("zbv", "native"), ("interleaved_1f1b", "python")])
+def test_dtensors_between_stages(group_of: GroupOf, schedule: str, executor: str) -> None:
+    group_of(4).run(sequences, schedule, executor)
+
+
+class Attention(nn.Module):
+    """Attention of a part of the sequence to all of it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.inputs = nn.Linear(WIDTH, 3 * WIDTH)
+        self.output = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, *shards = self.inputs(x).chunk(3, -1)
+        key, value = (self.gathered(shard) for shard in shards)
+        return x + self.output(nn.functional.scaled_dot_product_attention(query, key, value))
+
+    def gathered(self, shard: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(shard, self.mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
+
+
+class Exchange(torch.autograd.Function):
+    """all_to_all_single, and back in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        made = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(made, x.contiguous(), received, sent, group)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return Exchange.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class Experts(nn.Module):
+    """An expert per rank; every rank sends its part of the tokens to their experts."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.router = nn.Linear(WIDTH, mesh.size())
+        self.weights = nn.Parameter(distribute_tensor(torch.randn(mesh.size(), WIDTH, WIDTH) / 4, mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        gate, expert = self.router(tokens).softmax(-1).max(-1)
+        expert = self.part(expert)
+        order, sent = expert.sort(stable=True).indices, expert.bincount(minlength=self.mesh.size())
+        received, group = torch.empty_like(sent), self.mesh.get_group()
+        dist.all_to_all_single(received, sent, group=group)
+        there = Exchange.apply(self.part(tokens)[order], sent.tolist(), received.tolist(), group)
+        made = torch.tanh(there @ self.weights.to_local()[0])
+        back = Exchange.apply(made, received.tolist(), sent.tolist(), group)[order.argsort()]
+        return x + (DTensor.from_local(back, self.mesh, [Shard(0)]).full_tensor() * gate[:, None]).view_as(x)
+
+    def part(self, tokens: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(tokens, self.mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
+
+
+def layers_of(kind: str, mesh: DeviceMesh) -> list[nn.Module]:
+    if kind == "tp":
+        return layers(mesh)
+    torch.manual_seed(0)
+    return [(Attention if kind == "cp" else Experts)(mesh[kind]) for _ in range(LAYERS)]
+
+
+def part_of_batch(kind: str, mesh: DeviceMesh, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = batch(replica)
+    if kind != "cp":
+        return x, y
+    part = mesh["cp"].get_local_rank()
+    return x.chunk(2, 1)[part], y.chunk(2, 1)[part]
+
+
+def sharded(kind: str, schedule: str) -> None:
+    """On eight ranks: two replicas that share the shards of layers with collectives of their own."""
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", kind, "dp_shard"))
+    # what is in a sequence's parts is averaged over them, too
+    shards = mesh["cp", "dp_shard"] if kind == "cp" else mesh["dp_shard"]
+    made = [fully_shard(layer, mesh=shards) for layer in layers_of(kind, mesh)]
     pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
-    x, y = batch(mesh["dp_shard"].get_local_rank())
-    pipe.step(x, target=y)
-    unsplit = [nn.Sequential(*layers(mesh)) for _ in range(2)]
-    for replica, model in enumerate(unsplit):
-        reference_step(model, batch(replica), pipe.schedule, nn.functional.mse_loss)
+    replica = mesh["dp_shard"].get_local_rank()
+    x, y = part_of_batch(kind, mesh, replica)
+    loss = pipe.step(x, target=y).loss
+    unsplit = [nn.Sequential(*layers_of(kind, mesh)) for _ in range(2)]
+    losses = [
+        reference_step(model, part_of_batch(kind, mesh, i), pipe.schedule, nn.functional.mse_loss).loss
+        for i, model in enumerate(unsplit)
+    ]
+    assert same_bits(loss, losses[replica])
     pairs = zip(*(model.named_parameters() for model in unsplit), strict=True)
     expected = {name: (whole(first.grad) + whole(second.grad)) / 2 for (name, first), (_, second) in pairs}
+    if kind == "cp":
+        for grad in expected.values():
+            dist.all_reduce(grad, group=mesh.get_group("cp"))
+            grad /= 2
     for name, parameter in pipe.named_parameters():
         assert same_bits(whole(parameter.grad), expected[name]), name
     total = torch.stack([grad.norm() for grad in expected.values()]).norm()
     torch.testing.assert_close(pipe.clip_grad_norm_(0.5), total)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_shards_of_layers_that_are_spread(schedule: str) -> None:
-    ranks = Ranks(8)
-    try:
-        ranks.run(sharded, schedule)
-    finally:
-        ranks.close()
+NIGHTLY = pytest.mark.nightly
 
 
-def refused(names: tuple[str, str], given: bool) -> str:
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ("tp", "1f1b"),
+        ("tp", "zbv"),
+        pytest.param("tp", "interleaved_1f1b", marks=NIGHTLY),
+        pytest.param("tp", "dualpipev", marks=NIGHTLY),
+        ("cp", "interleaved_1f1b"),
+        ("cp", "zbv"),
+        pytest.param("cp", "1f1b", marks=NIGHTLY),
+        pytest.param("cp", "dualpipev", marks=NIGHTLY),
+        ("ep", "1f1b"),
+        ("ep", "dualpipev"),
+        pytest.param("ep", "interleaved_1f1b", marks=NIGHTLY),
+        pytest.param("ep", "zbv", marks=NIGHTLY),
+    ],
+)
+def test_shards_of_layers_with_collectives(group_of: GroupOf, kind: str, schedule: str) -> None:
+    group_of(8).run(sharded, kind, schedule)
+
+
+def tools(folder: str) -> None:
+    """On four ranks: what reads or writes gradients and parameters of a whole mesh."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    made = Pipeline(layers(mesh), "zbv", MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
+    x, y = batch(0)
+    parity = check_parity(made, nn.Sequential(*layers(mesh)), (x, y))
+    assert parity.ok, str(parity)
+    optimizer, scaler = torch.optim.SGD(made.parameters(), 0.1), GradScaler(made, init_scale=4.0)
+    made.step(x, target=y)
+    if dist.get_rank() == 2:
+        spread = next(p for name, p in made.named_parameters() if name.endswith("up.weight"))
+        spread.grad.to_local()[0, 0] = float("inf")
+    before = {name: whole(p.detach()).clone() for name, p in made.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for name, p in made.named_parameters():
+        assert same_bits(whole(p.detach()), before[name])
+    save_checkpoint(folder, made, optimizer)
+    torch.manual_seed(1)
+    plain = Pipeline([Mlp() for _ in range(LAYERS)], "1f1b", MICROBATCHES, nn.functional.mse_loss, group=mesh["pp"])
+    load_checkpoint(folder, plain)
+    full = dict(nn.Sequential(*layers(mesh)).named_parameters())
+    for name, p in plain.named_parameters():
+        assert same_bits(p.detach(), whole(full[name].detach())), name
+    with torch.no_grad():
+        for p in made.parameters():
+            p.zero_()
+    load_checkpoint(folder, made, optimizer)
+    for name, p in made.named_parameters():
+        assert same_bits(whole(p.detach()), before[name])
+    # a gradient that is only a part of it, and does not say so
+    made.step(x, target=y)
+    for name, p in made.named_parameters():
+        if name == "1.norm.weight":
+            p.grad *= 1 + mesh["tp"].get_local_rank()
+    with pytest.raises(ValueError, match=r"gradient of 1\.norm\.weight .* DTensor"):
+        made.clip_grad_norm_(1.0)
+
+
+def test_tools_take_the_whole_mesh(group_of: GroupOf, tmp_path: Path) -> None:
+    group_of(4).run(tools, str(tmp_path / "saved"))
+
+
+def refused(names: tuple[str, str], given: dict[str, Any]) -> str:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    group = dist.group.WORLD if given else None
+    given = {name: dist.group.WORLD if name == "group" else value for name, value in given.items()}
     try:
-        Pipeline([Mlp() for _ in range(2)], "1f1b", 2, nn.functional.mse_loss, mesh=mesh, group=group, timeout=60)
+        Pipeline([Mlp() for _ in range(2)], "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **given)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
@@ -119,12 +337,13 @@ def refused(names: tuple[str, str], given: bool) -> str:
 @pytest.mark.parametrize(
     ("names", "given", "says"),
     [
-        (("pipe", "tp"), False, "mesh has dimensions ('pipe', 'tp')"),
-        (("pp", "tp"), True, "leave out group"),
-        (("pp", "dp_replicate"), False, "mesh has 2 replicas of stage"),
+        (("pipe", "tp"), {}, "mesh has dimensions ('pipe', 'tp')"),
+        (("pp", "tp"), {"group": ""}, "leave out group"),
+        (("pp", "tp"), {"overlap": "always"}, "stages run collectives over tp"),
+        (("pp", "dp_replicate"), {}, "mesh has 2 replicas of stage"),
     ],
 )
-def test_meshes_that_are_refused(group_of: GroupOf, names: tuple[str, str], given: bool, says: str) -> None:
+def test_meshes_that_are_refused(group_of: GroupOf, names: tuple[str, str], given: dict[str, Any], says: str) -> None:
     answers = group_of(4).run(refused, names, given)
     assert all(says in answer for answer in answers), answers
 

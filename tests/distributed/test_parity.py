@@ -8,7 +8,9 @@ import torch.distributed as dist
 from fastpipe import check_parity
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
-from tests.distributed.test_step import GroupOf, batch, caught, pipeline
+from tests.conftest import paired
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import batch, caught, pipeline
 from tests.runtime.models import CASES
 
 
@@ -24,7 +26,11 @@ def check(schedule: str, executor: str, with_model: list[int]) -> list[Any]:
     return [good.ok, good.num_compared, str(good), bad.ok, str(bad), [d.name for d in bad.differences]]
 
 
-@pytest.mark.parametrize(("schedule", "with_model"), [("1f1b", [0, 1]), ("zbv", [1]), ("dualpipe", [0])])
+@pytest.mark.parametrize(
+    ("schedule", "with_model", "executor"),
+    paired([("1f1b", [0, 1]), ("zbv", [1]), ("dualpipe", [0])]),
+    indirect=["executor"],
+)
 def test_every_rank_gets_the_same_table(schedule: str, with_model: list[int], executor: str, group_of: GroupOf) -> None:
     zero, one = group_of(2).run(check, schedule, executor, with_model)
     assert zero == one

@@ -1,6 +1,5 @@
 """Mixed precision over several processes: one verdict about infinite gradients, and gradients summed in fp32."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from fastpipe import GradScaler, Pipeline
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
-from tests.conftest import WAYS
+from tests.conftest import WAYS, paired
 from tests.distributed import meshes
 from tests.distributed.meshes import Reference, build, mesh, wrong_gradients
 from tests.distributed.meshes import batch as mesh_batch
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, Block, squared
-
-GroupOf = Callable[[int], Ranks]
 
 
 def skipped_by_all(schedule: str, executor: str) -> list[Any]:
@@ -41,7 +38,7 @@ def skipped_by_all(schedule: str, executor: str) -> list[Any]:
     return report
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv", "dualpipe"]), indirect=["executor"])
 def test_one_infinite_gradient_is_everybodys(schedule: str, executor: str, group_of: GroupOf) -> None:
     for report in group_of(2).run(skipped_by_all, schedule, executor):
         assert report == [(8.0, False), (4.0, True), (4.0, False)]

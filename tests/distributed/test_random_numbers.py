@@ -1,12 +1,10 @@
 """Random numbers and overlapped pairs where ranks are processes."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from fastpipe import Pipeline
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.paired import Layer, Own, compare, layers_of, make
 
 
@@ -27,7 +25,7 @@ def same_masks(schedule: str, executor: str, overlap: str, p: float) -> tuple[in
 
 
 @pytest.mark.parametrize(("p", "overlap"), [(0.3, "always"), (0.0, "auto")])
-def test_masks_and_pairs(p: float, overlap: str, executor: str, group_of: Callable[[int], Ranks]) -> None:
+def test_masks_and_pairs(p: float, overlap: str, executor: str, group_of: GroupOf) -> None:
     answers = group_of(2).run(same_masks, "dualpipev", executor, overlap, p)
     for together, in_order, fused in answers:
         assert together == 0 and (in_order if p else fused) > 0, "what draws and recomputes goes in order"
@@ -40,7 +38,7 @@ def beside(executor: str) -> int:
     return pipe._steps.ranks.pair_counts().together
 
 
-def test_a_helper_thread_in_every_process(executor: str, group_of: Callable[[int], Ranks]) -> None:
+def test_a_helper_thread_in_every_process(executor: str, group_of: GroupOf) -> None:
     assert all(count > 0 for count in group_of(2).run(beside, executor))
 
 
@@ -52,7 +50,7 @@ def refused(first_seed: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_with_different_seeds_are_refused(group_of: Callable[[int], Ranks]) -> None:
+def test_ranks_with_different_seeds_are_refused(group_of: GroupOf) -> None:
     for text in group_of(2).run(refused, 7):
         assert "torch.initial_seed(), is 7 on rank 0, 8 on rank 1" in text and "torch.manual_seed" in text
 
@@ -67,6 +65,6 @@ def other_count() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_count_steps_differently_are_refused(group_of: Callable[[int], Ranks]) -> None:
+def test_ranks_that_count_steps_differently_are_refused(group_of: GroupOf) -> None:
     for text in group_of(2).run(other_count):
         assert "rank 1: step with num_microbatches=8 and step_count=1" in text

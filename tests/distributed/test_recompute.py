@@ -1,17 +1,14 @@
 """Stages that recompute, in several processes and with replicas: the bits of the unsplit model."""
 
-from collections.abc import Callable
-
 import pytest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.conftest import paired
 from tests.distributed.meshes import build, mesh, two_steps
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import train_and_compare
-
-GroupOf = Callable[[int], Ranks]
 
 
 def compare(schedule: str, executor: str, transport: str) -> None:
@@ -20,11 +17,12 @@ def compare(schedule: str, executor: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "executor"), [("shared_memory", "native"), ("process_group", "python")], indirect=["executor"]
+    ("schedule", "executor"),
+    paired(["1f1b", "zbv", "dualpipev", "dualpipe", "chimera"]),
+    indirect=["executor"],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe", "chimera"])
-def test_processes(schedule: str, transport: str, executor: str, group_of: GroupOf) -> None:
-    group_of(2).run(compare, schedule, executor, transport)
+def test_processes(schedule: str, executor: str, group_of: GroupOf) -> None:
+    group_of(2).run(compare, schedule, executor, "shared_memory" if executor == "native" else "process_group")
 
 
 def train(wrap: str, schedule: str, way: str, executor: str) -> list[list[str]]:
@@ -34,9 +32,16 @@ def train(wrap: str, schedule: str, way: str, executor: str) -> list[list[str]]:
     return two_steps(pipe, wrap, replica)
 
 
-@pytest.mark.parametrize(("way", "executor"), [("full", "python"), ("layers", "native")], indirect=["executor"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("wrap", "schedule", "way", "executor"),
+    [("ddp", "1f1b", "full", "python"), ("ddp", "zbv", "layers", "native"), ("ddp", "dualpipev", "full", "native")]
+    + [
+        ("fsdp", "1f1b", "layers", "native"),
+        ("fsdp", "zbv", "full", "python"),
+        ("fsdp", "dualpipev", "layers", "python"),
+    ],
+    indirect=["executor"],
+)
 def test_replicas(wrap: str, schedule: str, way: str, executor: str, group_of: GroupOf) -> None:
     assert group_of(4).run(train, wrap, schedule, way, executor) == [[[], []]] * 4
 

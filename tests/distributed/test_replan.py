@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ import fastpipe
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.model.chain import Chain
 from tests.conftest import WAYS
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import assert_same, reference_of
 from tests.runtime.models import CASES, squared
-
-GroupOf = Callable[[int], Ranks]
 
 
 def go_on(transport: str, executor: str, schedule: str, everywhere: bool) -> list[Any]:
@@ -36,8 +33,11 @@ def go_on(transport: str, executor: str, schedule: str, everywhere: bool) -> lis
     return [costs, pipe.schedule.to_csv()]
 
 
-@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
-@pytest.mark.parametrize(("schedule", "everywhere"), [("1f1b", False), ("zbv", True), ("dualpipe", True)])
+@pytest.mark.parametrize(
+    ("executor", "transport", "schedule", "everywhere"),
+    [(*way, *case) for way, case in zip(WAYS, [("dualpipe", True), ("1f1b", False), ("zbv", True)], strict=True)],
+    indirect=["executor"],
+)
 def test_processes_go_on_by_one_plan(
     transport: str, schedule: str, everywhere: bool, executor: str, group_of: GroupOf
 ) -> None:

@@ -1,6 +1,5 @@
 """A whole training on shards: accumulation, clipping, parity, checkpoints and another cut, in one pipeline."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing.parity import Parity
+from tests.conftest import paired
 from tests.distributed.meshes import batch, layers, mesh, squared, whole_grad
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import GroupOf
 from tests.distributed.test_tied_data_parallel import batch as text
 from tests.distributed.test_tied_data_parallel import build
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import EMBEDDING, tied_layers
 
-GroupOf = Callable[[int], Ranks]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -108,7 +107,7 @@ def tied(schedule: str, executor: str) -> None:
     assert not check_parity(pipe, model, text(7, replica)).ok
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv"]), indirect=["executor"])
 def test_parity_sums_the_uses_of_tied_shards(schedule: str, executor: str, group_of: GroupOf) -> None:
     group_of(4).run(tied, schedule, executor)
 

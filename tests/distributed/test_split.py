@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 import fastpipe
 from fastpipe.testing import reference_step
+from tests.conftest import paired
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
-from tests.distributed.test_step import GroupOf, caught
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import caught
 from tests.runtime.checks import same_bits
 from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder
 from tests.runtime.test_bits import TRAINING, microbatches_for
@@ -153,9 +155,9 @@ def replicas_of(wrap: str, executor: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("wrap", ["argument", "ddp", "fsdp"])
+@pytest.mark.parametrize(("wrap", "executor"), paired(["argument", "ddp", "fsdp"]), indirect=["executor"])
 def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_of: GroupOf) -> None:
-    zero, one, *others = group_of(4).run(replicas_of, wrap, executor, timeout=60)
+    zero, one, *others = group_of(4).run(replicas_of, wrap, executor)
     # each rank of a V has the first and the last stage or neither
     assert others == [zero, one] and TIED in zero and (TIED in one) == (wrap == "ddp")
     assert {*zero, *one} == {name for name, _ in decoder("llama").named_parameters()}

@@ -18,11 +18,9 @@ from fastpipe import Pipeline
 from fastpipe.runtime.stage.stage import Chain
 from tests import scripts
 from tests.conftest import WAYS
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, ranks
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Block, squared
-
-GroupOf = Callable[[int], Ranks]
 
 
 def pipeline(executor: str = "auto", schedule: str = "1f1b", **options: Any) -> Pipeline:

@@ -10,7 +10,9 @@ from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing import reference_step
-from tests.distributed.test_step import GroupOf, caught
+from tests.conftest import paired
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import caught
 from tests.runtime.test_tied import (
     EMBEDDING,
     batches,
@@ -35,9 +37,12 @@ def train(make: str, schedule: str, count: int, executor: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("make", ["tied", "repeated"])
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "count"), [("1f1b", 2, 4), ("dualpipe", 2, 4), ("1f1b", 4, 5), ("zbv", 2, 4)]
+    ("make", "schedule", "ranks", "count", "executor"),
+    [("tied", "1f1b", 2, 4, "native"), ("tied", "dualpipe", 2, 4, "python"), ("tied", "dualpipe", 2, 4, "native")]
+    + [("tied", "1f1b", 4, 5, "python"), ("tied", "zbv", 2, 4, "native"), ("repeated", "1f1b", 4, 5, "native")]
+    + [("repeated", "dualpipe", 2, 4, "python"), ("repeated", "zbv", 2, 4, "python")],
+    indirect=["executor"],
 )
 def test_tied_weights_train_as_one(
     make: str, schedule: str, ranks: int, count: int, executor: str, group_of: GroupOf
@@ -105,7 +110,11 @@ def train_sparse(schedule: str, tied: bool, executor: str) -> list[torch.Tensor]
     return found
 
 
-@pytest.mark.parametrize(("schedule", "tied"), [("dualpipe", False), ("dualpipe", True), ("1f1b", True)])
+@pytest.mark.parametrize(
+    ("schedule", "tied", "executor"),
+    paired([("dualpipe", False), ("dualpipe", True), ("1f1b", True), ("dualpipe", False)]),
+    indirect=["executor"],
+)
 def test_sparse_gradients_are_swapped(schedule: str, tied: bool, executor: str, group_of: GroupOf) -> None:
     first, second = group_of(2).run(train_sparse, schedule, tied, executor)
     assert len(first) == 2

@@ -10,12 +10,14 @@ from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing import reference_step
+from tests.conftest import paired
 from tests.distributed.meshes import mesh
-from tests.distributed.test_step import GroupOf, caught
+from tests.distributed.ranks import GroupOf
+from tests.distributed.test_step import caught
 from tests.distributed.test_tied_data_parallel import batch
 from tests.runtime.checks import same_bits
-from tests.runtime.test_tied import EMBEDDING, batches, loss_fn, tied_layers
-from tests.runtime.test_tied_replaced import compare_steps, replace_tied, take_step
+from tests.runtime.test_tied import EMBEDDING, batches, compare_steps, loss_fn, tied_layers
+from tests.runtime.test_tied_replaced import replace_tied, take_step
 
 
 def go_on(schedule: str, executor: str, folder: str) -> list[float]:
@@ -36,7 +38,7 @@ def go_on(schedule: str, executor: str, folder: str) -> list[float]:
     return [] if found is None else found.grad.flatten().tolist()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", "zbv"])
+@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "dualpipe", "zbv"]), indirect=["executor"])
 def test_the_new_one_is_trained(schedule: str, executor: str, group_of: GroupOf, tmp_path: Any) -> None:
     zero, one = group_of(2).run(go_on, schedule, executor, str(tmp_path))
     assert zero and (zero == one or schedule == "zbv")

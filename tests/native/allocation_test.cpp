@@ -50,7 +50,7 @@ void expect_no_allocation(Ranks& ranks, const std::string& transport) {
 void test_random_program(std::uint32_t seed) {
   std::mt19937 random(seed);
   const Shape shape = random_shape(random);
-  Ranks loopback = ranks_over_loopback(shape, seed, 0, 30);
+  Ranks loopback = ranks_over_loopback(shape, seed, 0);
   expect_no_allocation(loopback, "loopback");
   Ranks shared_memory = ranks_over_shared_memory(shape, seed, 0);
   expect_no_allocation(shared_memory, "shared memory");

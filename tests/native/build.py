@@ -82,9 +82,22 @@ class SanitizedCore:
         commands = {name: [together, name] for name in TOGETHER}
         if alone:
             commands[ALONE] = alone
-        pool = ThreadPoolExecutor(len(commands))
-        self.runs: dict[str, Future[subprocess.CompletedProcess[str]]] = {
-            name: pool.submit(subprocess.run, [*command, *arguments], capture_output=True, text=True, timeout=PATIENCE)
+        # started here, and not by the threads that wait for them: what there is then is shared by the tests
+        started = {
+            name: subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for name, command in commands.items()
         }
+        pool = ThreadPoolExecutor(len(started))
+        self.runs: dict[str, Future[subprocess.CompletedProcess[str]]] = {
+            name: pool.submit(_finish, process) for name, process in started.items()
+        }
         pool.shutdown(wait=False)
+
+
+def _finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    with process:
+        try:
+            out, err = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -30,7 +30,7 @@ inline std::unique_ptr<Transport> connect_engines(const CopyLink& link, const Ra
   return over_copy_engines(link, std::move(announced), places_of(programs))(program, link->timeout_seconds());
 }
 
-inline Ranks ranks_over_engines(const Shape& shape, std::uint32_t seed, double timeout = 20) {
+inline Ranks ranks_over_engines(const Shape& shape, std::uint32_t seed, double timeout = kPatience) {
   const RandomPrograms programs(shape, seed);
   const std::vector<Link> links = make_links(shape, [](std::int32_t, std::int32_t) { return true; });
   return {programs, [&](const RankProgram& program) {

@@ -18,6 +18,7 @@
 #include "core/common.h"
 #include "core/shared_memory_exchange.h"
 #include "processes.h"
+#include "stub.h"
 
 namespace fastpipe::testing::exchange_test {
 
@@ -43,7 +44,7 @@ std::string text_or_none(const std::optional<std::string>& text) {
 void run(SharedMemoryExchange& exchange, std::int32_t rank, int count, std::uint32_t seed) {
   for (int number = 0; number < count; ++number) {
     exchange.post(text_of(rank, number, seed));
-    expect(exchange.wait(30) && exchange.missing().empty(), "all come");
+    expect(exchange.wait(kPatience) && exchange.missing().empty(), "all come");
     for (std::int32_t other = 0; other < exchange.num_ranks(); ++other) {
       const auto found = exchange.message(other);
       expect(found == text_of(other, number, seed), "the message of another, not " + text_or_none(found));
@@ -83,7 +84,7 @@ void test_silent_rank_is_named() {
   const double start = now_seconds();
   expect(!exchanges[0]->wait(0.2), "one is missing");
   const double took = now_seconds() - start;
-  expect(took >= 0.2 && took < 5, "the time is kept");
+  expect(took >= 0.2 && took < kFarBelowPatience, "the time is kept");
   expect(exchanges[0]->missing() == std::vector<std::int32_t>{2}, "it is named");
   exchanges[2]->post("late");
   expect(exchanges[0]->wait(0) && exchanges[0]->message(2) == "late", "and may come later");
@@ -142,12 +143,12 @@ void test_killed_process() {
     const auto exchange = meet(meeting, own, 3);
     exchange->post("first");
     if (own == 1) ::kill(::getpid(), SIGKILL);
-    if (!exchange->wait(20) || exchange->message(1) != "first") return 1;
+    if (!exchange->wait(kPatience) || exchange->message(1) != "first") return 1;
     exchange->post("second");
     const double start = now_seconds();
-    if (!exchange->wait(20) || exchange->message(1) || !exchange->missing().empty()) return 2;
+    if (!exchange->wait(kPatience) || exchange->message(1) || !exchange->missing().empty()) return 2;
     if (exchange->message(own == 0 ? 2 : 0) != "second") return 3;
-    return now_seconds() - start < 2 ? 0 : 4;
+    return now_seconds() - start < kFarBelowPatience ? 0 : 4;
   };
   const std::vector<int> codes = run_processes(3, body);
   expect(codes[1] == -SIGKILL, "the victim dies");

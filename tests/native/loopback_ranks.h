@@ -12,7 +12,7 @@
 namespace fastpipe::testing {
 
 // delay, timeout: in seconds.
-inline Ranks ranks_over_loopback(const Shape& shape, std::uint32_t seed, double delay, double timeout) {
+inline Ranks ranks_over_loopback(const Shape& shape, std::uint32_t seed, double delay, double timeout = kPatience) {
   const RandomPrograms programs(shape, seed);
   std::vector<std::int32_t> lanes(programs.channels().size());
   std::iota(lanes.begin(), lanes.end(), 0);

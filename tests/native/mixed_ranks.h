@@ -33,7 +33,7 @@ inline Ranks ranks_on_hosts(const Shape& shape, std::uint32_t seed, const Hosts&
   const auto links =
       make_links(shape, [&](std::int32_t one, std::int32_t other) { return hosts[one] == hosts[other]; });
   return {programs, [&](const RankProgram& program) {
-            return over_both(make_plan(links[program.rank()], programs, near, keep), far)(program, 20);
+            return over_both(make_plan(links[program.rank()], programs, near, keep), far)(program, kPatience);
           }};
 }
 

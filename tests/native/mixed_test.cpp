@@ -94,7 +94,7 @@ void test_near_messages_move_while_a_rank_waits_for_a_far_one() {
       for (const std::int32_t other : {0, 1, 2}) count_needs(program_of(other), needs);
       const auto plan = std::make_shared<SharedMemoryChannels>(links[rank], std::make_shared<StubCodec>(0), needs,
                                                                std::vector<bool>{true, false, false});
-      const auto transport = over_both(plan, far)(program_of(rank), 10);
+      const auto transport = over_both(plan, far)(program_of(rank), kPatience);
       for (const bool announce : {true, false, false}) run_triangle(*transport, program_of(rank), announce);
     });
   }

@@ -101,7 +101,8 @@ inline std::shared_ptr<SharedMemoryChannels> make_plan(const Link& link, const R
 
 inline std::unique_ptr<Transport> connect(const Link& link, const RandomPrograms& programs, const RankProgram& program,
                                           std::size_t keep) {
-  return over_shared_memory(make_plan(link, programs, channels_between_ranks(programs.channels()), keep))(program, 20);
+  return over_shared_memory(make_plan(link, programs, channels_between_ranks(programs.channels()), keep))(program,
+                                                                                                          kPatience);
 }
 
 inline Ranks ranks_over_shared_memory(const Shape& shape, std::uint32_t seed, std::size_t keep) {

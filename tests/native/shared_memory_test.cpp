@@ -57,7 +57,7 @@ int run(int argc, char** argv) {
   test_foreign_memory_is_refused();
   // Before any thread, since a sanitizer cannot follow a process forked beside them.
   for (int seed = first; seed < first + count / 4; ++seed) kProcesses.test_steps(static_cast<std::uint32_t>(seed));
-  kProcesses.test_killed(5);
+  kProcesses.test_killed();
   test_changed_size_is_refused();
   for (int seed = first; seed < first + count; ++seed) test_random_program(static_cast<std::uint32_t>(seed));
   std::printf("%d programs: ok\n", count);

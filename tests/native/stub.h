@@ -15,6 +15,11 @@
 
 namespace fastpipe::testing {
 
+// Seconds after which what should come at all is taken to hang: no measure of speed, whatever else the machine does.
+constexpr double kPatience = 200;
+// Seconds that show that nobody has waited for as long.
+constexpr double kFarBelowPatience = 60;
+
 class StubSpec final : public Spec {
  public:
   explicit StubSpec(std::size_t size) : size(size) {}

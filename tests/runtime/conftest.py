@@ -27,7 +27,10 @@ def the_kernel_is_the_extensions() -> Iterator[None]:
         unregister()
 
 
-@pytest.fixture(params=["native", "python with the extension", "python alone"])
+KERNELS = ["native", "python with the extension", "python alone"]
+
+
+@pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each executor with each kernel; yields the executor's name."""
     if request.param == "python alone":

@@ -1,9 +1,11 @@
 """A model with one layer that fails on purpose, for the tests of one process and of several."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -12,10 +14,31 @@ from fastpipe.action import ActionKind
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
 from tests.runtime.checks import assert_same, reference_of, rows_for
-from tests.runtime.models import CASES, DEVICE
+from tests.runtime.models import CASES, DEVICE, Block
 
 NEVER = -1
 MOST_STAGES = 8
+
+
+class AtCall(nn.Module):
+    """A block that does something in one of its forwards.
+
+    Args:
+        act: what it does.
+        at_call: in which forward, counted from 0.
+    """
+
+    def __init__(self, act: Callable[[], object], at_call: int) -> None:
+        super().__init__()
+        self.block = Block().to(DEVICE)
+        self.act, self.at_call, self.calls = act, at_call, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 == self.at_call:
+            self.act()
+        out: torch.Tensor = self.block(x)
+        return out
 
 
 class Boom(Exception):  # noqa: N818 - as users name theirs, or do not

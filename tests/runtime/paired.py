@@ -1,4 +1,4 @@
-"""Models and pipelines for the tests of pairs of a forward and a backward."""
+"""Models and pipelines for the tests of pairs of a forward and a backward, and of random numbers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +13,14 @@ from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
 
 WIDTH = 6
+SEED = 5
 PAIRED = ["dualpipev", "dualpipe", "1f1b_overlap", "interleaved_overlap"]
 
 
 class Layer(nn.Module):
-    """A layer, with a dropout if asked for, in a checkpoint or not."""
+    """A layer, with a dropout if asked for, in a checkpoint or not: True, or "reentrant" for the other kind."""
 
-    def __init__(self, p: float = 0.0, recomputes: bool = False) -> None:
+    def __init__(self, p: float = 0.0, recomputes: bool | str = False) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(p)
@@ -29,7 +30,9 @@ class Layer(nn.Module):
         return torch.tanh(self.dropout(self.linear(x)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
+        if not self.recomputes:
+            return self.body(x)
+        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=self.recomputes == "reentrant")
         return out
 
 
@@ -73,14 +76,15 @@ def layers_of(make: Callable[[], nn.Module], count: int) -> list[nn.Module]:
 
 
 def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reentrant checkpoints want an input that requires a gradient."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(17, WIDTH, generator=generator) for _ in "xy")
-    return x, y
+    return x.requires_grad_(), y
 
 
 def make(layers: Sequence[nn.Module], schedule: str, executor: str, **options: Any) -> Pipeline:
     options = {"num_ranks": 2, "num_microbatches": 8, "loss_fn": nn.functional.mse_loss} | options
-    torch.manual_seed(5)
+    torch.manual_seed(SEED)
     return Pipeline(layers, schedule, executor=executor, **options)
 
 
@@ -89,15 +93,18 @@ def num_stages(schedule: str, num_ranks: int) -> int:
 
 
 def compare(pipe: Pipeline, unsplit: Sequence[nn.Module], steps: int = 3, **options: Any) -> None:
+    """Steps that accumulate against the unsplit model, and the generator as it was before."""
     for step in range(steps):
+        before = torch.get_rng_state()
         x, y = batch(step)
         result = pipe.step(x, target=y)
-        numbers = options | ({"seed": 5, "step_count": step} if options else {})
-        reference = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss, **numbers)
+        numbers = options | ({"seed": SEED, "step_count": step} if options else {})
+        reference = reference_step(unsplit, batch(step), pipe.schedule, nn.functional.mse_loss, **numbers)
         assert result.loss is not None and same_bits(result.loss, reference.loss)
         assert all(map(same_bits, result.losses or [], reference.losses))
         assert not pipe.is_last or torch.equal(result.outputs, torch.cat(reference.outputs))
         assert not (wrong := unequal(pipe, Chain(dict(enumerate(unsplit))))), wrong
+        assert torch.equal(before, torch.get_rng_state())
 
 
 def model_of(pipe: Pipeline) -> Chain:

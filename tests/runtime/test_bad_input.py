@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastpipe import Pipeline, make_schedule
+from fastpipe import Pipeline, StepError, make_schedule
+from fastpipe.runtime import construction
+from fastpipe.runtime.common import lost_peer
 from fastpipe.runtime.transport import process_group as coalesced
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.testing import Fault
+from tests.conftest import paired
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
 LAYERS = CASES["plain"].layers(4)
@@ -80,7 +83,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "stages_per_rank a bool": ({"stages_per_rank": True}, "stages_per_rank = True"),
     "stage_to_rank too short": ({"stage_to_rank": [0]}, r"stage_to_rank = \[0\]"),
     "stage_to_rank no renaming": ({"stage_to_rank": [1, 1]}, r"stage_to_rank = \[1, 1\]"),
-    "another device": ({"device": "meta"}, "weight of stage 0 is on cpu and device = meta"),
+    "another device": ({"device": "meta"}, "device is meta, which computes nothing"),
     "no device": ({"device": "gpu"}, "device = 'gpu': Expected one of cpu"),
     "a group by name": ({"group": "world"}, "group is a str: give a process group"),
     "a bad rule": ({"split": {0: "halves"}}, r"split\[0\] = 'halves': give a dimension"),
@@ -95,6 +98,21 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
         "partition = .*stages is a function",
     ),
     "recv_lookahead": ({"recv_lookahead": -1}, "recv_lookahead = -1"),
+    "a metric without a name": ({"metrics": {1: "sum"}}, r"metrics\[1\]: metrics have names"),
+    "too many ranks": ({"num_ranks": 10**9}, "num_ranks = 1000000000: there are at most 1,000,000"),
+    "too many microbatches": (
+        {"num_microbatches": 10**9},
+        "num_microbatches = 1000000000.*that is 2,000,000,000 forwards.*at most 100,000,000",
+    ),
+    "an example by flops": (
+        {"partition": "flops", "example": X[:, :-1]},
+        r"example, of \[\(9, 5\)\]: the layers do not run on it \(.*shapes cannot be.*\): give one microbatch",
+    ),
+    "an example by seconds": ({"partition": "seconds", "example": 3}, r"example, of \['int'\]: the layers do not run"),
+    "an example of two": (
+        {"partition": "memory", "example": (X, X)},
+        r"example, of .*takes 2 positional arguments but 3 .*a tuple is several arguments",
+    ),
 }
 
 
@@ -130,11 +148,6 @@ class Words:
 class Wordy(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return x, Words(x)
-
-
-def raising() -> Any:
-    yield X[:2]
-    raise KeyError("the loader broke")
 
 
 STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
@@ -235,6 +248,16 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         "loss_reduction.*sum to",
     ),
     "another dtype": ({}, lambda p: p.step(X.double(), target=Y), "stage 0 has parameters of torch.float32.*float64"),
+    "a rule for an input by its name": (
+        {"split": {"x": 1}},
+        lambda p: p.step(X, target=Y),
+        r"split\['x'\]: no stage's forward takes such an argument by name; .*the position of an input",
+    ),
+    "a rule for an output that nobody returns": (
+        {"merge": {99: 0}},
+        lambda p: p.step(X, target=Y),
+        r"merge\[99\]: the model has no such output; its outputs are \[0\]",
+    ),
     "what cannot be handed on": (
         {"stages": [Block(), Wordy(), Block(), Block()]},
         lambda p: p.step(X, target=Y),
@@ -243,7 +266,9 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("options", "step", "message"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(
+    ("options", "step", "message", "executor"), paired(STEPS.values()), ids=STEPS, indirect=["executor"]
+)
 def test_stepping_and_then_a_good_step(
     options: dict[str, Any], step: Callable[[Pipeline], Any], message: str, executor: str
 ) -> None:
@@ -261,30 +286,6 @@ def test_microbatches_with_histories_of_their_own(executor: str) -> None:
     pipe.step([part * scale for part in X.tensor_split(4)], target=Y)
     assert scale.grad is not None and scale.grad.any()
     assert pipe.eval_step(X * scale, target=Y).loss is not None
-
-
-def test_an_iterator_that_raises(executor: str) -> None:
-    pipe = build(executor=executor)
-    with pytest.raises(KeyError, match="the loader broke"):
-        pipe.step(raising(), target=Y)
-    assert pipe.step(X, target=Y).loss is not None
-
-
-def test_a_shape_that_changes_without_the_inputs(executor: str) -> None:
-    class Growing(nn.Module):
-        width = WIDTH
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x[:, :1].expand(-1, self.width)
-
-    growing = Growing()
-    pipe = build(stages=[growing, nn.Identity()], loss_fn=lambda o, t: o.sum(), executor=executor)
-    x = X.clone().requires_grad_()
-    pipe.step(x, target=Y)
-    Growing.width = WIDTH + 1
-    with pytest.raises(ValueError, match=r"expected.*3, 6.*found.*3, 7.*; .*pad it .*in one stage"):
-        pipe.step(x, target=Y)
-    assert pipe.step(x, target=Y).outputs.shape == (9, WIDTH + 1)
 
 
 def test_nothing_is_silently_left_out() -> None:
@@ -351,6 +352,15 @@ def test_only_backends_that_are_known_coalesce(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(coalesced, "backend_of", lambda member: "mpi")
     with pytest.raises(ValueError, match="transport = 'process_group_coalesced': .*'mpi'.*use 'process_group'"):
         coalesced.CoalescedGroups(Membership())
+
+
+def test_a_store_that_does_not_answer_is_a_step_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: Any) -> Membership:
+        raise lost_peer("the store of the process group does not answer within 1 s", None)
+
+    monkeypatch.setattr(construction, "membership", silent)
+    with pytest.raises(StepError, match="the store of the process group does not answer within 1 s"):
+        build()
 
 
 def test_a_fake_process_group_is_refused() -> None:

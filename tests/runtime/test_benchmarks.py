@@ -27,11 +27,6 @@ def efficiency() -> Iterator[ModuleType]:
     yield from imported("efficiency")
 
 
-@pytest.fixture
-def profiles() -> Iterator[ModuleType]:
-    yield from imported("profiles")
-
-
 def imported(name: str) -> Iterator[ModuleType]:
     """A script of that folder, which is no package; its neighbours' names are short and are forgotten again."""
     before = set(sys.modules)
@@ -78,31 +73,6 @@ def test_split_by_hand_gives_the_same_gradients_and_leaves_nothing(overhead: Mod
     for one, other in zip(gradients(by_hand), gradients(whole), strict=True):
         torch.testing.assert_close(one, other)
     assert not any(layer.waiting for module in by_hand.modules.values() for layer in module.children())
-
-
-def test_a_sleeping_stage_sleeps_once_in_every_action_and_in_the_right_one(
-    efficiency: ModuleType, profiles: ModuleType
-) -> None:
-    schedule = make_schedule("zb_h1", num_ranks=1, num_microbatches=2)
-    sleeper = efficiency.Sleeper()
-    pipe = fastpipe.Pipeline(
-        {0: efficiency.SleepingStage(sleeper.sleep)}, schedule=schedule, loss_fn=torch.nn.functional.mse_loss
-    )
-    batch = torch.randn(2, efficiency.WIDTH)
-    timeline = pipe.step(batch, target=batch, trace=True).timeline
-    sleeps = sleeper.take()
-    for kind, spans in sleeps.items():
-        actions = [span for span in timeline.compute_spans(0) if span.instruction.op.name == kind]
-        assert len(spans) == len(actions) == 2, kind
-        for (start, end), action in zip(spans, actions, strict=True):
-            assert action.start <= start <= end <= action.end, kind
-    asleep = [span for spans in sleeps.values() for span in spans]
-    path = profiles.of_path(timeline, [asleep])
-    assert sum(path.values()) == pytest.approx(timeline.makespan)
-    assert path["sleep"] == pytest.approx(sum(end - start for start, end in asleep))
-    parts = profiles.of_rank(timeline, 0, 100.0)
-    assert sum(parts.values()) == pytest.approx(100.0) and parts["around the loop"] > 90.0
-    assert parts["module call"] > sum(end - start for start, end in sleeps["F"])
 
 
 def test_the_schedule_is_simulated_with_the_mean_of_the_sleeps(efficiency: ModuleType) -> None:

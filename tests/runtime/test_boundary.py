@@ -30,9 +30,6 @@ class Colour(enum.Enum):
     RED = "red"
 
 
-EXECUTORS = ["python", "native"]
-
-
 def crossed(value: Any, **carried: Any) -> tuple[Any, dict[str, Any]]:
     return from_tensors(to_tensors(value, carried, 1))
 
@@ -197,7 +194,6 @@ def batch() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(8, WIDTH), "target": torch.randn(8, WIDTH)}
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_value_travels_no_farther_than_it_is_named(executor: str) -> None:
     layers = [Rotary(), Attends(), Block(), Block()]
     pipe = pipeline(layers, executor)
@@ -239,7 +235,6 @@ class Weighs(nn.Module):
         return fastpipe.carry(hidden, mask=hidden > 0, weight=self.weight.exp())
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("last", [Block, Weighs])  # which carries both anew
 def test_a_loss_takes_what_is_carried(executor: str, last: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -250,14 +245,12 @@ def test_a_loss_takes_what_is_carried(executor: str, last: type[nn.Module]) -> N
     pipe.profile_layers(data["x"], target=data["target"], num_steps=1)  # the loss gets them there, too
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_layer_that_takes_anything_gets_all(executor: str) -> None:
     layers = [Rotary(), Block(), Nosy(), Block()]
     pipeline(layers, executor, loss_fn=None).eval_step(batch()["x"])
     assert layers[2].seen == ["mask", "memory", "rotary"]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_value_that_nobody_takes_is_refused(executor: str) -> None:
     data = batch()
     for layers in ([Rotary(), Block(), Block()], [Block(), Rotary()], [Block(), Down(), Rotary()]):
@@ -265,7 +258,6 @@ def test_a_value_that_nobody_takes_is_refused(executor: str) -> None:
             pipeline(layers, executor).step(data["x"], target=data["target"])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_value_given_twice_is_refused(executor: str) -> None:
     data = batch()
     with pytest.raises(ValueError, match="mask: .* step, .* stage 1"):
@@ -279,7 +271,6 @@ def test_carry_needs_a_value() -> None:
         fastpipe.carry(TENSORS[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("cut", [[2, 1, 1], [1, 2, 1], [1, 1, 2], [1, 1, 1, 1]], ids=str)
 def test_the_cut_does_not_matter(executor: str, cut: list[int]) -> None:
     """Within a stage and between stages layers get the same arguments."""
@@ -323,7 +314,6 @@ HANDED_ON_TWICE = {
 }
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("first", range(1, 8))
 @pytest.mark.parametrize("name", HANDED_ON_TWICE)
 def test_a_tensor_that_is_handed_on_twice_stays_one(name: str, first: int, executor: str) -> None:

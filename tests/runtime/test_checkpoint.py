@@ -418,3 +418,10 @@ def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "a" / "notes.txt", pipe)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     load_checkpoint(tmp_path / "a", pipe)
+
+
+def test_a_path_that_is_none() -> None:
+    pipe = Pipeline([nn.Linear(2, 2)], "1f1b", 1, num_ranks=1)
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(TypeError, match="path = None: give the path of a folder"):
+            call(None, pipe)  # type: ignore[operator]

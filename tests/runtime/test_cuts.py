@@ -1,4 +1,4 @@
-"""Pipelines that are cut by FLOPs, seconds or memory of an example."""
+"""What layers cost, and pipelines that are cut by parameters, FLOPs, seconds or memory."""
 
 import copy
 import itertools
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fastpipe import Pipeline, check_parity, layer_costs, make_schedule, partition, split
+from fastpipe import Pipeline, layer_costs, partition, split
 from fastpipe.testing import reference_step
 from tests.runtime.checks import assert_same
 from tests.runtime.decoders import decoder, padded_batch
+from tests.runtime.models import squared
 
 WIDTHS = [4, 64, 64, 8, 8, 8, 8, 4]
 
@@ -20,7 +21,7 @@ WIDTHS = [4, 64, 64, 8, 8, 8, 8, 4]
 def uneven() -> list[nn.Module]:
     """Wide layers at one end."""
     torch.manual_seed(0)
-    return [nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)]
+    return [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(WIDTHS)]
 
 
 @pytest.mark.parametrize("by", ["flops", "seconds", "memory"])
@@ -143,13 +144,128 @@ def test_stages_that_are_cut_already_are_refused() -> None:
         Pipeline(stages, "1f1b", 2, None, num_ranks=2, partition="flops", example=torch.ones(2, 4))
 
 
-def test_layers_of_a_split_model_move() -> None:
-    """Another plan puts them on other ranks; they stay the unsplit model's."""
-    model = decoder("llama")
-    layers = split(model)
-    options = {"num_ranks": 2, "loss_reduction": layers.num_tokens}
-    pipe = Pipeline(layers, "interleaved_1f1b", 4, layers.loss_fn, **options)
-    pipe.replan(make_schedule("zbv", num_ranks=2, num_microbatches=4))
-    assert pipe.schedule.name == "zbv" and pipe.state_dict().keys() == model.state_dict().keys()
-    ids, mask, labels = padded_batch(8)
-    assert check_parity(pipe, model, (ids, labels), kwargs={"attention_mask": mask}).ok
+def test_parameters_are_counted() -> None:
+    layers = [nn.Linear(3, 5), nn.ReLU(), nn.LayerNorm(5)]
+    assert layer_costs(layers, by="parameters") == [20, 0, 10]
+    assert layer_costs(nn.Sequential(*layers), by="parameters") == [20, 0, 10]
+
+
+def test_flops_are_those_of_forward_and_backward() -> None:
+    """A product forward, and two backward: the first layer's input needs no gradient."""
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(2, 2).requires_grad_(False)]
+    rows = 5
+    costs = layer_costs(layers, torch.randn(rows, 4), by="flops")
+    product = [2 * rows * 4 * 8, 2 * rows * 8 * 2, 2 * rows * 2 * 2]
+    assert costs == [2 * product[0], 0, 3 * product[1], 2 * product[2]]
+
+
+def test_what_is_kept_for_the_backward() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * x).exp()
+
+    rows = 16
+    costs = layer_costs([nn.Linear(4, 8), Twice(), nn.Identity()], torch.randn(rows, 4), by="activation_bytes")
+    # the linear its input; the square its input, once, and the exponential its result
+    assert costs == [4 * rows * 4, 2 * 4 * rows * 8, 0]
+
+
+class Takes(nn.Module):
+    """Takes so many seconds by a clock of its own; the first call is slow, and one is disturbed."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.calls = clock, seconds, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.clock[0] += self.seconds + {1: 100.0, 3: 10.0}.get(self.calls, 0.0)
+        return x
+
+
+def test_seconds_are_a_median_after_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("fastpipe.runtime.model.cuts.time_when_idle", lambda devices: clock[0])
+    layers = [Takes(clock, 0.25), Takes(clock, 2.0)]
+    assert layer_costs(layers, torch.ones(1), by="seconds") == [0.25, 2.0]
+    monkeypatch.undo()
+    assert layer_costs([nn.Linear(4, 4)], torch.ones(2, 4), by="seconds")[0] > 0
+
+
+class Averaging(nn.Module):
+    """Puts another tensor in its buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+def test_nothing_is_left_behind() -> None:
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4), Averaging()]
+    layers[0].weight.grad = torch.ones(4, 4)
+    x = torch.randn(6, 4, requires_grad=True)
+    before = copy.deepcopy(nn.Sequential(*layers).state_dict())
+    state = torch.get_rng_state()
+    for by in ("flops", "seconds", "activation_bytes"):
+        layer_costs(layers, x, by=by)
+    assert torch.equal(torch.get_rng_state(), state) and x.grad is None
+    assert torch.equal(layers[0].weight.grad, torch.ones(4, 4)) and layers[3].weight.grad is None
+    assert all(torch.equal(value, before[key]) for key, value in nn.Sequential(*layers).state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("layers", "args", "options", "text"),
+    [
+        ([], (), {"by": "parameters"}, "layers is empty"),
+        ([nn.ReLU()], (), {}, "by = 'flops': give one microbatch"),
+        ([nn.ReLU()], (torch.ones(1),), {"by": "weight"}, "by = 'weight': use 'parameters', 'flops', 'seconds'"),
+    ],
+)
+def test_wrong_arguments(layers: list[nn.Module], args: tuple[Any, ...], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        layer_costs(layers, *args, **options)
+
+
+def counts_of(cut: Any, schedule: str = "1f1b") -> list[int]:
+    layers = uneven()
+    pipe = Pipeline(layers, schedule, 4, squared, num_ranks=3, partition=cut)
+    pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+    assert sorted(pipe.state_dict()) == sorted(nn.Sequential(*layers).state_dict())
+    return [len(list(pipe.stage_modules[stage].children())) for stage in range(3)]
+
+
+def test_a_model_is_cut_as_one_likes() -> None:
+    assert counts_of("layers") == [3, 2, 2]
+    # 256, 4096, 512, 64, 64, 64, 32 parameters: the largest stage is the second layer alone
+    assert counts_of("parameters") == [1, 1, 5]
+    assert counts_of("1, 2,4") == counts_of([1, 2, 4]) == [1, 2, 4]
+    costs = layer_costs(uneven(), torch.randn(4, 4))
+    assert counts_of(partition(costs, 3)) == [1, 1, 5]
+
+
+def test_describe_says_where_it_is_cut_and_how_unevenly() -> None:
+    def cut(layers: Any, **options: Any) -> str:
+        text = Pipeline(layers, "1f1b", 4, squared, num_ranks=3, **options).describe()
+        return next((line for line in text.splitlines() if line.startswith("partition")), "")
+
+    assert cut(uneven(), partition="parameters") == (
+        "partition   layers 0 | 1 | 2-6; stage 1 has most parameters, 141.5% above the mean"
+    )
+    assert cut([nn.ReLU() for _ in range(3)]) == "partition   layers 0 | 1 | 2; no parameters"
+    assert cut(lambda stage: nn.Linear(4, 4)) == ""
+
+
+@pytest.mark.parametrize("cut", ["3,2,", "-1,4,4", "3;2;2", "Layers"])
+def test_a_layout_that_is_none(cut: str) -> None:
+    with pytest.raises(ValueError, match=rf"partition = '{cut}': use 'layers', 'parameters', 'flops'"):
+        Pipeline(uneven(), "1f1b", 4, squared, num_ranks=3, partition=cut)
+
+
+@pytest.mark.parametrize("cut", ["3,2,1", "3,2,2,1", "0,3,4"])
+def test_no_layer_is_dropped(cut: str) -> None:
+    with pytest.raises(ValueError, match="3 numbers .* 7 layers"):
+        Pipeline(uneven(), "1f1b", 4, squared, num_ranks=3, partition=cut)

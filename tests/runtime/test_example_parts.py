@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -46,28 +46,6 @@ def test_every_twentieth_file_validates_and_the_rest_trains(text_data, library):
     assert text_of(corpus.training) == "".join(f"value = {n:02d}\n" for n in range(40) if n % 20)
 
 
-def test_a_library_with_hardly_any_file_is_refused(text_data, tmp_path):
-    with pytest.raises(ValueError, match="holds 0 Python files"):
-        text_data.read_corpus(tmp_path)
-
-
-def test_targets_are_the_bytes_that_follow(text_data):
-    inputs, targets = text_data.windows(torch.arange(100, dtype=torch.uint8), torch.tensor([0, 7]), 5)
-    assert inputs.tolist() == [[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]]
-    assert targets.tolist() == [[1, 2, 3, 4, 5], [8, 9, 10, 11, 12]]
-
-
-def test_the_same_seed_gives_every_rank_the_same_batches(text_data):
-    text = torch.randint(256, (1000,), dtype=torch.uint8)
-    one, other, third = (text_data.random_batches(text, 4, 16, seed) for seed in (1, 1, 2))
-    for _ in range(3):
-        inputs, targets = next(one)
-        same, same_targets = next(other)
-        assert inputs.shape == targets.shape == (4, 16)
-        assert torch.equal(inputs, same) and torch.equal(targets, same_targets)
-        assert not torch.equal(inputs, next(third)[0])
-
-
 def test_the_bigram_model_is_the_table_of_pairs(text_data):
     text = torch.tensor(list(b"abababac" * 500), dtype=torch.uint8)
     bigram = text_data.Bigram(text)
@@ -95,33 +73,6 @@ def test_the_model_cannot_look_ahead(example):
     assert (before[:, 9:] != after[:, 9:]).any(dim=-1).all()
 
 
-@pytest.mark.parametrize(("shape", "what"), [({"width": 33}, "width = 33"), ({"layers": 0}, "layers = 0")])
-def test_a_shape_that_cannot_be_is_refused(example, shape, what):
-    with pytest.raises(ValueError, match=what):
-        example("gpt_model").Shape(**shape)
-
-
-def test_a_continuation_begins_with_the_prompt_and_follows_the_seed(example):
-    write = example("gpt_model").continue_text
-    model = small_model(example, layers=1, width=32, context=8)
-    first = write(model, "def", 12, context=8, seed=3)
-    assert first.startswith("def") and first == write(model, "def", 12, context=8, seed=3)
-    assert first != write(model, "def", 12, context=8, seed=4)
-
-
-def test_steps_are_counted_and_seconds_are_measured(example, monkeypatch):
-    training = example("training")
-    steps = training.Budget(4, seconds=1e-9)
-    assert [steps.spent(step) for step in (0, 1, 4, 5)] == [0, 0.25, 1, 1]
-    now = [100.0]
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
-    seconds = training.Budget(None, seconds=10)
-    now[0] = 105.0
-    assert seconds.spent(7) == pytest.approx(0.5)
-    now[0] = 125.0
-    assert seconds.spent(8) == 1
-
-
 def test_processes_have_gpus_in_turn_and_a_wish_for_one_that_is_not_there_is_refused(example, monkeypatch):
     own_device = example("training").own_device
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -142,12 +93,3 @@ def test_only_one_rank_speaks_writes_and_draws(example, monkeypatch, capsys, tmp
     console.progress("line")
     console.end_progress("line")
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
-
-
-def test_a_missing_drawing_library_is_told_and_does_not_end_the_run(example, monkeypatch, capsys, tmp_path):
-    def plot(path: Path) -> Path:
-        raise ImportError("pip install matplotlib")
-
-    monkeypatch.delenv("RANK", raising=False)
-    example("console").Console().picture(SimpleNamespace(plot=plot), tmp_path / "picture.png")
-    assert "picture     none: pip install matplotlib" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import skip_without_native
-from tests.scripts import attempt, run
+from tests.scripts import run
 
 torch = pytest.importorskip("torch")
 
@@ -117,13 +117,6 @@ def test_threads_train_what_one_rank_trains(one_rank, four_ranks, here):
     assert losses(here("--executor", "native", "--ranks", "2", "--schedule", "1f1b")) == losses(one_rank)
 
 
-def test_a_run_by_the_clock_ends(here):
-    """And one with several stages a rank; it checks itself against the unsplit model."""
-    shown = here("--ranks", "2", "--seconds", "0.5", "--schedule", "interleaved_1f1b")
-    assert re.search(r"^  100%   step +\d+ ", shown, re.MULTILINE)
-    assert losses(shown)
-
-
 def test_a_run_that_was_interrupted_goes_on(one_rank, here, tmp_path):
     """As if it had ended after its first checkpoint, and with other ranks: the losses are those of a whole run."""
     saves = ["--executor", "python", "--checkpoints", str(tmp_path), "--save-every", "2"]
@@ -150,20 +143,7 @@ def test_a_wrong_argument_ends_in_one_sentence(arguments, message, here):
     assert message in str(ended.value) and "\n" not in str(ended.value)
 
 
-@pytest.mark.parametrize("arguments", ["--steps 0", "--seconds -1", "--rows 0", "--sample many"])
-def test_a_number_that_must_be_positive_is_refused_by_name(arguments, here, capsys):
-    with pytest.raises(SystemExit):
-        here(*arguments.split())
-    assert f"argument {arguments.split()[0]}: " in capsys.readouterr().err
-
-
 def test_processes_train_what_one_rank_trains(one_rank: str, tmp_path: Path) -> None:
     skip_without_native()
     shown = run(SCRIPT, *SMALL, *STEPS, "--executor", "native", "--out", str(tmp_path), processes=4)
     assert losses(shown) == losses(one_rank)
-
-
-def test_processes_that_are_not_as_many_as_the_ranks_are_refused() -> None:
-    finished = attempt(SCRIPT, *SMALL, *STEPS, "--ranks", "3", processes=2)
-    assert 1 in finished.statuses and 0 not in finished.statuses
-    assert "train_gpt.py: num_ranks = 3: the group has 2 processes" in finished.err

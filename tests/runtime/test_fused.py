@@ -22,8 +22,7 @@ def test_the_modules_own_method(schedule: str, executor: str) -> None:
     assert Own.calls == 3 * pairs == pipe._steps.ranks.pair_counts().fused > 0
 
 
-@pytest.mark.parametrize("rng", [None, "per_microbatch"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "rng"), [("mean", "per_microbatch"), ("sum", None)])
 def test_the_method_with_everything_else(reduction: str, rng: str | None, executor: str) -> None:
     """Dropout, checkpoints, weights of rows, and ranks that are threads."""
     p = 0.3 if rng else 0.0

@@ -90,7 +90,7 @@ def test_several_tensors_are_refused_as_each_is_a_message_of_its_own(monkeypatch
     x = torch.ones(4, 2)
     one = fastpipe.Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], "1f1b", 4, torch.nn.MSELoss(), num_ranks=2)
     assert one.step(x, target=x).loss.isfinite()
-    assert f"queues      proved for 1 hardware queues ({VARIABLE})" in one.describe()
+    assert f"queues      proved for 1 hardware queue ({VARIABLE})" in one.describe()
     two = fastpipe.Pipeline([Twice(), Summed()], "1f1b", 4, torch.nn.MSELoss(), num_ranks=2)
     with pytest.raises(ValueError, match=f"stage 0 returns 2 tensors, and .*: {VARIABLE} is 1; set it to 32"):
         two.step(x, target=x)

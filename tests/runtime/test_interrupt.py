@@ -5,40 +5,22 @@ import signal
 import threading
 
 import pytest
-import torch
 
 from fastpipe import Pipeline
 from fastpipe.runtime.common.guards import Interrupts
 from fastpipe.runtime.stage.stage import Chain
 from tests.runtime.checks import reference_of, rows_for
-from tests.runtime.models import CASES, Block
+from tests.runtime.faults import AtCall
+from tests.runtime.models import CASES
 
 COUNT = 6
-
-
-class Interrupting(torch.nn.Module):
-    """Sends its process a SIGINT at some of its calls, so many at once."""
-
-    def __init__(self, at_call: int, times: int = 1) -> None:
-        super().__init__()
-        self.block = Block()
-        self.at_call = at_call
-        self.times = times
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls - 1 == self.at_call:
-            for _ in range(self.times):
-                os.kill(os.getpid(), signal.SIGINT)
-        return self.block(x)
 
 
 @pytest.mark.parametrize("step", [0, 1], ids=["announced", "known"])
 def test_the_step_is_drained_and_the_next_one_works(step: int, executor: str) -> None:
     case = CASES["plain"]
     layers = case.layers(4)
-    interrupting = Interrupting(step * COUNT + 2)
+    interrupting = AtCall(lambda: os.kill(os.getpid(), signal.SIGINT), step * COUNT + 2)
     interrupting.block = layers[1]
     layers[1] = interrupting
     unsplit = Chain(dict(enumerate(case.layers(4))))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpipe import Pipeline
+from fastpipe import Pipeline, StepError
 from fastpipe.testing import Fault
 from tests.patience import PATIENCE
 from tests.runtime.models import CASES, WIDTH, Block, squared
@@ -159,6 +159,39 @@ def test_a_dropped_pipeline_goes_at_once(how: str, executor: str) -> None:
         assert not [ref() for ref in held if ref() is not None]
     finally:
         gc.enable()
+
+
+class Keeping(nn.Module):
+    """Keeps the exception that it raised; its traceback has the frames of the step, and they the pipeline."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            raise RuntimeError("on purpose")
+        except RuntimeError as error:
+            self.error = error
+            raise
+
+
+def leaves_nothing_of_a_kept_exception(executor: str, num_ranks: int | None, keeping: int) -> bool:
+    """Whether a pipeline of two ranks goes, with its threads, though a layer of it keeps what the step raised."""
+    before = set(threading.enumerate())
+    layers: list[nn.Module] = [Block() for _ in range(4)]
+    layers[keeping] = Keeping()
+    pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=num_ranks, executor=executor)
+    with contextlib.suppress(RuntimeError, StepError):
+        pipe.step(X, target=Y)
+    assert hasattr(layers[keeping], "error") or keeping // 2 != pipe.rank
+    held = [weakref.ref(pipe), weakref.ref(pipe.transport), *map(weakref.ref, layers)]
+    started = set(threading.enumerate()) - before
+    del pipe, layers
+    gc.collect()
+    for thread in started:
+        thread.join(PATIENCE)
+    return not [ref() for ref in held if ref() is not None] and not any(thread.is_alive() for thread in started)
+
+
+def test_a_layer_that_keeps_its_exception_keeps_no_pipeline(executor: str) -> None:
+    assert leaves_nothing_of_a_kept_exception(executor, 2, 1)
 
 
 def test_a_pipeline_that_was_refused_leaves_no_thread() -> None:

@@ -30,16 +30,6 @@ def test_together_and_in_order(schedule: str, overlap: str, executor: str) -> No
     assert (counts.together > 0) == (overlap == "always")
 
 
-@pytest.mark.parametrize("schedule", PAIRED)
-def test_dropout_inside_checkpoints(schedule: str, executor: str) -> None:
-    """The unsplit model recomputes nothing: masks of a forward that got into a recompute would show."""
-    count = num_stages(schedule, 2)
-    layers = layers_of(lambda: Layer(0.3, recomputes=True), count)
-    pipe = make(layers, schedule, executor, overlap="always", rng="per_microbatch")
-    compare(pipe, layers_of(lambda: Layer(0.3), count), rng="per_microbatch")
-    assert pipe._steps.ranks.pair_counts().together == 0, "a pair that draws and recomputes goes in order"
-
-
 @pytest.mark.parametrize("schedule", ["dualpipev", "interleaved_overlap"])
 def test_dropout_inside_checkpoints_with_torchs_own_generator(schedule: str, executor: str) -> None:
     """One rank, whose order is that of the masks, with a helper that it must not use; against one that recomputes
@@ -275,20 +265,6 @@ def test_the_helper_ends_with_the_pipeline(executor: str) -> None:
     while (gc.collect() or num_threads() > before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert num_threads() <= before
-
-
-def test_the_halves_show_in_a_profile(executor: str) -> None:
-    pipe = make(layers_of(Layer, 2), "dualpipev", executor, overlap="always", num_ranks=1)
-    x, y = batch()
-    pipe.step(x, target=y)
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, acc_events=True, experimental_config=config) as profile:
-        pipe.step(x, target=y)
-    names = {event.name for event in profile.events()}
-    pairs = [action for rank in pipe.schedule for action in rank if action.pair_stage >= 0]
-    assert {f"PP:{action}" for action in pairs} <= names
-    assert {f"PP:{action.pair_stage}B{action.pair_microbatch}" for action in pairs} <= names
 
 
 def test_who_may_have_a_helper() -> None:

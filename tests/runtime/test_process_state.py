@@ -94,3 +94,6 @@ def test_what_is_shared_may_stay() -> None:
         number = os.open(__file__, os.O_RDONLY)
     assert not before.left_open(State.now())
     os.close(number)
+    State.now()
+    with descriptor():  # the same number, and the same file
+        assert len(before.left_open(State.now())) == 1

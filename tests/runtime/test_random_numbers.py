@@ -12,73 +12,37 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpipe import Pipeline
 from fastpipe.runtime.stage.random_numbers import generators_lock, microbatch_seed
-from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault, reference_step
 from tests.conftest import paired
-from tests.runtime.checks import same_bits, unequal
+from tests.runtime.checks import same_bits
+from tests.runtime.paired import SEED, WIDTH, Layer, batch, layers_of, make
+from tests.runtime.paired import compare as compare_by
 
-WIDTH = 6
-SEED = 5
 SCHEDULES = ["1f1b", "zbv", "dualpipev", "dualpipe", "1f1b_overlap", "interleaved_overlap", "looped_bfs"]
-MODES = [None, "reentrant", "saved"]
+MODES: list[bool | str] = [False, True, "reentrant"]
 mean_square = nn.functional.mse_loss
 
 
-class Dropping(nn.Module):
-    """A layer with dropout, checkpointed or not: "reentrant", "saved" (the other way), or None."""
-
-    def __init__(self, mode: str | None, p: float = 0.3) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(p)
-        self.mode = mode
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.dropout(self.linear(x)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x) if self.mode is None else checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
-
-
-def dropping(mode: str | None, count: int = 8, p: float = 0.3) -> list[nn.Module]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return [Dropping(mode, p) for _ in range(count)]
-
-
-def batch(seed: int = 0, rows: int = 17) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reentrant checkpoints want an input that requires a gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(rows, WIDTH, generator=generator) for _ in "xy")
-    return x.requires_grad_(), y
+def dropping(mode: bool | str, count: int = 8, p: float = 0.3) -> list[nn.Module]:
+    return layers_of(lambda: Layer(p, mode), count)
 
 
 def pipeline(layers: Sequence[nn.Module], schedule: str, executor: str, count: int = 8, **options: Any) -> Pipeline:
-    torch.manual_seed(SEED)
     options = {"rng": "per_microbatch", "num_ranks": 4} | options
-    return Pipeline(layers, schedule, count, mean_square, executor=executor, **options)
+    return make(layers, schedule, executor, num_microbatches=count, **options)
 
 
 def compare(pipe: Pipeline, layers: Sequence[nn.Module], steps: int = 3, **options: Any) -> None:
-    """Steps that accumulate against the unsplit model, and the generator as it was before."""
-    for step in range(steps):
-        before = torch.get_rng_state()
-        x, y = batch(step)
-        result = pipe.step(x, target=y)
-        numbers = {"rng": "per_microbatch", "seed": SEED, "step_count": step} | options
-        reference = reference_step(layers, batch(step), pipe.schedule, mean_square, **numbers)
-        assert result.loss is not None and same_bits(result.loss, reference.loss)
-        assert not (wrong := unequal(pipe, Chain(dict(enumerate(layers))))), wrong
-        assert torch.equal(before, torch.get_rng_state())
+    compare_by(pipe, layers, steps, rng="per_microbatch", **options)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("schedule", "mode", "executor"), paired(itertools.product(SCHEDULES, MODES)), indirect=["executor"]
 )
-def test_the_masks_are_those_of_the_unsplit_model(schedule: str, mode: str | None, executor: str) -> None:
+def test_the_masks_are_those_of_the_unsplit_model(schedule: str, mode: bool | str, executor: str) -> None:
     """The unsplit model recomputes nothing, so a recompute with another mask than its forward's would show."""
-    compare(pipeline(dropping(mode), schedule, executor), dropping(None))
+    compare(pipeline(dropping(mode), schedule, executor), dropping(False))
 
 
 def test_the_masks_do_not_depend_on_the_number_of_ranks(executor: str) -> None:
@@ -86,8 +50,8 @@ def test_the_masks_do_not_depend_on_the_number_of_ranks(executor: str) -> None:
     partition = [1, 3, 2, 2]
     for num_ranks, schedule in ((4, "1f1b"), (2, "interleaved_1f1b"), (2, "dualpipev"), (1, "dualpipev")):
         cut = partition if num_ranks > 1 else [4, 4]
-        pipe = pipeline(dropping("saved"), schedule, executor, num_ranks=num_ranks, partition=cut)
-        compare(pipe, dropping(None), steps=2, partition=cut)
+        pipe = pipeline(dropping(True), schedule, executor, num_ranks=num_ranks, partition=cut)
+        compare(pipe, dropping(False), steps=2, partition=cut)
 
 
 class Noise(nn.Module):
@@ -127,31 +91,22 @@ def test_the_seed_is_that_of_torch(executor: str) -> None:
 
 
 def test_what_counts_as_a_step(executor: str) -> None:
-    layers = dropping(None, 4)
+    layers = dropping(False, 4)
     layers[2] = Fault(layers[2], 8, ValueError("on purpose"))
     pipe = pipeline(layers, "1f1b", executor, count=4)
     x, y = batch()
     for _ in range(2):
         pipe.step(x, target=y)
+    before = torch.get_rng_state()
     with pytest.raises(ValueError, match="on purpose"):
         pipe.step(x, target=y)
+    assert torch.equal(before, torch.get_rng_state()), "a failed step leaves the generator as it was"
     pipe.profile(x, target=y)
     pipe.eval_step(x, target=y)
     assert pipe.step_count == 2
     for wrong in (-1, 1.5):
         with pytest.raises(ValueError, match="step_count = "):
             pipe.step_count = wrong  # type: ignore[assignment]
-
-
-def test_a_failed_step_leaves_the_generator_as_it_was(executor: str) -> None:
-    layers = dropping("saved", 4)
-    layers[1] = Fault(layers[1], 2, ValueError("on purpose"))
-    pipe = pipeline(layers, "1f1b", executor, count=4)
-    before = torch.get_rng_state()
-    x, y = batch()
-    with pytest.raises(ValueError, match="on purpose"):
-        pipe.step(x, target=y)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 class Alone(nn.Module):
@@ -174,8 +129,11 @@ class Alone(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("rng", [None, "per_microbatch"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    ("schedule", "rng", "executor"),
+    paired(itertools.product(["1f1b", "zbv", "dualpipev"], [None, "per_microbatch"])),
+    indirect=["executor"],
+)
 def test_a_recompute_draws_the_mask_of_its_forward_beside_other_ranks(
     schedule: str, rng: str | None, executor: str
 ) -> None:
@@ -202,16 +160,16 @@ def exclusive(pipe: Pipeline) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     ("mode", "rng", "training", "evaluation"),
     [
-        (None, None, (False, False), (False, False)),
-        ("saved", None, (True, True), (False, False)),
-        (None, "per_microbatch", (True, False), (False, False)),
-        ("saved", "per_microbatch", (True, True), (False, False)),
+        (False, None, (False, False), (False, False)),
+        (True, None, (True, True), (False, False)),
+        (False, "per_microbatch", (True, False), (False, False)),
+        (True, "per_microbatch", (True, True), (False, False)),
     ],
 )
 def test_what_excludes_each_other(
-    mode: str | None, rng: str | None, training: tuple[bool, bool], evaluation: tuple[bool, bool], executor: str
+    mode: bool | str, rng: str | None, training: tuple[bool, bool], evaluation: tuple[bool, bool], executor: str
 ) -> None:
-    layers = [nn.Linear(WIDTH, WIDTH), Dropping(None), Dropping(mode), nn.Linear(WIDTH, WIDTH)]
+    layers = [nn.Linear(WIDTH, WIDTH), Layer(0.3), Layer(0.3, mode), nn.Linear(WIDTH, WIDTH)]
     pipe = pipeline(layers, "1f1b", executor, rng=rng)
     x, y = batch()
     pipe.step(x, target=y)
@@ -228,8 +186,8 @@ def test_what_excludes_each_other(
 
 
 def test_where_nothing_draws_nothing_is_exclusive(executor: str) -> None:
-    pipe = pipeline(dropping("saved", p=0.0), "1f1b", executor)
-    alone = pipeline(dropping("saved"), "1f1b", executor, num_ranks=1, rng=None)
+    pipe = pipeline(dropping(True, p=0.0), "1f1b", executor)
+    alone = pipeline(dropping(True), "1f1b", executor, num_ranks=1, rng=None)
     x, y = batch()
     for _ in range(2):
         pipe.step(x, target=y)
@@ -269,7 +227,7 @@ def test_what_was_known_no_longer_holds(
 ) -> None:
     """A step that may be wrong is refused, once; from then on it is right."""
     changing = Changing()
-    beside = dropping(None if others == "plain" else others, 1) if others else [nn.Linear(WIDTH, WIDTH)]
+    beside = dropping(False if others == "plain" else others, 1) if others else [nn.Linear(WIDTH, WIDTH)]
     layers = [*beside, changing, *(nn.Linear(WIDTH, WIDTH) for _ in "ab")]
     pipe = pipeline(layers, "1f1b", executor, rng=rng)
     x, y = batch()
@@ -298,7 +256,7 @@ class DrawingBackward(nn.Linear):
 
 def test_a_backward_that_draws_does_not_change_the_masks(executor: str) -> None:
     """Its numbers come from the generator that seeded forwards put back, so it excludes them."""
-    layers = [Dropping(None), DrawingBackward(WIDTH, WIDTH), Dropping(None), nn.Linear(WIDTH, WIDTH)]
+    layers = [Layer(0.3), DrawingBackward(WIDTH, WIDTH), Layer(0.3), nn.Linear(WIDTH, WIDTH)]
     pipe = pipeline(layers, "1f1b", executor)
     x, y = batch()
     before = torch.get_rng_state()
@@ -339,18 +297,6 @@ def test_a_function_of_ones_own_may_set_the_generator(executor: str) -> None:
     assert exclusive(pipe) == (True, True)
 
 
-def test_copies_follow_into_evaluation(executor: str) -> None:
-    """A stage that two ranks hold has two modules, and the hidden one drops no more than the other."""
-    pipe = pipeline(dropping(None), "dualpipe", executor)
-    pipe.eval()
-    assert same_bits(*(pipe.eval_step(batch()[0]).outputs for _ in "ab"))
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        expected = Chain(dict(enumerate(dropping(None)))).eval()(batch()[0])
-    found = pipe.eval_step(batch()[0]).outputs
-    assert isinstance(found, torch.Tensor) and torch.allclose(found, expected)
-
-
 def test_the_seeds() -> None:
     """The same on every machine; the first ones are written down."""
     assert [hex(microbatch_seed(*four)) for four in ((0, 0, 0, 0), (5, 1, 2, 3), (2**64 - 1, 7, 0, 0))] == SEEDS
@@ -362,8 +308,8 @@ SEEDS = ["0x238275bc38fcbe91", "0x9861e3adf106dee6", "0xeed20827a0dbb7f2"]
 
 
 def test_the_reference_needs_layers() -> None:
-    schedule = pipeline(dropping(None), "1f1b", "python").schedule
+    schedule = pipeline(dropping(False), "1f1b", "python").schedule
     with pytest.raises(TypeError, match="give the list of the model's layers"):
-        reference_step(dropping(None)[0], batch(), schedule, mean_square, rng="per_microbatch")
+        reference_step(dropping(False)[0], batch(), schedule, mean_square, rng="per_microbatch")
     with pytest.raises(ValueError, match="rng = 'often'"):
-        reference_step(dropping(None), batch(), schedule, mean_square, rng="often")
+        reference_step(dropping(False), batch(), schedule, mean_square, rng="often")

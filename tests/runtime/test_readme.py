@@ -16,7 +16,7 @@ from tests.patience import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
-EXAMPLES_OF = ("guide", "training", "hugging-face", "planning", "guarantees")
+EXAMPLES_OF = ("guide", "training", "hugging-face", "planning", "guarantees", "integrations")
 """Pages whose Python blocks run alone, in one process. Other tests run those of the other pages."""
 COMMANDS_OF = ("install", "planning", "command-line")
 QUICKSTART_LINES = 20

@@ -15,7 +15,7 @@ from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.conftest import paired
 from tests.runtime.checks import assert_same, rows_for, same_bits, train_and_compare, unequal
-from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, squared
+from tests.runtime.models import CASES, WIDTH, Block, Case, squared
 from tests.runtime.paired import PAIRED, Own
 from tests.runtime.test_losses import TWO, whole
 
@@ -26,8 +26,11 @@ def test_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, ex
     train_and_compare("added_losses", schedule, num_microbatches, **options)
 
 
-@pytest.mark.parametrize(("way", "executor"), [("full", "native"), ("layers", "python")], indirect=["executor"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "way", "executor"),
+    [(case, *way) for case, way in zip(CASES, itertools.cycle([("full", "native"), ("layers", "python")]))],
+    indirect=["executor"],
+)
 def test_every_boundary(case: str, way: str, executor: str) -> None:
     options = {"num_ranks": 2, "num_layers": 9, "executor": executor, "recompute": way}
     if case != "in_place":
@@ -82,8 +85,11 @@ def test_one_recompute_a_microbatch(way: str, schedule: str, executor: str) -> N
     assert {layer.calls for layer in layers} == {microbatches * (2 * (1 if way == "none" else 2) + 1)}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    ("schedule", "reentrant", "executor"),
+    paired(itertools.product(["1f1b", "zb_h1", "zbv", "dualpipev"], [False, True])),
+    indirect=["executor"],
+)
 def test_one_recompute_by_the_layers_own_checkpoint(schedule: str, reentrant: bool, executor: str) -> None:
     class Own(Counted):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -194,15 +200,6 @@ def test_a_method_for_pairs_is_left_alone_where_stages_recompute(executor: str) 
     before = Own.calls
     assert check_parity(pipe, layers, (batch.args, batch.target)).ok
     assert Own.calls == before
-
-
-def test_added_losses_are_not_added_again(executor: str) -> None:
-    case = Case(lambda n: [Balanced(recomputes=i % 2 == 0) for i in range(n)])
-    for way in ("full", "layers"):
-        unsplit, batch = whole(case, 4), case.batches(1, 9)[0]
-        pipe = Pipeline(case.layers(4), "zbv", 4, squared, num_ranks=2, executor=executor, recompute=way)
-        result = pipe.step(*batch.args, target=batch.target)
-        assert_same(pipe, result, unsplit, reference_step(unsplit, (batch.args, batch.target), pipe.schedule, squared))
 
 
 class Failing(nn.Module):

@@ -10,13 +10,19 @@ import pytest
 import torch
 
 import fastpipe
-from fastpipe.runtime.step.result import StepResult, packing_tensors, unpack_tensors
+from fastpipe.runtime.step.result import StepResult, Values, packing, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def sent(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    return unpack_tensors(json.loads(json.dumps(packing_tensors(tensors)())))
+    values = unpack([json.loads(json.dumps(packing(as_losses(tensors))()))])
+    return {i: loss for i, ((_, loss),) in values.get(1, {}).items()}
+
+
+def as_losses(tensors: dict[int, torch.Tensor]) -> Values:
+    """Of stage 1."""
+    return {1: {i: [("loss", tensor)] for i, tensor in tensors.items()}}
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -55,9 +61,9 @@ def test_no_losses_are_none() -> None:
 
 def test_losses_of_several_ranks_are_put_in_order_when_they_are_read() -> None:
     """Two ranks hold the last stage of a bidirectional schedule: each says its half."""
-    halves = [packing_tensors({i: torch.tensor(float(i)) for i in part})() for part in ((2, 3), (0, 1))]
+    halves = [packing(as_losses({i: torch.tensor(float(i)) for i in part}))() for part in ((2, 3), (0, 1))]
     program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=1, num_microbatches=4))
-    parts = [partial(dict, losses=half, scaled=half) for half in halves]
+    parts = [partial(dict, losses=half) for half in halves]
     result = StepResult(parts, None, None, program, {})
     assert result.losses is not None and [loss.item() for loss in result.losses] == [0, 1, 2, 3]
     assert result.losses is result.losses and result.loss is not None and result.loss.item() == 6

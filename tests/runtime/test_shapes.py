@@ -15,8 +15,6 @@ from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
 
-EXECUTORS = ["python", "native"]
-
 
 class Normed(nn.Module):
     """A layer with buffers that every forward moves."""
@@ -48,7 +46,6 @@ def layers(make: type[nn.Module]) -> list[nn.Module]:
     return [make() for _ in range(4)]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipev"])
 def test_batches_of_any_size_and_number(schedule: str, executor: str) -> None:
     """A smaller last batch, other numbers of microbatches, and back, each as the unsplit model has it."""
@@ -74,7 +71,6 @@ def laid_out(rows: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("rows", [4, 12])
 @pytest.mark.parametrize("first", ["rows", "columns"])
 def test_batches_with_other_strides(first: str, rows: int, executor: str) -> None:
@@ -99,7 +95,6 @@ class Turning(Block):
         return super().forward(x).t().contiguous().t() if at.step > 0 else super().forward(x)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_other_strides_without_a_change_of_the_input_are_named(executor: str) -> None:
     pipe = build([Block(), Turning(), Block(), Block()], executor)
     x = torch.randn(16, WIDTH)
@@ -108,7 +103,6 @@ def test_other_strides_without_a_change_of_the_input_are_named(executor: str) ->
         pipe.step(x, target=x)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_change_without_a_change_of_the_input_is_named(executor: str) -> None:
     pipe = build([Block(), Whimsical(), Block(), Block()], executor, loss_fn=None)
     x = torch.randn(16, WIDTH)
@@ -120,7 +114,6 @@ def test_a_change_without_a_change_of_the_input_is_named(executor: str) -> None:
     assert "stage 0" in text and "microbatch 2" in text
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipev"])
 def test_buffers_move_in_the_order_of_the_forwards(schedule: str, executor: str) -> None:
     pipe, unsplit = build(layers(Normed), executor, schedule), Chain(dict(enumerate(layers(Normed))))
@@ -133,7 +126,6 @@ def test_buffers_move_in_the_order_of_the_forwards(schedule: str, executor: str)
     assert found and all(same_bits(buffer, found[name]) for name, buffer in unsplit.named_buffers())
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_an_evaluation_between_backward_and_optimizer(executor: str) -> None:
     pipe = build(layers(Normed), executor)
     x, target = torch.randn(16, WIDTH), torch.randn(16, WIDTH)

@@ -69,7 +69,7 @@ def layers(count: int) -> list[nn.Module]:
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_stages"),
-    [("gpipe", 4, 4), ("1f1b", 2, 2), ("interleaved_1f1b", 2, 4), ("dualpipev", 2, 4), ("zbv", 2, 4)],
+    [("gpipe", 4, 4), ("dualpipev", 2, 4)],
 )
 def test_gradients_are_those_of_plain_autograd(
     ranks_of: type[NativeRanks], name: str, num_ranks: int, num_stages: int
@@ -180,24 +180,6 @@ def test_nothing_grows_in_100_steps_and_nothing_is_left(ranks_of: type[NativeRan
     assert used() == before
 
 
-def test_a_failure_is_drained_and_the_next_step_works(ranks_of: type[NativeRanks]) -> None:
-    fails = [False]
-
-    def maybe(x: torch.Tensor) -> torch.Tensor:
-        if fails[0]:
-            raise KeyError("on purpose")
-        return x
-
-    first, last = layers(2)
-    ranks = ranks_of([first, maybe, last], lowered("1f1b", 3, COUNT))
-    for fails[0], announce in ((True, True), (False, True), (True, False), (False, False)):
-        ranks.step(*data(), announce=announce)
-        if fails[0]:
-            assert isinstance(ranks.drained_but(1), KeyError)
-        else:
-            assert not ranks.errors
-
-
 def test_a_forked_process_frees_nothing(ranks_of: type[NativeRanks]) -> None:
     """It has copies of the tensors, and lets go of them at its end; their memory is shared with it."""
     kept: list[torch.Tensor] = []
@@ -245,7 +227,8 @@ def test_a_silent_peer_is_given_up(ranks_of: type[NativeRanks]) -> None:
 def test_a_rank_looks_before_it_sleeps_where_a_core_is_free() -> None:
     runtime: Any = native.load()
     cores = len(os.sched_getaffinity(0))
-    assert [runtime.SharedMemoryLink(0, 2, here).spins for here in (cores - 1, cores)] == [True, False]
+    alone, among_some, crowded = (runtime.SharedMemoryLink(0, 2, n).spin for n in (1, max(2, cores - 1), cores + 1))
+    assert alone > among_some >= crowded == 0.0
 
 
 @needs_extension

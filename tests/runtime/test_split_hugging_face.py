@@ -71,18 +71,6 @@ def test_names_are_the_unsplit_models(kind: str, tied: bool) -> None:
     assert all(same_bits(value, expected[name]) for name, value in model.state_dict().items())
 
 
-def test_a_checkpoint_loads_into_the_plain_model(tmp_path: Any) -> None:
-    model, other = decoder("llama"), decoder("llama", initializer_range=0.5)
-    layers = fastpipe.split(model)
-    pipe = fastpipe.Pipeline(layers, "dualpipev", 4, layers.loss_fn, num_ranks=2)
-    fastpipe.save_checkpoint(tmp_path / "saved", pipe)
-    state = {"model": other.state_dict()}
-    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
-    other.load_state_dict(state["model"])
-    ids, mask, _ = padded_batch(4)
-    assert same_bits(other(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
-
-
 def test_the_loss_is_the_unsplit_models_over_all_labels() -> None:
     """Microbatches with few labels, and one with none, count as their labels do."""
     model = decoder("llama")

@@ -46,24 +46,37 @@ def batches(steps: int, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(text, text.roll(1, dims=1)) for text in texts]
 
 
-def train_tied(layers: list[nn.Module], schedule: str, count: int = 4, **options: Any) -> Pipeline:
-    """Steps with clipping and an optimizer beside those of the unsplit model, whose uses are summed stage by stage."""
+def compare_steps(pipe: Pipeline, layers: list[nn.Module], steps: int = 2, *, every: int = 1) -> None:
+    """Steps with clipping and a new optimizer beside those of the unsplit model, whose uses are summed stage by stage.
+
+    Args:
+        pipe: the pipeline.
+        layers: those that it was built of.
+        steps: how many.
+        every: after so many steps, whose gradients add up, the optimizer takes one.
+    """
     unsplit = Chain(dict(enumerate(copy.deepcopy(layers))))
-    pipe = Pipeline(layers, schedule, count, loss_fn, **options)
-    ours, theirs = (torch.optim.AdamW(list(m.parameters()), lr=0.03) for m in (pipe, unsplit))
-    for number, (x, y) in enumerate(batches(4, 2 * count + 1)):
+    for model in (pipe, unsplit):
+        for parameter in model.parameters():
+            parameter.grad = None
+    ours, theirs = (torch.optim.AdamW(list(model.parameters()), lr=0.03) for model in (pipe, unsplit))
+    for number, (x, y) in enumerate(batches(steps, 2 * pipe.num_microbatches + 1), start=1):
         result = pipe.step(x, target=y)
         reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn, ties=pipe._ties)
         assert result.loss is not None and same_bits(result.loss, reference.loss)
-        assert not (wrong := unequal(pipe, unsplit)), f"{schedule}: the gradients of {wrong} differ"
-        if number % 2:
-            # after two steps whose gradients add up
+        assert not (wrong := unequal(pipe, unsplit)), f"the gradients of {wrong} differ"
+        if number % every == 0:
             norm = pipe.clip_grad_norm_(0.5)
             assert same_bits(norm, torch.nn.utils.clip_grad_norm_(unsplit.parameters(), 0.5))
             ours.step(), theirs.step()
             ours.zero_grad(), theirs.zero_grad()
     expected = unsplit.state_dict()
     assert all(same_bits(value, expected[key]) for key, value in pipe.state_dict().items())
+
+
+def train_tied(layers: list[nn.Module], schedule: str, count: int = 4, **options: Any) -> Pipeline:
+    pipe = Pipeline(layers, schedule, count, loss_fn, **options)
+    compare_steps(pipe, layers, steps=4, every=2)
     return pipe
 
 

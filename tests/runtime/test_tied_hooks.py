@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, check_parity
-from tests.runtime.test_tied import batches, loss_fn, tied_layers
-from tests.runtime.test_tied_replaced import compare_steps, take_step
+from tests.runtime.test_tied import batches, compare_steps, loss_fn, tied_layers
+from tests.runtime.test_tied_replaced import take_step
 
 HOOKS = ["register_hook", "register_post_accumulate_grad_hook"]
 
@@ -113,16 +113,3 @@ def test_what_is_changed_in_a_stage_that_is_held_twice() -> None:
     pipe.stage_modules[1].add_module("2", nn.Identity())
     with pytest.raises(ValueError, match="Chain was replaced"):
         pipe.step(batch[0], target=batch[1])
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
-def test_a_weight_that_is_frozen_between_steps(schedule: str, executor: str) -> None:
-    layers = tied_layers()
-    pipe = Pipeline(layers, schedule, 4, loss_fn, num_ranks=2, executor=executor)
-    take_step(pipe)
-    for flag in (False, True):
-        layers[-1].weight.requires_grad_(flag)
-        for parameter in pipe.parameters():
-            parameter.grad = None
-        take_step(pipe)
-        assert (layers[0].table.weight.grad is not None) == flag

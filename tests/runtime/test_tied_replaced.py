@@ -1,18 +1,14 @@
 """A tied weight that the user puts another Parameter in the place of, between two steps."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
-from fastpipe.runtime.model.chain import Chain
-from fastpipe.testing import reference_step
-from tests.runtime.checks import same_bits, unequal
+from fastpipe import Pipeline
 from tests.runtime.models import WIDTH, Block
-from tests.runtime.test_tied import EMBEDDING, WORDS, batches, loss_fn, repeated_layers, tied_layers
+from tests.runtime.test_tied import EMBEDDING, WORDS, batches, compare_steps, loss_fn, repeated_layers, tied_layers
 
 
 def replace_tied(layers: list[nn.Module], *, seed: int = 11, only: int | None = None) -> nn.Parameter:
@@ -24,25 +20,6 @@ def replace_tied(layers: list[nn.Module], *, seed: int = 11, only: int | None = 
     if only in (None, 1):
         layers[-1].weight = new
     return new
-
-
-def compare_steps(pipe: Pipeline, layers: list[nn.Module], steps: int = 2) -> None:
-    """Steps with clipping and a new optimizer, beside those of the unsplit model."""
-    pipe_parameters = list(pipe.parameters())
-    unsplit = Chain(dict(enumerate(copy.deepcopy(layers))))
-    unsplit.zero_grad()
-    for parameter in pipe_parameters:
-        parameter.grad = None
-    ours, theirs = torch.optim.AdamW(pipe_parameters, 0.03), torch.optim.AdamW(unsplit.parameters(), 0.03)
-    for x, y in batches(steps, 2 * pipe.num_microbatches + 1):
-        result = pipe.step(x, target=y)
-        reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn, ties=pipe._ties)
-        assert result.loss is not None and same_bits(result.loss, reference.loss)
-        assert not (wrong := unequal(pipe, unsplit)), f"the gradients of {wrong} differ"
-        norm = torch.nn.utils.clip_grad_norm_(unsplit.parameters(), 0.5)
-        assert same_bits(pipe.clip_grad_norm_(0.5), norm)
-        ours.step(), theirs.step()
-        ours.zero_grad(), theirs.zero_grad()
 
 
 def take_step(pipe: Pipeline) -> Any:
@@ -67,27 +44,6 @@ def test_one_that_looks_otherwise() -> None:
     take_step(pipe)
     layers[0].table.weight = layers[-1].weight = nn.Parameter(torch.randn(WORDS + 3, WIDTH))
     compare_steps(pipe, layers)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_parity_and_checkpoints_after_it(tmp_path: Any) -> None:
-    layers = tied_layers()
-    pipe = Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2)
-    replace_tied(layers)
-    text = pipe.describe()
-    assert "tied        0.table.weight = 7.weight" in text
-    ((x, y),) = batches(1, 9)
-    assert (parity := check_parity(pipe, copy.deepcopy(nn.Sequential(*layers)), (x, y))).ok, parity
-    optimizer = torch.optim.AdamW(pipe.parameters())
-    pipe.step(x, target=y)
-    optimizer.step()
-    save_checkpoint(tmp_path, pipe, optimizer)
-    others = tied_layers()
-    other = Pipeline(others, "1f1b", 4, loss_fn, num_ranks=2)
-    new = replace_tied(others, seed=12)
-    load_checkpoint(tmp_path, other, torch.optim.AdamW(other.parameters()))
-    assert same_bits(pipe.eval_step(x, target=y).loss, other.eval_step(x, target=y).loss)
-    assert others[-1].weight is new and same_bits(new.detach(), layers[-1].weight.detach())
 
 
 def test_a_layer_that_stands_in_two_stages() -> None:

@@ -1,6 +1,7 @@
 """The split backward: W has the weight gradients of linears, and the sum is the unsplit model's, bit for bit."""
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from fastpipe.action import ActionKind
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
+from tests.runtime.conftest import KERNELS
 from tests.runtime.split_models import (
     MODELS,
     WIDTH,
@@ -70,17 +72,14 @@ def waiting(pipe: Pipeline) -> set[str]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model(model: str, kernel: str) -> None:
-    compare(MODELS[model], kernel)
+    pipe = compare(MODELS[model], kernel)
+    assert model not in WAITING or waiting(pipe) == WAITING[model]
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
-@pytest.mark.parametrize(
-    ("model", "kernel"),
-    [("transformer", "native"), ("twice", "python with the extension"), ("twice", "python alone")],
-    indirect=["kernel"],
-)
-def test_every_schedule(model: str, schedule: str, kernel: str) -> None:
-    compare(MODELS[model], kernel, schedule, 8)
+@pytest.mark.parametrize(("schedule", "kernel"), list(zip(SPLIT, itertools.cycle(KERNELS))), indirect=["kernel"])
+def test_every_schedule(schedule: str, kernel: str) -> None:
+    """Each with one kernel: test_bits.py has them all with both executors, and with the same linears."""
+    compare(MODELS["transformer" if kernel == "native" else "twice"], kernel, schedule, 8)
 
 
 def test_autocast(kernel: str) -> None:
@@ -110,11 +109,6 @@ WAITING = {
 }
 
 
-@pytest.mark.parametrize("model", WAITING)
-def test_what_waits(model: str, kernel: str) -> None:
-    assert waiting(compare(MODELS[model], kernel)) == WAITING[model]
-
-
 def test_describe_tells_what_is_whole_and_what_waited(kernel: str) -> None:
     layers = layers_of(Mlp, 4)
     pipe = Pipeline(layers, "zb_h1", 4, squared, num_ranks=2, executor=kernel)
@@ -135,14 +129,18 @@ def test_describe_tells_that_nothing_waits(kernel: str) -> None:
     )
 
 
-@pytest.mark.parametrize("recompute", ["full", "layers"])
-@pytest.mark.parametrize("model", ["weight_norm", "maker_checkpointed", "made_reentrant", "slopes"])
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [("weight_norm", "full"), ("maker_checkpointed", "layers"), ("made_reentrant", "full"), ("slopes", "layers")],
+)
 def test_what_stages_recompute(model: str, recompute: str, kernel: str) -> None:
     compare(MODELS[model], kernel, recompute=recompute)
 
 
-@pytest.mark.parametrize("reentrant", [(False,), (True,), (False, True), (True, False)])
-@pytest.mark.parametrize("inner", [Transformer, Parametrised])
+@pytest.mark.parametrize(
+    ("inner", "reentrant"),
+    [(Transformer, (False, True)), (Transformer, (True,)), (Parametrised, (True, False)), (Parametrised, (False,))],
+)
 def test_one_recompute(inner: Callable[[], nn.Module], reentrant: tuple[bool, ...], kernel: str) -> None:
     """Of a checkpoint, and of one within another, which runs once more for that one."""
     pipe = compare(lambda: functools.reduce(Checkpointed, reentrant, inner()), kernel)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastpipe import Pipeline
 from fastpipe.runtime import native
 from fastpipe.runtime.stage import weight_grad
 from fastpipe.runtime.stage.losses import StageWork
@@ -188,6 +189,7 @@ import os, sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
+from fastpipe import Pipeline
 from fastpipe.runtime import native
 from tests.runtime.split_models import WIDTH, Mlp
 from tests.runtime.conftest import unregister
@@ -292,3 +294,18 @@ def test_the_kernel_is_torchs_linear(kernel: str) -> None:
         stage.backward_input(0, ())
         stage.backward_weight(0)
     assert all(map(same_bits, grads_of(plain), grads_of(armed)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_compiled", [1, 3])
+def test_linears_that_do_not_wait_are_a_warning(
+    executor: str, num_compiled: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers: list[Any] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    layers[:num_compiled] = [torch.compile(layer, backend="aot_eager") for layer in layers[:num_compiled]]
+    pipe = Pipeline(layers, "zbv", 4, squared, num_ranks=2, executor=executor)
+    x, y = batch_of(4)
+    with caplog.at_level("WARNING", "fastpipe"):
+        for _ in range(2):
+            pipe.step(x, target=y)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.count("only 1 of 4 linears") for text in texts] == [1] * (num_compiled == 3)

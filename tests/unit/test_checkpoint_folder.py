@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fastpipe import latest_checkpoint
-from fastpipe.checkpoint_folder import METADATA, Save, check_contents, check_files, locate
+from fastpipe.checkpoint_folder import METADATA, Save, check_contents, check_files, check_target, locate
 
 FILES = ["rank0_0.distcp", "rank1_0.distcp", METADATA]
 
@@ -111,3 +111,17 @@ def test_names_of_other_checkpoints_are_theirs(tmp_path: Path) -> None:
     assert other.folder.is_dir()
     save(tmp_path / "a.b", 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.b"]
+
+
+def test_a_manifest_that_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "saved" / "manifest.json").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"manifest\.json is a folder: the checkpoint is damaged; load another one"):
+        check_files(tmp_path / "saved")
+    assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("path", [None, 3, b"saved"])
+def test_what_is_no_path(path: object) -> None:
+    for name, call in (("path", locate), ("path", check_target), ("folder", latest_checkpoint)):
+        with pytest.raises(TypeError, match=rf"^{name} = {path!r}: give the path of a folder, as a str or a pathlib"):
+            call(path)  # type: ignore[operator]

@@ -195,10 +195,16 @@ def test_files_are_written_and_named(command: str, suffix: str, capsys: Any, tmp
     assert found["path"] == str(other) and found["bytes"] == other.stat().st_size
 
 
+def test_sizes_that_memory_cannot_hold(capsys: Any) -> None:
+    size = ("--ranks", "99999999", "--microbatches", "8")
+    for command in (("simulate", "1f1b"), ("compare", "1f1b", "gpipe"), ("plan",)):
+        assert "num_ranks = 99999999: there are at most 1,000,000" in refused(capsys, *command, *size)
+
+
 def test_validate_says_what_is_right_and_what_is_wrong(capsys: Any, csv: str) -> None:
     assert "valid: 4 ranks, 8 stages, 8 microbatches" in run(capsys, "validate", csv)
     assert json.loads(run(capsys, "validate", csv, "--json"))["valid"] is True
-    assert "with 1 hardware queues for the streams of a rank" in run(capsys, "validate", csv, "--queues", "1")
+    assert "with 1 hardware queue for the streams of a rank" in run(capsys, "validate", csv, "--queues", "1")
     path = Path(csv)
     path.write_text(path.read_text().replace("7I3,", "", 1))
     assert "microbatch 3" in refused(capsys, "validate", csv)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import re
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -91,8 +93,14 @@ def test_the_index_has_every_page() -> None:
     assert linked == {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"README.md"}
 
 
+def script_of(name: str) -> dict[str, Any]:
+    """A script of docs/, which imports its neighbours."""
+    with patch.object(sys, "path", [str(REPOSITORY / "docs"), *sys.path]):
+        return runpy.run_path(str(REPOSITORY / f"docs/{name}.py"))
+
+
 def test_the_readme_s_figures_are_those_of_the_benchmarks() -> None:
-    script = runpy.run_path(str(REPOSITORY / "docs/write_readme.py"))
+    script = script_of("write_readme")
     readme, benchmarks = script["PAGE"].read_text(), script["BENCHMARKS"].read_text()
     assert set(re.findall(r"<!-- (\w+) -->", readme)) - {"end"} == set(script["FIGURES"])
     assert script["page"](readme, benchmarks) == readme
@@ -151,7 +159,7 @@ def test_the_schedule_of_the_contributing_page(tmp_path: Path, monkeypatch: pyte
 
 def test_a_row_of_the_page_on_choosing_is_current() -> None:
     """The quickest; the others come from the same function."""
-    page = runpy.run_path(str(REPOSITORY / "docs/write_choosing.py"))
+    page = script_of("write_choosing")
     text, costs = next(iter(page["COSTS"].items()))
     assert page["row"](text, 1.0, page["plan"](costs, 1.0)) in page["PAGE"].read_text().splitlines()
 

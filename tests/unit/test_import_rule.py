@@ -49,7 +49,7 @@ FOLDERS = {
     "theory": {"theory", *up_to("cost")},
     "schedules": {"schedules", *up_to("native_plan")},
     "visualize": {"visualize", *up_to("timeline")},
-    "planner": {"planner", "theory", "schedules", "visualize", *CORE},
+    "planner": {"planner", "theory", "schedules", *CORE},
 }
 RUNTIME = [
     "common",
@@ -66,15 +66,16 @@ RUNTIME = [
 """The packages of the runtime from the bottom up: each may use those before it, through what they export."""
 PROGRAMS = {"program", "placement", "action", "dependencies", "machine", "errors", "hardware_queues", "partition"}
 """What the packages below ``step`` may use of the planning side: programs, and neither schedules nor the simulator."""
-COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", "runtime"}
+COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", "runtime", "integrations"}
 
 UPWARD = {
     ("schedule", "validate", "Schedule.validate"),
     ("timeline", "visualize", "Timeline.plot"),
     ("timeline", "visualize", "Timeline.to_html"),
     ("timeline", "visualize", "Timeline.to_chrome_trace"),
+    ("planner.result", "visualize", "Plan.plot"),
 }
-"""The four methods that delegate upward, each by one import inside the function."""
+"""The five methods that delegate upward, each by one import inside the function."""
 
 
 def modules() -> dict[str, Path]:
@@ -201,7 +202,7 @@ def test_packages_of_planning_are_imported_by_their_name() -> None:
     assert past == ["bounds imports fastpipe.theory.bounds", "formulas imports fastpipe.theory.formulas"]
 
 
-def test_no_function_of_planning_imports_but_the_four_that_reach_upward() -> None:
+def test_no_function_of_planning_imports_but_the_five_that_reach_upward() -> None:
     inside = {
         (name, own(module), scope)
         for name, path in modules().items()
@@ -211,9 +212,18 @@ def test_no_function_of_planning_imports_but_the_four_that_reach_upward() -> Non
     assert inside == UPWARD
 
 
+def test_integrations_use_what_the_package_exports_and_nothing_imports_them() -> None:
+    for name, path in modules().items():
+        found = {module for module, _ in Imports(path).found if module.split(".")[0] == "fastpipe"}
+        if name.startswith("integrations"):
+            assert found <= {"fastpipe"}, name
+            assert len(path.read_text().splitlines()) < 150, f"{name}: an adapter is thin"
+        assert not [module for module in found if module.startswith("fastpipe.integrations")], name
+
+
 def test_torch_is_imported_under_runtime_alone() -> None:
     for name, path in modules().items():
-        if not name.startswith(("runtime", "testing")):
+        if not name.startswith(("runtime", "testing", "integrations")):
             assert [m for m, _ in Imports(path).found if m.split(".")[0] == "torch"] == [], name
 
 

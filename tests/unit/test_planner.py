@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import fastpipe
 from fastpipe import CostModel, LayerCosts, native_plan
 from fastpipe.planner import engine, search
+from tests.patience import PATIENCE
 from tests.unit.plans import LAYERS, UNEVEN, small
 
 pytestmark = pytest.mark.without_torch
@@ -178,7 +179,7 @@ def test_interrupts_end_a_plan_without_a_crash(apart: float) -> None:
         for _ in range(3):
             process.send_signal(signal.SIGINT)
             time.sleep(apart)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode in (1, 130, -signal.SIGINT) and b"KeyboardInterrupt" in errors
 
 

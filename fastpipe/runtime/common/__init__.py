@@ -26,6 +26,7 @@ from fastpipe.runtime.common.failure import (
 from fastpipe.runtime.common.guards import ForkGuard, Interrupts, ReentrancyGuard, keep_in_children
 from fastpipe.runtime.common.modules import (
     alias_of,
+    allocate,
     check_grad_dtype,
     dense,
     grad_dtype_of,
@@ -85,6 +86,7 @@ __all__ = [
     "ThreadState",
     "alias_of",
     "alike",
+    "allocate",
     "aside",
     "attended",
     "bytes_of",

@@ -33,6 +33,7 @@ class Failure:
             others. After any other failure all ranks drain the step, and the next one works.
         is_suspected: whether the rank is named only because its messages are missing: another rank may be the silent
             one.
+        pipeline: which pipeline of a mesh the rank belongs to, such as ``tp=1``, where several share a failure.
     """
 
     rank: int | None
@@ -42,6 +43,7 @@ class Failure:
     microbatch: int | None = None
     is_fatal: bool = False
     is_suspected: bool = False
+    pipeline: str = ""
 
     @property
     def number(self) -> int:
@@ -51,6 +53,8 @@ class Failure:
     def place(self) -> str:
         """The place, for users."""
         parts = ["an unknown rank" if self.rank is None else f"rank {self.rank}"]
+        if self.pipeline:
+            parts[0] += f" of the pipeline at {self.pipeline}"
         if self.stage is not None:
             parts.append(f"stage {self.stage}")
         if self.action is not None:
@@ -65,7 +69,10 @@ class Failure:
         Args:
             what: what the rank did, such as "refused its input"; default: the step failed there.
         """
-        again = "; the pipeline cannot go on: build it again" if self.is_fatal and not what else ""
+        remedy = (
+            "the groups of its mesh have ended, too: start the processes again" if self.pipeline else "build it again"
+        )
+        again = f"; the pipeline cannot go on: {remedy}" if self.is_fatal and not what else ""
         place = f"{self.place()} {what}" if what else f"the step failed on {self.place()}"
         return StepError(
             f"{place}: {self.cause}{again}",

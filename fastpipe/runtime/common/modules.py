@@ -109,6 +109,16 @@ def dense(grad: torch.Tensor) -> torch.Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
+def allocate(tensor: torch.Tensor, device: torch.device) -> None:
+    """Give a tensor on meta uninitialised memory; it stays the same object, with its gradient flag and dtype."""
+    new = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
+        if has_grad_dtype(tensor):
+            new.grad_dtype = grad_dtype_of(tensor)
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+
+
 def zero_grad_of(parameter: torch.Tensor) -> torch.Tensor:
     """A gradient of zeros."""
     return torch.zeros_like(parameter, dtype=grad_dtype_of(parameter))

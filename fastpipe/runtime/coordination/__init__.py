@@ -13,6 +13,7 @@ from fastpipe.runtime.coordination.control import Alone, Control, Reply, exchang
 from fastpipe.runtime.coordination.cores import Cores, find_cores
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.host import Identity, RanksPerHost, host_name, identify
+from fastpipe.runtime.coordination.mesh import MeshControl
 from fastpipe.runtime.coordination.processes import Processes
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Cores",
     "DeferredResults",
     "Identity",
+    "MeshControl",
     "Processes",
     "RanksPerHost",
     "Reply",

@@ -26,6 +26,7 @@ class Control(ABC):
         rank: this process.
         step: number of calls of `begin`.
         deferred: results that the device computes after the host ends a step; None for a single process.
+        elsewhere: in a mesh, the messages of the other pipelines in the last exchange, pipeline after pipeline.
         remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
         size: number of processes.
     """
@@ -35,6 +36,7 @@ class Control(ABC):
     step = 0
     deferred: DeferredResults | None = None
     remark = ""
+    elsewhere: Sequence[Reply] = ()
 
     @abstractmethod
     def setup(self, message: Reply) -> list[Reply]:
@@ -55,6 +57,10 @@ class Control(ABC):
         Raises:
             FailureError: if a process is dead or silent, or the store is gone.
         """
+
+    def exchange_within(self, phase: str, message: Reply) -> list[Reply]:
+        """Like `exchange` while a pipeline is built, in this pipeline alone where several of a mesh share a control."""
+        return self.exchange(phase, message)
 
     @abstractmethod
     def publish(self, failure: Failure) -> Failure:

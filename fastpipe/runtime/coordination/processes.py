@@ -155,6 +155,15 @@ class Processes(Control):
         if self.step == 1 and self._gather is self._shared_gather:
             self._shared_gather.choose_wait()
 
+    @property
+    def dead(self) -> list[Failure]:
+        """The processes that have exited, by rank."""
+        return self._watcher.dead
+
+    def store_gone(self, error: RuntimeError) -> Failure:
+        """See `Watcher.store_gone`."""
+        return self._watcher.store_gone(error)
+
     def on_loss(self, report: OnFailure) -> None:
         """See `Control.on_loss`."""
         self._watcher.on_loss = report

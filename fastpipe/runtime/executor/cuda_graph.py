@@ -99,7 +99,7 @@ def why_not(
 
 
 _INPUTS = ("args", "kwargs", "targets", "output_grads", "loss_scale")
-_RESULTS = ("losses", "scaled", "outputs", "metrics", "added")
+_RESULTS = ("losses", "outputs", "metrics", "added")
 
 Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
 """Gradient per parameter; None for no gradient."""
@@ -234,6 +234,10 @@ class RecordedRanks(LocalRanks):
         self._recorded.clear()
         self._counts.clear()
         super().forget()
+
+    def _outliving(self) -> Sequence[dict[Any, Any]]:
+        """See `LocalRanks`."""
+        return (self._recorded,)
 
     def run(
         self,

@@ -12,6 +12,7 @@ import torch
 from fastpipe.action import NONE
 from fastpipe.program import Instruction, Op, Program
 from fastpipe.runtime.common import CPU
+from fastpipe.runtime.executor.events import Check
 from fastpipe.runtime.stage import IN_ORDER, PairCounts, Stage, last_microbatches
 from fastpipe.runtime.transport import Transport
 
@@ -102,12 +103,13 @@ class Executor(ABC):
     def forget_failure(self) -> None:
         """Before a step: clear a `fail` that came after the end of the last one."""
 
-    def check(self) -> None:  # noqa: B027 - on a CPU a step that ended has no open waits
-        """After the device has finished a step: check that the transport lost no peer in it.
+    @property
+    def checks(self) -> Sequence[Check]:
+        """After the device has finished a step: functions that raise FailureError if the transport lost a peer in it.
 
-        Raises:
-            FailureError: if it did.
+        Empty on a CPU, where a step that ended has no open waits. They outlive the executor, and hold no stage.
         """
+        return ()
 
     @abstractmethod
     def pair_counts(self) -> PairCounts:

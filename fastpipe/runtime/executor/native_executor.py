@@ -14,6 +14,7 @@ from fastpipe.action import NONE
 from fastpipe.program import Op
 from fastpipe.runtime import native
 from fastpipe.runtime.common import Tensors
+from fastpipe.runtime.executor.events import Check
 from fastpipe.runtime.executor.executor import Executor, Seconds, last_backwards
 from fastpipe.runtime.stage import WAYS, PairCounts, Stage
 
@@ -87,9 +88,10 @@ class NativeExecutor(Executor):
         """The context of its backwards, and the step's part of `fastpipe.current`."""
         return stage.context.around, (stage.context.step, self.last[stage.index])
 
-    def check(self) -> None:
-        """See `Executor.check`."""
-        self._native.check()
+    @property
+    def checks(self) -> Sequence[Check]:
+        """See `Executor.checks`."""
+        return (self._native.check,)
 
     def pair_counts(self) -> PairCounts:
         """See `Executor.pair_counts`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from fastpipe.runtime.executor.executor import Executor, Seconds
 from fastpipe.runtime.executor.native_executor import NativeExecutor
 from fastpipe.runtime.executor.python_executor import PythonExecutor
 from fastpipe.runtime.stage import PairCounts, Stage
-from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.transport import MeshGroups, Transport
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 """Start and end of every instruction, by rank."""
@@ -67,6 +69,7 @@ class LocalRanks:
         several_streams: whether each stage has its own stream.
 
     Attributes:
+        mesh_groups: groups of a mesh in which stages run collectives of their own.
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
     """
@@ -90,6 +93,7 @@ class LocalRanks:
         self.pairs = pairs
         self.device = device
         self.device_events = DeviceEvents()
+        self.mesh_groups = MeshGroups()
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
             rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
@@ -119,7 +123,7 @@ class LocalRanks:
         self._programs.append(program)
         executors = [self._make_executor(program, rank) for rank in self.stages]
         self._executors[id(program)] = executors
-        self.device_events.add_checks(executor.check for executor in executors)
+        self.device_events.add_checks(check for executor in executors for check in executor.checks)
 
     def _make_executor(self, program: Program, rank: int) -> Executor:
         def on_failure(position: int, error: BaseException) -> None:
@@ -234,6 +238,8 @@ class LocalRanks:
 
     def abort(self, failure: Failure) -> None:
         """After the last step: end the connections, so that peers waiting for this process are unblocked."""
+        self.mesh_groups.abort()
+        self.mesh_groups.leave()
         self.device_events.invalidate(failure)
         self.forget()
         self.transport.abort()
@@ -253,16 +259,18 @@ class LocalRanks:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 
-    def close(self) -> None:
-        """End the threads and the transport."""
-        # first of all, as ending the transport unblocks waiting streams
-        cause = "the pipeline was closed before its device was done; read the loss before that"
-        done = self.device_events.close(Failure(self.first, cause), _CLOSING_SECONDS)
-        self.retire()
-        if done:
-            self.transport.close()
-        else:
-            self.transport.abort()
+    def closer(self) -> Callable[[], None]:
+        """A function that ends the threads and the transport.
+
+        It does not hold the stages: a layer may hold the pipeline, for example by an exception that it raised and kept.
+        If Python collects such a cycle, the executors go with it; otherwise the function drops them.
+        """
+        held = self._outliving()
+        return partial(_close, weakref.ref(self), self.device_events, self._pool, self.transport, self.first, held)
+
+    def _outliving(self) -> Sequence[dict[Any, Any]]:
+        """What must be dropped before the transport ends."""
+        return ()
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = ThreadState(self.device)
@@ -317,6 +325,7 @@ class LocalRanks:
 
     def _publish(self, failure: Failure, error: BaseException) -> None:
         self._note(failure, error, self.publish(failure))
+        self.mesh_groups.leave()
 
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:
@@ -325,6 +334,31 @@ class LocalRanks:
             previous = self._outcome.failure
             if previous is None or (failure.is_fatal and not previous.is_fatal):
                 self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
+
+
+def _close(
+    ranks: weakref.ref[LocalRanks],
+    events: DeviceEvents,
+    pool: ThreadPoolExecutor | None,
+    transport: Transport,
+    first: int,
+    held: Sequence[dict[Any, Any]],
+) -> None:
+    # first of all, as ending the transport unblocks waiting streams
+    cause = "the pipeline was closed before its device was done; read the loss before that"
+    done = events.close(Failure(first, cause), _CLOSING_SECONDS)
+    events.drop_checks()
+    for one in held:
+        one.clear()
+    here = ranks()
+    if here is not None:
+        here.forget()
+    if pool is not None:
+        pool.shutdown(wait=False)
+    if done:
+        transport.close()
+    else:
+        transport.abort()
 
 
 def failure_at(

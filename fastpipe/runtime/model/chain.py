@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -245,6 +245,13 @@ class WholeNames(nn.Module):
         """The accepted keyword arguments; None for any."""
         return _named_in(self)
 
+    def compute_buffers(self, empty: Collection[int]) -> None:
+        """Compute buffers that no checkpoint has, where the model says how.
+
+        Args:
+            empty: the ``id`` of the tensors that just got memory.
+        """
+
 
 class Chain(WholeNames):
     """Layers in sequence, with the unsplit model's names, so that the keys of its state match.
@@ -442,6 +449,16 @@ def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapp
 def accepted_names(module: nn.Module) -> frozenset[str] | None:
     """The keyword arguments that a module's forward takes; None for any."""
     return module.accepts() if isinstance(module, WholeNames) else _named_in(module)
+
+
+def positional_names(module: nn.Module) -> list[str]:
+    """The names of the arguments that a module's forward may get by position, in order."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except ValueError:  # compiled, for example by torch.jit: no signature
+        return []
+    return [p.name for p in parameters if p.kind in positional]
 
 
 def _named_in(module: nn.Module) -> frozenset[str] | None:

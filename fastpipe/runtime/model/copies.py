@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import children_of, dense, parameters_of, pytree, torch_private, zero_grad_of
+from fastpipe.runtime.common import allocate, children_of, dense, parameters_of, pytree, torch_private, zero_grad_of
 from fastpipe.runtime.model.chain import Chain
 
 TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
@@ -183,6 +183,14 @@ class StageCopies(ABC):
     def agreed(self) -> None:  # noqa: B027 - most have told nothing
         """Called when all ranks have made the same changes."""
 
+    def equalise(self, *, initialised: bool = False) -> None:  # noqa: B027 - most have one holder
+        """Make values equal that several places hold; called once, when the stages have values.
+
+        Args:
+            initialised: whether they were initialised after the Pipeline was built: then the last stage of a tied
+                weight wins, as it does in an unsplit model whose layers are initialised in order.
+        """
+
     @abstractmethod
     def follow(self) -> None:
         """Make the parameters of both holders equal; called before every step, also without gradients."""
@@ -284,6 +292,16 @@ class LocalCopies(StageCopies):
             check_no_post_hooks(original)
         return {}
 
+    def equalise(self, *, initialised: bool = False) -> None:
+        """Replace what the copies have on meta by the originals' values."""
+        for original, copied in self.modules:
+            for tensors_of in (parameters_of, torch_private.buffers_of):
+                for name, own in tensors_of(copied).items():
+                    theirs = tensors_of(original).get(name)
+                    if own is not None and own.is_meta and theirs is not None:
+                        allocate(own, theirs.device)
+                        own.detach().copy_(theirs.detach())
+
     def follow(self) -> None:
         """Copy the user's changes, such as the optimizer's step and `eval`, to the copies."""
         for (original, copied), seen in zip(self.modules, self._seen, strict=True):
@@ -340,9 +358,8 @@ class RemoteCopies(StageCopies):
         self.stages = [(modules[s], holders[s]) for s in sorted(modules)]
         self.exchange = exchange
         self.kept: list[list[torch.Tensor | None]] = []
-        self._adopt_parameters()
 
-    def _adopt_parameters(self) -> None:
+    def equalise(self, *, initialised: bool = False) -> None:
         """Copy the first holder's parameters to the second."""
         for module, holders in self.stages:
             own = [p.detach() for p in module.parameters()]

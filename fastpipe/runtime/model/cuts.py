@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.common import cuda_devices, keep_buffers, pytree, time_when_idle, torch_private
+from fastpipe.runtime.common import cause_text, cuda_devices, keep_buffers, pytree, time_when_idle, torch_private
 from fastpipe.runtime.model.chain import WholeNames, accepted_names, apart, as_arguments, as_layers, chosen
 
 _REPEATS = 5
@@ -60,6 +60,12 @@ def layer_costs(
         counted = _flops_of_fakes(listed, args, kwargs)
         if counted is not None:
             return counted
+    if any(parameter.is_meta for layer in listed for parameter in layer.parameters()):
+        why = "a layer reads values (the logger has its error)" if by == "flops" else "it is measured in a run"
+        raise ValueError(
+            f"by or partition = {by!r}: layers are on the meta device, and {why}; use 'parameters', or the number of "
+            "layers of every stage"
+        )
     with torch.random.fork_rng(devices=cuda_devices(listed)):
         return _by_layer(listed, args, kwargs, measures[by])
 
@@ -91,7 +97,7 @@ class _Fake(WholeNames):
         # not a child, whose tensors are real
         self._layer = [layer]
         tensors = (*layer.named_parameters(), *layer.named_buffers())
-        self._tensors: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+        self._tensors: dict[str, torch.Tensor] = {name: _faked(tensor, mode) for name, tensor in tensors}
 
     def accepts(self) -> frozenset[str] | None:
         """The layer's keyword arguments."""
@@ -102,10 +108,19 @@ class _Fake(WholeNames):
         return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
 
 
+def _faked(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    if tensor.is_meta:
+        # on the CPU, as attention on meta runs other operators
+        with mode:
+            tensor = torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
+    fake: torch.Tensor = mode.from_tensor(tensor)
+    return fake
+
+
 def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any]) -> list[float] | None:
     """FLOPs without computing; None if a layer reads values."""
     mode = torch_private.fake_tensor_mode()
-    device = next((p.device for layer in layers for p in layer.parameters()), torch.device("cpu"))
+    device = next((p.device for layer in layers for p in layer.parameters() if not p.is_meta), torch.device("cpu"))
 
     def fake(leaf: Any) -> Any:
         return mode.from_tensor(leaf.to(device)) if isinstance(leaf, torch.Tensor) else leaf
@@ -225,7 +240,18 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
         raise ValueError(f"partition = {partition!r}: give the model's layers as a list; these stages are cut already")
     if rank:
         return None
-    return layer_costs(layers, *(example if isinstance(example, tuple) else (example,)), by=partition)
+    try:
+        return layer_costs(layers, *(example if isinstance(example, tuple) else (example,)), by=partition)
+    except Exception as error:  # raised again with the argument's name
+        if any(parameter.is_meta for layer in layers for parameter in layer.parameters()):
+            raise
+        given = [
+            tuple(e.shape) if isinstance(e, torch.Tensor) else type(e).__name__ for e in pytree.tree_leaves(example)
+        ]
+        raise ValueError(
+            f"example, of {given}: the layers do not run on it ({cause_text(error)}): give one microbatch as the first "
+            "layer takes it; a tuple is several arguments"
+        ) from error
 
 
 def cut_by(partition: Any, costs: Sequence[float] | None, num_stages: int) -> Any:

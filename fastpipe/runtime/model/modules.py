@@ -93,9 +93,11 @@ def _in_layers(name: str, layers: Layers, stage_of: Mapping[int, int]) -> tuple[
 
 
 def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:
-    """Refuse a stage on another device than the pipeline's."""
+    """Refuse a stage on another device than the pipeline's; it may still be on meta."""
     for stage, module in modules.items():
         for name, tensor in tensors_of(module):
+            if tensor.is_meta:
+                continue
             if tensor.device.type != device.type or (device.index not in (None, tensor.device.index)):
                 raise ValueError(
                     f"stages: {name} of stage {stage} is on {tensor.device} and device = {device}; move the stage with "
@@ -110,29 +112,39 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def find_device(modules: Any, device: str | torch.device | None) -> torch.device:
-    """The given device, else that of the first parameter, else the CPU.
+    """The given device, else that of the first parameter, else the CPU; if all are on meta, torch's default device.
 
     Raises:
-        ValueError: if torch has no such device here.
+        ValueError: if torch has no such device here, or it is meta.
     """
     if device is not None:
         try:
             wanted = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device = {device!r}: {first_line(error)}") from None
-        return located(wanted)
+        return located(_computing(wanted))
     there = device_of(modules)
-    if there is not None:
+    if there is not None and there.type != "meta":
         return there
     candidates: Any = ()
     if isinstance(modules, Mapping):
         candidates = modules.values()
     elif isinstance(modules, Sequence | nn.Sequential | nn.ModuleList):
         candidates = modules
-    for module in candidates:
-        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
-            return parameter.device
-    return torch.device("cpu")
+    found = {p.device: None for module in candidates if isinstance(module, nn.Module) for p in module.parameters()}
+    for device_here in found:
+        if device_here.type != "meta":
+            return device_here
+    return located(_computing(torch.get_default_device())) if found or there else torch.device("cpu")
+
+
+def _computing(device: torch.device) -> torch.device:
+    if device.type == "meta":
+        raise ValueError(
+            "device is meta, which computes nothing: pass the device on which stages will compute, device='cpu' for "
+            "example; the layers may be on meta until pipe.to_empty()"
+        )
+    return device
 
 
 class Named(NamedTuple):

@@ -163,7 +163,7 @@ class Shared:
         if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
             changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}
             raise ValueError(_no_longer_one(self.tie, changed))
-        if first is not self.parameter:
+        if first is not self.parameter or any(alias.is_meta != first.is_meta for alias in self.aliases.values()):
             self.parameter = first
             self.aliases = {stage: alias_of(first) for stage in self.aliases}
 

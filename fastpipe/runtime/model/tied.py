@@ -157,12 +157,17 @@ class TiedWeights(StageCopies):
         """Create the inner work while the stages use their aliases, so that it applies to these."""
         with self.in_place():
             self.base = make()
+        return self
+
+    def equalise(self, *, initialised: bool = False) -> None:
+        """Give all processes the value of a weight's first stage, or of its last."""
+        with self.in_place():
+            self._inner.equalise(initialised=initialised)
         for weight in self.shared if self.swaps is not None else ():
-            first = weight.tie.stages[0]
-            value = self._gathered(weight, dict.fromkeys(weight.stages, weight.parameter.detach()))[first]
+            stage = weight.tie.stages[-1 if initialised else 0]
+            value = self._gathered(weight, dict.fromkeys(weight.stages, weight.parameter.detach()))[stage]
             assert value is not None
             local_part(weight.parameter.detach()).copy_(local_part(value))
-        return self
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, parameters_of, torch_private
+from fastpipe.runtime.common import children_of, cuda_devices, parameters_of, torch_private
 from fastpipe.runtime.model import Layers, WholeNames
 from fastpipe.runtime.split.blocks import Blocks, HiddenStates, Placeholder, shallow
 
@@ -167,6 +167,18 @@ class DecoderStage(WholeNames):
         names = super().accepts()
         *_, hidden_states = self._parts
         return names if self.is_first or hidden_states is not None or names is None else names - {"input_ids"}
+
+    def compute_buffers(self, empty: Collection[int]) -> None:
+        """Compute buffers that no checkpoint has, such as rotary embeddings, as transformers does."""
+        own = [module for module in self.modules() if any(id(b) in empty for b in module.buffers(recurse=False))]
+        holder = shallow(self._parts[0])
+        torch_private.set_children(holder, {str(number): module for number, module in enumerate(own)})
+        # it also draws weights that these modules have
+        with torch.random.fork_rng(devices=cuda_devices(own)):
+            holder.initialize_weights()
+        for module in own:
+            # the user may still initialise them
+            vars(module).pop("_is_hf_initialized", None)
 
     def forward(
         self,

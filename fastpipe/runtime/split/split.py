@@ -54,6 +54,11 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             f"model is a {type(model).__name__} of peft: give the model in it, peft_model.base_model.model, which "
             "has the adapters in its layers (its keys are those of peft_model without 'base_model.model.')"
         )
+    if (example or kwargs) and isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f"model is a {type(model).__name__} on the meta device, and the example is run on it: hand over its layers "
+            "as a list; supported models of Hugging Face need no example"
+        )
     if isinstance(model, nn.Module) and is_hugging_face(model):
         return _decoder(model, example, kwargs)
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):

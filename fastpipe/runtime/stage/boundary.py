@@ -9,6 +9,9 @@ A tensor that occurs twice in a tree is sent once and is one tensor after the bo
 places see an in-place change, and the gradients of all uses accumulate in the same order. (One sum per place would
 round differently.)
 
+Of a DTensor the local shard is sent. Its dimensions, placements and shape are part of the structure, and the receiver
+makes a DTensor of its own ranks in the same dimensions of the pipeline's mesh; autograd takes its gradient back alike.
+
 On a device with streams, reading a treespec blocks the host. So in a step that announces its shapes both ends cache
 the treespecs without values. In other steps such a treespec must not change: the sender checks that, and the receiver
 does not read it.
@@ -27,12 +30,12 @@ import json
 import struct
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import Tensors, pytree
+from fastpipe.runtime.common import Tensors, is_dtensor, pytree
 from fastpipe.runtime.model import as_arguments
 
 _FACTORIES = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
@@ -171,7 +174,7 @@ _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items() if kind is not Non
 _TREESPEC_BYTES = 256
 """Treespecs are padded to a multiple of this, so that a slightly longer one still has the announced size."""
 
-_TENSOR, _NONE, _VALUE = "tnv"
+_TENSOR, _NONE, _VALUE, _SPREAD = "tnvd"
 _END = b"\n"
 """Separates structure and values."""
 
@@ -187,7 +190,11 @@ def treespec_text(treespec: torch.Tensor) -> bytes:
 
 
 def to_tensors(
-    value: Any, carried: Mapping[str, Any], stage: int, make: Callable[[bytes, bool], torch.Tensor] = treespec_tensor
+    value: Any,
+    carried: Mapping[str, Any],
+    stage: int,
+    make: Callable[[bytes, bool], torch.Tensor] = treespec_tensor,
+    mesh: Any = None,
 ) -> Tensors:
     """The tensors of a stage's output and carried values.
 
@@ -196,12 +203,13 @@ def to_tensors(
         carried: values for later stages, by name.
         stage: index of the stage.
         make: ``(text, lasting) -> treespec tensor``; ``lasting`` says that the text has no values.
+        mesh: the pipeline's.
 
     Raises:
         ValueError: for a tree that cannot be encoded; names the stage.
     """
     if not carried:
-        if isinstance(value, torch.Tensor) and not _is_treespec(value):
+        if isinstance(value, torch.Tensor) and not _is_treespec(value) and not is_dtensor(value):
             return (value,)
         if type(value) in (tuple, list) and _is_plain(value):
             return tuple(value)
@@ -212,8 +220,9 @@ def to_tensors(
     order = {key: place for place, key in enumerate(tensors)}
     places = tuple(order[id(tensor)] for tensor in found)
     values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == _VALUE]
+    spreads = tuple(_spread(leaf, mesh, stage) for leaf in found if is_dtensor(leaf))
     try:
-        text = _padded(_structure_text(structure, kinds, places) + _END + _json([to_data(value) for value in values]))
+        text = _structure_text(structure, kinds, places, spreads) + _END + _json([to_data(value) for value in values])
     except (TypeError, ValueError) as error:
         names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
         raise ValueError(
@@ -221,22 +230,25 @@ def to_tensors(
             "tensors, None, numbers, text, and tuples, lists or dicts of them; or register its class by "
             "torch.utils._pytree.register_dataclass or register_pytree_node"
         ) from error
-    return make(text, not values), *tensors.values()
+    # to_local is differentiable
+    sent: list[Any] = list(tensors.values())
+    return make(_padded(text), not values), *(t.to_local() if is_dtensor(t) else t for t in sent)
 
 
 def from_tensors(
-    tensors: Tensors, read: Callable[[torch.Tensor], bytes] = treespec_text
+    tensors: Tensors, read: Callable[[torch.Tensor], bytes] = treespec_text, mesh: Any = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional arguments of a stage and the carried values; ``read`` gives the text of a treespec."""
     if not tensors or not _is_treespec(tensors[0]):
         return tensors, {}
     described, _, found = read(tensors[0]).partition(_END)
-    structure, kinds, places = _structure(described)
-    given, rest = (
-        (tensors[1 + place] for place in places),
-        map(from_data, () if _is_empty(found) else json.loads(found)),
-    )
-    leaves = [_leaf(kind, given, rest) for kind in kinds]
+    structure, kinds, places, spreads = _structure(described)
+    given: dict[str, Iterator[Any]] = {
+        _TENSOR: (tensors[1 + place] for place, spread in zip(places, spreads, strict=True) if spread is None),
+        _SPREAD: _rebuilt(tensors, places, spreads, mesh),
+        _VALUE: map(from_data, () if _is_empty(found) else json.loads(found)),
+    }
+    leaves = [None if kind == _NONE else next(given[kind]) for kind in kinds]
     args, carried = pytree.tree_unflatten(leaves, structure)
     return args, carried
 
@@ -256,21 +268,66 @@ def _is_treespec(tensor: torch.Tensor) -> bool:
 
 def _is_plain(values: Any) -> bool:
     """Whether these are distinct tensors of which the first does not look like a treespec."""
-    if not all(isinstance(value, torch.Tensor) for value in values) or (values and _is_treespec(values[0])):
+    if not all(isinstance(value, torch.Tensor) and not is_dtensor(value) for value in values) or (
+        values and _is_treespec(values[0])
+    ):
         return False
     return len(set(map(id, values))) == len(values)
 
 
 def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return _TENSOR
+        return _SPREAD if is_dtensor(leaf) else _TENSOR
     return _NONE if leaf is None else _VALUE
 
 
-def _leaf(kind: str, tensors: Any, values: Any) -> Any:
-    if kind == _NONE:
-        return None
-    return next(tensors if kind == _TENSOR else values)
+Spread = tuple[tuple[str, ...], tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]
+"""Of a DTensor: the dimensions of its mesh, for each the dimension that it shards or None, shape and strides."""
+
+
+def _spread(tensor: Any, mesh: Any, stage: int) -> Spread:
+    from torch.distributed.tensor import Replicate, Shard
+
+    names = tensor.device_mesh.mesh_dim_names or ()
+    others = set() if mesh is None else {*mesh.mesh_dim_names} - {"pp"}
+    if not names or not others.issuperset(names):
+        raise ValueError(
+            f"stage {stage} returned a DTensor over the dimensions {names}: pass a mesh that has them to "
+            "Pipeline(mesh=), or return tensor.to_local()"
+        )
+    for placement in tensor.placements:
+        # exactly these: a Partial has another gradient, and other kinds of shards have more to say
+        if type(placement) not in (Shard, Replicate):
+            raise ValueError(
+                f"stage {stage} returned a DTensor with the placement {placement}: redistribute it to Shard or "
+                "Replicate"
+            )
+    dims = tuple(placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements)
+    return tuple(names), dims, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _rebuilt(
+    tensors: Tensors, places: tuple[int, ...], spreads: tuple[Spread | None, ...], mesh: Any
+) -> Iterator[torch.Tensor]:
+    made: dict[int, torch.Tensor] = {}
+    for place, spread in zip(places, spreads, strict=True):
+        if spread is None:
+            continue
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if place not in made:
+            names, dims, shape, stride = spread
+            placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+            local, part = tensors[1 + place], _part(mesh, names)
+            made[place] = DTensor.from_local(
+                local, part, placements, run_check=False, shape=torch.Size(shape), stride=stride
+            )
+        yield made[place]
+
+
+@functools.lru_cache(maxsize=64)
+def _part(mesh: Any, names: tuple[str, ...]) -> Any:
+    return mesh[names]
 
 
 def _json(data: Any) -> bytes:
@@ -282,8 +339,10 @@ def _padded(text: bytes) -> bytes:
 
 
 @functools.lru_cache(maxsize=256)
-def _structure_text(structure: pytree.TreeSpec, kinds: str, places: tuple[int, ...]) -> bytes:
-    return _json([_shape(structure), kinds, places])
+def _structure_text(
+    structure: pytree.TreeSpec, kinds: str, places: tuple[int, ...], spreads: tuple[Spread | None, ...]
+) -> bytes:
+    return _json([_shape(structure), kinds, places, *spreads])
 
 
 def _shape(structure: pytree.TreeSpec) -> Any:
@@ -297,9 +356,11 @@ def _shape(structure: pytree.TreeSpec) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _structure(text: bytes) -> tuple[pytree.TreeSpec, str, tuple[int, ...]]:
-    shape, kinds, places = json.loads(text)
-    return _spec(shape), kinds, tuple(places)
+def _structure(text: bytes) -> tuple[pytree.TreeSpec, str, tuple[int, ...], tuple[Spread | None, ...]]:
+    shape, kinds, places, *spreads = json.loads(text)
+    found: Iterator[Any] = iter([tuple(map(tuple, spread)) for spread in spreads])
+    in_order = [kind for kind in kinds if kind in (_TENSOR, _SPREAD)]
+    return _spec(shape), kinds, tuple(places), tuple(next(found) if k == _SPREAD else None for k in in_order)
 
 
 def _spec(shape: Any) -> pytree.TreeSpec:

@@ -300,7 +300,6 @@ class StageWork:
         keep_outputs: whether the last stage's outputs are kept.
         reduces: whether gradients are reduced over data-parallel replicas in this step.
         losses: result: the losses of the loss function, detached.
-        scaled: result: the same after the division.
         outputs: result: the last stage's outputs, detached.
         metrics: result: metrics of the loss function.
         added: result: losses added by layers.
@@ -315,7 +314,6 @@ class StageWork:
     keep_outputs: bool = True
     reduces: bool = True
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    scaled: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     metrics: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
     added: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
@@ -385,7 +383,7 @@ class StageLosses:
             return self.attached(microbatch, outputs)
         if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
             if torch.is_grad_enabled():
-                raise NoLoss
+                raise NoLoss("the last stage returned no loss; give loss_fn, or call eval_step")
             self._share_added(microbatch)
             return ()
         if self.loss_fn is not None and work.targets is None:
@@ -413,7 +411,6 @@ class StageLosses:
                 "require one, or call eval_step"
             )
         work.losses[microbatch] = loss.detach()
-        work.scaled[microbatch] = scaled.detach()
         if metrics:
             work.metrics[microbatch] = list(metrics.items())
         share = self._share_added(microbatch)

@@ -26,15 +26,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fastpipe.runtime.common import Tensors, ThreadState
-
-if TYPE_CHECKING:
-    from fastpipe.runtime.stage.stage import Stage
 
 METHOD = "overlapped_forward_backward"
 
@@ -47,27 +44,31 @@ def method_of(modules: Sequence[nn.Module]) -> Callable[..., Any] | None:
 class Criterion:
     """The loss function of one microbatch on the last stage, as the method calls it.
 
+    Args:
+        stage: index of the stage, for errors.
+        target: of the microbatch.
+        root: ``root(output, target)`` returns the scaled loss, root of the backward.
+
     Attributes:
         labels: the labels that the method passes to it.
         loss: its result; None before the call.
     """
 
-    def __init__(self, stage: Stage, microbatch: int) -> None:
-        assert stage.work.targets is not None
+    def __init__(self, stage: int, target: Any, root: Callable[[Any, Any], torch.Tensor]) -> None:
         self.stage = stage
-        self.microbatch = microbatch
-        self.target = stage.work.targets[microbatch]
-        self.labels: list[Any] = list(self.target) if isinstance(self.target, tuple | list) else [self.target]
+        self.target = target
+        self.root = root
+        self.labels: list[Any] = list(target) if isinstance(target, tuple | list) else [target]
         self.loss: torch.Tensor | None = None
 
     def __call__(self, *values: Any) -> torch.Tensor:
-        """The scaled loss, root of the backward."""
+        """The scaled loss."""
         if self.loss is not None:
-            raise ValueError(f"{METHOD} of stage {self.stage.index} called its criterion twice: call it once")
+            raise ValueError(f"{METHOD} of stage {self.stage} called its criterion twice: call it once")
         count = len(self.labels)
         outputs, labels = values[: len(values) - count], values[len(values) - count :]
         target = type(self.target)(labels) if isinstance(self.target, tuple | list) else labels[0]
-        self.loss = self.stage.losses.root(self.microbatch, one_or_all(outputs), target)
+        self.loss = self.root(one_or_all(outputs), target)
         return self.loss
 
 
@@ -94,59 +95,46 @@ class RootHooks:
 
 
 def fuse(
-    stage: Stage, microbatch: int, inputs: Tensors, pair: Stage, roots: Tensors, grads: Sequence[torch.Tensor] | None
-) -> tuple[Any, torch.Tensor | None]:
-    """Run F of one microbatch and B of another by the method.
+    stage: int,
+    module: nn.Module,
+    inputs: list[Any],
+    criterion: Criterion | None,
+    pair: nn.Module,
+    roots: Tensors,
+    grads: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """Run F of one microbatch, on the stage of index ``stage``, and B of another by the method.
 
-    The F has stage, microbatch and inputs; the B has stage ``pair`` and roots: the loss, or the outputs that require a
-    gradient, with their ``grads`` (None for the loss).
+    The F is that of ``module``, with these inputs and, on the last stage, a criterion. The B is that of ``pair``, from
+    these roots: the loss, or the outputs that require a gradient, with their ``grads`` (None for the loss).
 
     Returns:
-        The output of the module's forward, and the loss or None.
+        The outputs of the module's forward.
 
     Raises:
         ValueError: when the method's result violates the contract, or it ran no backward.
     """
-    criterion = Criterion(stage, microbatch) if stage.losses.calls_loss_fn else None
     # a copy: DualPipe's example detaches the loss in place, which fails for a view
     loss = None if grads is not None else roots[0].clone()
     hooks = RootHooks(roots if loss is None else [loss])
-    method = method_of(stage.modules)
+    method = method_of([module])
     assert method is not None
+    labels = [] if criterion is None else criterion.labels
+    theirs = ([], []) if grads is None else (tuple(roots), tuple(grads))
     try:
-        found = method(
-            stage.modules[0],
-            _arguments(stage, microbatch, inputs),
-            criterion,
-            [] if criterion is None else criterion.labels,
-            pair.modules[0],
-            loss,
-            [] if grads is None else tuple(roots),
-            [] if grads is None else tuple(grads),
-        )
+        found = method(module, inputs, criterion, labels, pair, loss, *theirs)
     except BaseException:  # raised again
         hooks.end()
         raise
     if not hooks.end():
         what = "loss1" if grads is None else "outputs1"
-        raise ValueError(f"{METHOD} of stage {stage.index} did not run the backward of {what}: call it in the method")
-    outputs = _checked(stage, found, criterion)
-    return one_or_all(outputs), None if criterion is None else criterion.loss
+        raise ValueError(f"{METHOD} of stage {stage} did not run the backward of {what}: call it in the method")
+    return _checked(stage, found, criterion)
 
 
-def _arguments(stage: Stage, microbatch: int, inputs: Tensors) -> list[Any]:
-    args, carried = stage.received(microbatch, inputs)
-    if carried:
-        raise ValueError(
-            f"{METHOD} of stage {stage.index} has no place for what earlier layers carry ({', '.join(carried)}): "
-            "return it as further outputs, or leave out the method"
-        )
-    return list(args)
-
-
-def _checked(stage: Stage, found: Any, criterion: Criterion | None) -> Sequence[torch.Tensor]:
+def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.Tensor]:
     """The outputs that the method returned; raises ValueError if they violate the contract."""
-    prefix = f"{METHOD} of stage {stage.index} returned"
+    prefix = f"{METHOD} of stage {stage} returned"
     if not isinstance(found, tuple | list) or len(found) != 2:
         count = f" of {len(found)}" if isinstance(found, tuple | list) else ""
         raise ValueError(f"{prefix} a {type(found).__name__}{count}: return (outputs0, loss0)")
@@ -154,15 +142,13 @@ def _checked(stage: Stage, found: Any, criterion: Criterion | None) -> Sequence[
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     if not isinstance(outputs, tuple | list) or not all(isinstance(output, torch.Tensor) for output in outputs):
         raise ValueError(f"{prefix} a {type(outputs).__name__} for outputs0: return what the forward gives, as a list")
-    if criterion is None:
-        if loss is not None:
-            raise ValueError(f"{prefix} a loss, and criterion0 was None: return None for loss0")
-        stage.check_outputs(outputs, prefix)
-    elif criterion.loss is None or loss is not criterion.loss:
+    if criterion is None and loss is not None:
+        raise ValueError(f"{prefix} a loss, and criterion0 was None: return None for loss0")
+    if criterion is not None and (criterion.loss is None or loss is not criterion.loss):
         raise ValueError(
             f"{prefix} another loss0 than criterion0 gave: return criterion0(*outputs0, *labels0) as it is"
         )
-    return outputs
+    return list(outputs)
 
 
 IN_ORDER, TOGETHER, MEASURED = "in order", "together", "measured"

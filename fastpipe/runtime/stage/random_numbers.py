@@ -27,7 +27,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from fastpipe.runtime import native
 from fastpipe.runtime.common import torch_private
-from fastpipe.runtime.stage.stage import Stage
 
 PER_MICROBATCH = "per_microbatch"
 _MAX_KINDS = 16
@@ -211,21 +210,21 @@ class RandomNumbers:
     def _matters(self, has_pairs: bool) -> bool:
         return self.seed is not None or self.threads or (self.pairs and has_pairs)
 
-    def begin(self, stages: Sequence[Stage], training: bool, flags: tuple[bool, ...], has_pairs: bool) -> None:
+    def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> bool:
         """Begin a step: decide which actions exclude each other.
 
         Args:
-            stages: the local stages; not kept, as a cycle would delay the release of a pipeline.
             training: whether it has backwards.
             flags: of the stages' modules, such as training mode.
             has_pairs: whether it has pairs.
+
+        Returns:
+            Whether the actions of the step need this guard at all.
         """
         matters = self._matters(has_pairs)
-        for stage in stages:
-            stage.random = self if matters else None
         self._begin = self._generators.states() if matters else None
         if not matters:
-            return
+            return False
         self._kind = (training, flags)
         if self.pairs and has_pairs:
             self._kind_in_pairs = self._kind
@@ -235,6 +234,7 @@ class RandomNumbers:
         self.guards_forward = usage.draws and (usage.recomputes or self.seed is not None)
         self.guard.exclusive = usage.draws and usage.recomputes
         self.guard.recomputes, self.guard.recomputed = usage.recomputes, False
+        return True
 
     @contextlib.contextmanager
     def forward(self, stage: int, microbatch: int) -> Iterator[None]:

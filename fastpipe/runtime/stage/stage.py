@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +23,9 @@ from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_o
 from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors, treespec_tensor, treespec_text
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
-from fastpipe.runtime.stage.pairs import fuse, method_of
+from fastpipe.runtime.stage.pairs import METHOD, Criterion, fuse, method_of, one_or_all
+from fastpipe.runtime.stage.random_numbers import RandomNumbers
 from fastpipe.runtime.stage.weight_grad import SplitReport, WeightGradients, make_weight_gradients
-
-if TYPE_CHECKING:
-    from fastpipe.runtime.stage.random_numbers import RandomNumbers
 
 
 class _Entry(torch.autograd.Function):
@@ -72,6 +70,10 @@ class Record:
 _NOTHING = contextlib.nullcontext()
 
 
+def _stay() -> None:
+    """Do nothing."""
+
+
 class Stage:
     """One slice of the model.
 
@@ -98,7 +100,9 @@ class Stage:
         fuses: whether it has a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
         plans: treespecs that it sends and receives, on a device with streams; None elsewhere.
         why_one_tensor: why it may return only one tensor; empty if it may return more.
+        leave_mesh: called on a rank that drains a failed step, before it joins a collective of its replicas.
         bare: whether it was to be wrapped for data parallelism and has no parameters.
+        mesh: the pipeline's; None without one.
         grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
     """
 
@@ -120,7 +124,9 @@ class Stage:
         self.accepts = accepted_names(unwrapped(module))
         self.plans: TreespecCache | None = None
         self.why_one_tensor = ""
+        self.leave_mesh: Callable[[], None] = _stay
         self.bare = False
+        self.mesh: Any = None
         self.grad_dtype: torch.dtype | None = None
         self.fused_weight_grad = False
         self.context = ActionContext(index, *contexts)
@@ -200,7 +206,7 @@ class Stage:
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
         make = treespec_tensor if self.plans is None else partial(self.plans.make, microbatch)
-        tensors = to_tensors(value, carried, self.index, make)
+        tensors = to_tensors(value, carried, self.index, make, self.mesh)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
                 f"stage {self.index} returns {len(tensors)} tensors, and with more than one the ranks can deadlock: "
@@ -212,7 +218,8 @@ class Stage:
         """The positional arguments of the module, and the values carried from earlier stages."""
         if self.work.args is not None:
             return self.work.args[microbatch], {}
-        return from_tensors(inputs, treespec_text if self.plans is None else partial(self.plans.read, microbatch))
+        read = treespec_text if self.plans is None else partial(self.plans.read, microbatch)
+        return from_tensors(inputs, read, self.mesh)
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
@@ -234,21 +241,31 @@ class Stage:
         """`run`, with the backward of another microbatch; see `fastpipe.runtime.stage.pairs.fuse`."""
         self.running = microbatch
         with self._rng(microbatch), self.context.around_forward(), AddedLosses() as self.losses.added:
-            output, loss = fuse(self, microbatch, inputs, pair, roots, grads)
-        if not self.is_last:
-            outputs = self._pack_outputs(microbatch, output, {})
-        elif loss is None:
-            outputs = self._finish(microbatch, output)
-        else:
+            args, carried = self.received(microbatch, inputs)
+            if carried:
+                raise ValueError(
+                    f"{METHOD} of stage {self.index} has no place for what earlier layers carry "
+                    f"({', '.join(carried)}): return it as further outputs, or leave out the method"
+                )
+            criterion = None
+            if self.losses.calls_loss_fn and self.work.targets is not None:
+                criterion = Criterion(self.index, self.work.targets[microbatch], partial(self.losses.root, microbatch))
+            found = fuse(self.index, self.modules[0], list(args), criterion, pair.modules[0], roots, grads)
+        output = one_or_all(found)
+        if criterion is not None and criterion.loss is not None:
             self.losses.keep(microbatch, output)
-            outputs = (loss,)
+            outputs: Tensors = (criterion.loss,)
+        else:
+            self._check_fused(found)
+            outputs = self._finish(microbatch, output) if self.is_last else self._pack_outputs(microbatch, output, {})
         if self.random is not None:
             self.random.note_fused()
         self.running = None
         return outputs
 
-    def check_outputs(self, outputs: Sequence[torch.Tensor], prefix: str) -> None:
+    def _check_fused(self, outputs: Sequence[torch.Tensor]) -> None:
         """Raise ValueError if the outputs of the modules' own method do not match those of the forward."""
+        prefix = f"{METHOD} of stage {self.index} returned"
         found = tuple(tensor.requires_grad for tensor in outputs)
         if not self.is_last and self._grad_flags is not None and len(found) != len(self._grad_flags):
             raise ValueError(
@@ -402,6 +419,8 @@ class Stage:
 
         A rank on which the step ``failed`` takes part all the same, as its replicas wait.
         """
+        if failed:
+            self.leave_mesh()
         if self.parallel is None:
             return
         if op == Op.UNSHARD:

@@ -11,10 +11,8 @@ from fastpipe.runtime.step.gathering import gather
 from fastpipe.runtime.step.inputs import Request
 from fastpipe.runtime.step.microbatch import (
     Rules,
-    check_reduction,
     check_split_and_merge,
     count_rows,
-    loss_divisors,
     rule_for,
     split,
     split_argument,
@@ -25,12 +23,14 @@ from fastpipe.runtime.step.result import (
     StepResult,
     Values,
     added_by_name,
+    check_reduction,
     check_rules,
+    loss_divisors,
     reduce_metrics,
     weights_of,
 )
 from fastpipe.runtime.step.steps import Settings, Steps
-from fastpipe.runtime.step.watchdog import Watchdog
+from fastpipe.runtime.step.watchdog import WatchdogThread
 
 __all__ = [
     "GradNorms",
@@ -44,7 +44,7 @@ __all__ = [
     "StepResult",
     "Steps",
     "Values",
-    "Watchdog",
+    "WatchdogThread",
     "added_by_name",
     "check_reduction",
     "check_rules",

@@ -144,9 +144,36 @@ class GradNorms:
         if any(reply["received"] != digests for reply in replies):
             tables = [reply["table"] for reply in all_gather(f"{call}, names", lambda: {"table": table})]
             self.merged, self._digests = Merged(tables), digests
-        data = bytearray(b"".join(base64.b64decode(reply["norms"]) for reply in replies))
-        gathered = torch.frombuffer(data, dtype=torch.double) if data else torch.empty(0, dtype=torch.double)
-        return self.merged.values(gathered), replies
+        return self.merged.values(_unpacked(replies)), replies
+
+
+def _unpacked(replies: Sequence[Reply]) -> torch.Tensor:
+    data = bytearray(b"".join(base64.b64decode(reply["norms"]) for reply in replies))
+    return torch.frombuffer(data, dtype=torch.double) if data else torch.empty(0, dtype=torch.double)
+
+
+def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Reply], num_ranks: int) -> None:
+    """Refuse gradients that differ between the pipelines of a mesh: their norm is that of a part.
+
+    Args:
+        merged: the gradients.
+        values: their norms in this pipeline.
+        replies: of the other pipelines.
+        num_ranks: of a pipeline.
+
+    Raises:
+        ValueError: naming the parameter and the remedy.
+    """
+    for first in range(0, len(replies), num_ranks):
+        other = merged.values(_unpacked(replies[first : first + num_ranks]))
+        close = torch.isclose(values, other, rtol=1e-3, equal_nan=True)
+        if not close.all():
+            i = int((~close).nonzero()[0])
+            raise ValueError(
+                f"the gradient of {merged.norms[i].place} has norm {values[i].item():g} here and {other[i].item():g} "
+                "elsewhere in the mesh: make a parameter of which every rank has a part a DTensor "
+                "(torch.distributed.tensor.distribute_tensor), and sum a gradient to which every rank adds a part"
+            )
 
 
 def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
@@ -302,7 +329,16 @@ def clip_grad_norm(
         limit, order = check_limits(max_norm, norm_type)
         return order, {"arguments": [limit, order, bool(error_if_nonfinite)]}
 
-    values, replies = gathering.gather(steps.all_gather, "clip_grad_norm_", local, arguments)
+    elsewhere: list[Reply] = []
+
+    def all_gather(call: str, make: Callable[[], Reply]) -> list[Reply]:
+        replies = steps.all_gather(call, make)
+        # of the first call; names may follow
+        elsewhere[:] = elsewhere or steps.control.elsewhere
+        return replies
+
+    values, replies = gathering.gather(all_gather, "clip_grad_norm_", local, arguments)
+    check_elsewhere(gathering.merged, values, elsewhere, len(replies))
     limit, order, is_error = same_arguments(replies)
     norms, total = gathering.merged.norms, gathering.merged.total(values, order, device)
     # a scaler tries large scales and skips steps that overflow

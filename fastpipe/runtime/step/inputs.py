@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpipe.runtime.common import bytes_of, pytree, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model import chosen, missing_argument
+from fastpipe.runtime.model import accepted_names, chosen, missing_argument, positional_names
 from fastpipe.runtime.stage import Stage, StageWork
 from fastpipe.runtime.step.microbatch import (
     Counted,
@@ -20,13 +20,12 @@ from fastpipe.runtime.step.microbatch import (
     count_rows,
     is_asked,
     lengths,
-    loss_divisors,
     rows_of_cut,
     rule_for,
     split,
     split_argument,
 )
-from fastpipe.runtime.step.result import Weights
+from fastpipe.runtime.step.result import Weights, loss_divisors
 
 ROWS, NAMED, RULE = "rows", "named", "rule"
 """How a whole batch is split: positional inputs, and keyword inputs, by rows if they have the batch's number of rows;
@@ -227,7 +226,24 @@ def _unknown_names(rules: Rules, request: Request, stages: Sequence[Stage]) -> l
     if not isinstance(rules, Mapping) or any(stage.accepts is None for stage in stages):
         return []
     names = {"target", "output_grad", *request.kwargs}.union(*(stage.accepts or () for stage in stages))
-    return [key for key in rules if isinstance(key, str) and key not in names]
+    named = [key for key in rules if isinstance(key, str)]
+    by_position = [key for key in named if key in names and _is_by_position(key, request, stages)]
+    return [key for key in named if key not in names or key in by_position]
+
+
+def _is_by_position(name: str, request: Request, stages: Sequence[Stage]) -> bool:
+    """Whether layers take the name only as an argument that they get by position: the output of the layer before."""
+    if name in ("target", "output_grad", *request.kwargs):
+        return False
+    for stage in stages:
+        for number, layer in enumerate(stage.modules):
+            count = len(request.args) if stage.is_first and not number else 1
+            if (
+                name in (accepted_names(unwrapped(layer)) or ())
+                and name not in positional_names(unwrapped(layer))[:count]
+            ):
+                return False
+    return True
 
 
 def _check_input(first: Stage, request: Request) -> None:

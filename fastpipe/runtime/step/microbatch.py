@@ -1,4 +1,4 @@
-"""Microbatches: splitting a step's inputs, merging its outputs, weighting its losses."""
+"""Microbatches: splitting a step's inputs, counting their rows, merging its outputs."""
 
 from __future__ import annotations
 
@@ -211,45 +211,6 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)), None)
 
 
-def loss_divisors(
-    reduction: str | Callable[[Any], float], rows: Sequence[int] | None, targets: Sequence[Any] | None, count: int
-) -> list[float] | None:
-    """The divisor of each microbatch's loss, so that the sum is the loss of the whole batch.
-
-    ``"mean"``: all rows divided by its rows; for equal microbatches exactly their number. ``"sum"``: None. A function
-    gives the weight of a target (its number of tokens, for example): the sum of weights divided by its weight.
-    """
-    if reduction == "sum":
-        return None
-    if callable(reduction):
-        if targets is None:
-            raise ValueError("loss_reduction is a function of the target, and no target was given: pass target=")
-        weights = [_weight_of(reduction, target, number) for number, target in enumerate(targets)]
-    else:
-        weights = [1.0] * count if rows is None else [float(r) for r in rows]
-    total = sum(weights)
-    if not total > 0:
-        raise ValueError(f"loss_reduction: the weights of the microbatches sum to {total}; one must be above 0")
-    return [total / weight if weight else float("inf") for weight in weights]
-
-
-def _weight_of(reduction: Callable[[Any], float], target: Any, number: int) -> float:
-    weight: Any = reduction(target)
-    try:
-        return float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        found = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
-        raise ValueError(
-            f"loss_reduction returned {found} for the target of microbatch {number}: return one number, its weight"
-        ) from None
-
-
-def check_reduction(reduction: Any) -> None:
-    """Refuse an invalid ``loss_reduction``."""
-    if not callable(reduction) and reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction = {reduction!r}: use 'mean', 'sum' or a function of the target")
-
-
 def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     """The outputs of all microbatches as one.
 
@@ -259,7 +220,7 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     Nested values use the rule of the entry that contains them.
     """
     first = outputs[0]
-    _check_rules(first, rules)
+    check_merge_rules(first, rules)
     keys = _keys_of(first)
     if keys is None:
         return _merge_one(list(outputs), rule_for(rules, 0))
@@ -297,8 +258,12 @@ def _rebuilt(like: Any, children: list[Any]) -> Any:
     return pytree.tree_unflatten(children, structure)
 
 
-def _check_rules(output: Any, rules: Rules) -> None:
-    """Refuse a rule for an output that does not exist."""
+def check_merge_rules(output: Any, rules: Rules) -> None:
+    """Refuse a rule for an output that does not exist.
+
+    Raises:
+        ValueError: naming the rule and the outputs.
+    """
     if not isinstance(rules, Mapping):
         return
     keys = _keys_of(output) or [0]

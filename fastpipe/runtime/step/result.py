@@ -1,23 +1,27 @@
-"""StepResult: the outcome of a step, with metrics of the loss function and losses that layers added.
+"""The losses, metrics and added losses of a step: weighted, gathered over the processes, and reduced to a StepResult.
 
-Every process sends the values of its stages, exact to the last bit. Each reduces them when they are read.
+The process that computes a value sends it exact to the last bit; each process reduces all values in one order when they
+are read, so the result is the same everywhere. On a device, values complete after the host ends the step;
+`fastpipe.runtime.executor.events` says whether they are valid.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastpipe.program import Program
-from fastpipe.runtime.executor import Spans
-from fastpipe.runtime.stage import scale_loss, sum_in_order
-from fastpipe.runtime.step.microbatch import Rules, loss_divisors, merge
+from fastpipe.runtime.coordination import Alone, Control, DeferredResults, Reply
+from fastpipe.runtime.executor import DeviceEvent, DeviceEvents, Spans
+from fastpipe.runtime.stage import Stage, scale_loss, sum_in_order
+from fastpipe.runtime.step.microbatch import Rules, merge
 from fastpipe.timeline import Timeline
 
 MetricRule = str | Callable[[list[torch.Tensor]], Any]
@@ -27,6 +31,15 @@ MetricRules = MetricRule | Mapping[str, MetricRule]
 Named = list[tuple[str, torch.Tensor]]
 Values = dict[int, dict[int, Named]]
 """Named values by stage and microbatch, in order."""
+
+Packed = list[list[Any]]
+"""`Values` as JSON, by stage, name, dtype and shape: microbatches, positions in `Named`, and bytes."""
+
+Part = Callable[[], Mapping[str, Packed]]
+"""Returns the values of one process, by kind."""
+
+KINDS = ("losses", "metrics", "added")
+"""Losses and metrics of the loss function, and losses that stages added: the names of the results in `StageWork`."""
 
 _RULES = ("mean", "sum", "list")
 
@@ -38,9 +51,17 @@ def check_rules(rules: Any) -> None:
         ValueError: naming the entry.
     """
     for name, rule in rules.items() if isinstance(rules, Mapping) else [(None, rules)]:
+        if not isinstance(name, str | None):
+            raise ValueError(f"metrics[{name!r}]: metrics have names; give that of one which loss_fn returns")
         if not callable(rule) and rule not in _RULES:
             where = "metrics" if name is None else f"metrics[{name!r}]"
             raise ValueError(f"{where} = {rule!r}: use 'mean', 'sum', 'list' or a function of the microbatches' values")
+
+
+def check_reduction(reduction: Any) -> None:
+    """Refuse an invalid ``loss_reduction``."""
+    if not callable(reduction) and reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction = {reduction!r}: use 'mean', 'sum' or a function of the target")
 
 
 @dataclass(frozen=True)
@@ -72,85 +93,208 @@ def weights_of(
     return Weights(None if reduction == "sum" else mean, mean)
 
 
-def packing(values: Values, *, wait: bool = True) -> Callable[[], list[Any]]:
-    """Return a function that packs values as JSON, exact to the last bit: stage, microbatch, name and shape; bytes by
-    dtype.
+def loss_divisors(
+    reduction: str | Callable[[Any], float], rows: Sequence[int] | None, targets: Sequence[Any] | None, count: int
+) -> list[float] | None:
+    """The divisor of each microbatch's loss, so that the sum is the loss of the whole batch.
+
+    ``"mean"``: all rows divided by its rows; for equal microbatches exactly their number. ``"sum"``: None. A function
+    gives the weight of a target (its number of tokens, for example): the sum of weights divided by its weight.
+    """
+    if reduction == "sum":
+        return None
+    if callable(reduction):
+        if targets is None:
+            raise ValueError("loss_reduction is a function of the target, and no target was given: pass target=")
+        weights = [_weight_of(reduction, target, number) for number, target in enumerate(targets)]
+    else:
+        weights = [1.0] * count if rows is None else [float(r) for r in rows]
+    total = sum(weights)
+    if not total > 0:
+        raise ValueError(f"loss_reduction: the weights of the microbatches sum to {total}; one must be above 0")
+    return [total / weight if weight else float("inf") for weight in weights]
+
+
+def _weight_of(reduction: Callable[[Any], float], target: Any, number: int) -> float:
+    weight: Any = reduction(target)
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        found = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
+        raise ValueError(
+            f"loss_reduction returned {found} for the target of microbatch {number}: return one number, its weight"
+        ) from None
+
+
+def packing(values: Values, *, wait: bool = True) -> Callable[[], Packed]:
+    """Return a function that packs values exact to the last bit.
+
+    There is one copy from the device for each stage, name, dtype and shape, so the cost hardly grows with the number of
+    microbatches.
 
     Args:
         values: to pack.
         wait: for the device. Otherwise the device must have completed before the function is called.
     """
-    flat = [(stage, i, name, v) for stage, found in values.items() for i, named in found.items() for name, v in named]
-    if not flat:
-        return list
-    places = [[stage, i, name, list(value.shape)] for stage, i, name, value in flat]
-    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, (*_, value) in enumerate(flat):
-        by_kind.setdefault((value.dtype, value.device), []).append(number)
-    copies = [
-        (
-            numbers,
-            torch.cat([flat[number][3].detach().reshape(-1) for number in numbers]).to("cpu", non_blocking=not wait),
-        )
-        for numbers in by_kind.values()
-    ]
-    return lambda: [places, [[dtype_name(copy), numbers, text_of(copy)] for numbers, copy in copies]]
+    alike: dict[tuple[Any, ...], list[tuple[int, int, torch.Tensor]]] = {}
+    for stage, by_microbatch in values.items():
+        for i, named in by_microbatch.items():
+            for place, (name, value) in enumerate(named):
+                alike.setdefault((stage, name, value.dtype, value.shape, value.device), []).append((i, place, value))
+    packed = []
+    for (stage, name, dtype, shape, _), found in alike.items():
+        microbatches, places, tensors = zip(*found, strict=True)
+        copy = torch.stack(tensors).detach().to("cpu", non_blocking=not wait)
+        packed.append(([stage, name, str(dtype).removeprefix("torch."), list(shape), microbatches, places], copy))
+    return lambda: [[*head, _text_of(copy)] for head, copy in packed]
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of the dtype as an attribute of torch."""
-    return str(tensor.dtype).removeprefix("torch.")
+def _text_of(tensor: torch.Tensor) -> str:
+    return base64.b64encode(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
 
 
-def text_of(tensor: torch.Tensor) -> str:
-    """The bytes of a CPU tensor, as base64."""
-    return base64.b64encode(tensor.view(torch.uint8).numpy().tobytes()).decode()
-
-
-def unpack(replies: Iterable[list[Any]]) -> Values:
+def unpack(parts: Iterable[Packed]) -> Values:
     """Unpack and merge the values of all processes."""
-    values: Values = {}
-    for places, packed in (reply for reply in replies if reply):
-        tensors: dict[int, torch.Tensor] = {}
-        for name, numbers, data in packed:
-            dtype, raw = getattr(torch, name), bytearray(base64.b64decode(data))
-            flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
-            shapes = [torch.Size(places[number][3]) for number in numbers]
-            parts = torch.split(flat, [shape.numel() for shape in shapes])
-            tensors.update((n, part.reshape(s)) for n, part, s in zip(numbers, parts, shapes, strict=True))
-        for number, (stage, microbatch, name, _) in enumerate(places):
-            values.setdefault(stage, {}).setdefault(microbatch, []).append((name, tensors[number]))
-    return values
+    found: dict[int, dict[int, list[tuple[int, str, torch.Tensor]]]] = {}
+    for stage, name, dtype, shape, microbatches, places, data in (group for part in parts for group in part):
+        raw = bytearray(base64.b64decode(data))
+        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        values = flat.view(getattr(torch, dtype)).view(len(places), *shape)
+        for i, place, value in zip(microbatches, places, values.unbind(), strict=True):
+            found.setdefault(stage, {}).setdefault(i, []).append((place, name, value))
+    return {
+        stage: {
+            i: [(name, value) for _, name, value in sorted(named, key=itemgetter(0))]
+            for i, named in by_microbatch.items()
+        }
+        for stage, by_microbatch in found.items()
+    }
 
 
 @dataclass(frozen=True)
-class Reports:
-    """The outputs of a step on all processes.
+class StepOutputs:
+    """The values of a step on the process that computed them.
 
     Attributes:
-        parts: return the outputs of each process: metrics of the loss function under "metrics", losses that stages
-            added under "added", in the form of `packing`.
-        weights: of the microbatches.
-        rules: how metrics are reduced.
-        count: of the microbatches.
+        values: by kind, see `KINDS`.
     """
 
-    parts: Sequence[Callable[[], Mapping[str, Any]]] = ()
-    weights: Weights = field(default_factory=lambda: Weights(None, None))
-    rules: MetricRules = "mean"
-    count: int = 0
+    values: Mapping[str, Values]
 
-    def reduced_metrics(self) -> dict[str, Any]:
-        """Every metric, reduced by its rule.
+    @classmethod
+    def on(cls, stages: Sequence[Stage]) -> StepOutputs:
+        """The values of the step that has just run on these stages; stages with two local holders are merged."""
+        found: dict[str, Values] = {kind: {} for kind in KINDS}
+        for stage in stages:
+            for kind, values in found.items():
+                if given := getattr(stage.work, kind):
+                    named = {i: [("loss", loss)] for i, loss in given.items()} if kind == "losses" else given
+                    values.setdefault(stage.index, {}).update(named)
+        return cls(found)
 
-        Raises:
-            ValueError: for one that the loss function did not return for every microbatch.
-        """
-        return reduce_metrics(unpack(part()["metrics"] for part in self.parts), self.count, self.weights, self.rules)
+    def __bool__(self) -> bool:
+        return any(self.values.values())
 
-    def added_losses(self) -> dict[str, torch.Tensor]:
-        """The added losses by name, weighted like the loss."""
-        return added_by_name(unpack(part()["added"] for part in self.parts), self.weights)
+    def packed(self) -> Reply:
+        """As JSON. Waits for the device."""
+        return {kind: packing(values)() for kind, values in self.values.items()}
+
+    def packed_later(self, device: torch.device, events: DeviceEvents) -> tuple[DeviceEvent, Callable[[], Reply]]:
+        """An event for the values, and a function that packs them; a helper thread calls it, as it waits."""
+        packs = {kind: packing(values, wait=False) for kind, values in self.values.items()}
+        copied = events.make(device)
+
+        def ready() -> Reply:
+            # otherwise the wait would create a CUDA context on the thread's default device
+            torch.accelerator.set_device_index(device.index or 0)
+            copied.wait()
+            return {kind: pack() for kind, pack in packs.items()}
+
+        return copied, ready
+
+
+class OutputExchange:
+    """Exchanges the values of a step between processes.
+
+    Args:
+        control: the connection to the other processes.
+        device: the device of the stages.
+        events: of that device.
+    """
+
+    def __init__(self, control: Control, device: torch.device, events: DeviceEvents) -> None:
+        self._control, self._device, self._events = control, device, events
+        self._local: Part = dict
+
+    @property
+    def _deferred(self) -> DeferredResults | None:
+        """Where outputs on a device are posted; None on a CPU, and in a single process."""
+        return None if self._device.type == "cpu" else self._control.deferred
+
+    def report(self, outputs: StepOutputs) -> Reply:
+        """The message with this process's outputs, or the promise to post them, as packing waits for the device."""
+        deferred = self._deferred
+        wanted: Reply = {} if deferred is None else {"wanted": deferred.wanted()}
+        if not outputs:
+            return wanted
+        if deferred is not None:
+            event, ready = outputs.packed_later(self._device, self._events)
+            deferred.post(self._control.step, ready)
+            self._local = _ready(_LocalOutputs(outputs, event))
+        elif isinstance(self._control, Alone):
+            self._local = _ready(_LocalOutputs(outputs, None))
+        else:
+            return {"outputs": outputs.packed()}
+        return {"later": True} | wanted
+
+    def parts(self, replies: Sequence[Reply]) -> list[Part]:
+        """The outputs of every process, as functions that return them."""
+        deferred = self._deferred
+        parts = [_ready(reply["outputs"]) for reply in replies if "outputs" in reply]
+        for rank, reply in enumerate(replies):
+            if "later" in reply and rank == self._control.rank:
+                parts.append(self._local)
+            elif "later" in reply and deferred is not None:
+                parts.append(deferred.result(self._control.step, rank))
+        if deferred is not None:
+            deferred.forget(self._control.step, [reply["wanted"] for reply in replies])
+        return parts
+
+
+def _ready(outputs: Mapping[str, Any]) -> Part:
+    """Outputs that are available already."""
+    return _Ready(outputs)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A class, unlike a lambda, can be pickled."""
+
+    outputs: Mapping[str, Any]
+
+    def __call__(self) -> Mapping[str, Any]:
+        return self.outputs
+
+
+class _LocalOutputs(dict[str, Any]):
+    """The outputs of this process, each packed when it is read."""
+
+    def __init__(self, outputs: StepOutputs, event: DeviceEvent | None) -> None:
+        self._outputs, self._event = outputs, event
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._wait()
+        return vars(self)
+
+    def _wait(self) -> None:
+        if (event := self._event) is not None:
+            event.wait()
+            self._event = None
+
+    def __missing__(self, name: str) -> Any:
+        self._wait()
+        self[name] = packing(self._outputs.values[name])()
+        return self[name]
 
 
 def reduce_metrics(values: Values, count: int, weights: Weights, rules: MetricRules) -> dict[str, Any]:
@@ -212,15 +356,18 @@ def added_by_name(values: Values, weights: Weights) -> dict[str, torch.Tensor]:
     return found
 
 
-Packed = dict[str, list[Any]]
-"""Scalars by dtype: their microbatches, and their bytes as base64."""
-
-Part = Callable[[], Mapping[str, Any]]
-"""Returns the packed losses of a process: "losses" as returned, "scaled" as shares."""
-
-
 class StepResult:
-    """The result of a step. Expensive values are computed when they are read."""
+    """The result of a step. Expensive values are computed when they are read.
+
+    Args:
+        parts: the values of each process.
+        outputs: the last stage's outputs by microbatch; None without one.
+        merge_rules: how they are merged.
+        program: that was run.
+        spans: when its actions ran, by rank.
+        weights: of the microbatches.
+        rules: how metrics are reduced.
+    """
 
     def __init__(
         self,
@@ -229,23 +376,25 @@ class StepResult:
         merge_rules: Rules,
         program: Program,
         spans: Spans,
-        reports: Reports | None = None,
+        weights: Weights | None = None,
+        rules: MetricRules = "mean",
     ) -> None:
         self._parts = parts
         self.raw_outputs = dict(outputs or {})
         self._merge_rules = merge_rules
         self._program = program
         self._spans = spans
-        self._reports = Reports() if reports is None else reports
+        self._weights = Weights(None, None) if weights is None else weights
+        self._rules = rules
+
+    def _values(self, kind: str) -> Values:
+        return unpack(part()[kind] for part in self._parts)
 
     @cached_property
     def losses(self) -> list[torch.Tensor] | None:
         """The loss of every microbatch as the loss function returned it; None without a loss."""
-        return _by_microbatch([part()["losses"] for part in self._parts])
-
-    @cached_property
-    def _scaled(self) -> list[torch.Tensor] | None:
-        return _by_microbatch([part()["scaled"] for part in self._parts])
+        found = {i: loss for losses in self._values("losses").values() for i, ((_, loss),) in losses.items()}
+        return [found[i] for i in sorted(found)] or None
 
     @cached_property
     def loss(self) -> torch.Tensor | None:
@@ -253,7 +402,12 @@ class StepResult:
 
         It excludes the losses that stages added; see `added_losses`. It is on the CPU; reading it waits for the device.
         """
-        return sum_in_order(self._scaled) if self._scaled else None
+        if self.losses is None:
+            return None
+        divisors = self._weights.loss
+        return sum_in_order(
+            [scale_loss(x, None if divisors is None else divisors[i]) for i, x in enumerate(self.losses)]
+        )
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
@@ -262,7 +416,7 @@ class StepResult:
         Raises:
             ValueError: for a metric that is missing for a microbatch, or a rule for an unknown metric.
         """
-        return self._reports.reduced_metrics()
+        return reduce_metrics(self._values("metrics"), self._program.num_microbatches, self._weights, self._rules)
 
     @cached_property
     def added_losses(self) -> dict[str, torch.Tensor]:
@@ -270,7 +424,7 @@ class StepResult:
 
         The backward differentiates the sum of them and `loss`.
         """
-        return self._reports.added_losses()
+        return added_by_name(self._values("added"), self._weights)
 
     @cached_property
     def outputs(self) -> Any:
@@ -296,45 +450,7 @@ class StepResult:
         return Timeline(self._program, starts, ends, measured=True)
 
     def __repr__(self) -> str:
-        return (
-            f"<StepResult loss={None if self.loss is None else float(self.loss):.6g}>"
-            if self._scaled
-            else "<StepResult>"
-        )
-
-
-def _by_microbatch(losses: Sequence[Packed]) -> list[torch.Tensor] | None:
-    found: dict[int, torch.Tensor] = {}
-    for part in losses:
-        found.update(unpack_tensors(part))
-    return [found[i] for i in sorted(found)] or None
-
-
-def packing_tensors(tensors: Mapping[int, torch.Tensor], *, wait: bool = True) -> Callable[[], Packed]:
-    """Like `packing`, for scalars by microbatch, detached; one copy per dtype, so the cost hardly grows with their
-    number.
-
-    Args:
-        tensors: to pack.
-        wait: for the device. Otherwise the device must have completed before the function is called.
-    """
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for microbatch, tensor in tensors.items():
-        by_dtype.setdefault(tensor.dtype, []).append(microbatch)
-    copies = [
-        (microbatches, torch.stack([tensors[i] for i in microbatches]).detach().to("cpu", non_blocking=not wait))
-        for microbatches in by_dtype.values()
-    ]
-    return lambda: {dtype_name(copy): [microbatches, text_of(copy)] for microbatches, copy in copies}
-
-
-def unpack_tensors(packed: Packed) -> dict[int, torch.Tensor]:
-    """The inverse of `packing_tensors`."""
-    tensors: dict[int, torch.Tensor] = {}
-    for dtype, (microbatches, data) in packed.items():
-        raw = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
-        tensors.update(zip(microbatches, raw.view(getattr(torch, dtype)).unbind(), strict=True))
-    return tensors
+        return "<StepResult>" if self.loss is None else f"<StepResult loss={float(self.loss):.6g}>"
 
 
 def pack_spans(spans: Spans) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
@@ -35,8 +37,8 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.data_parallel import listed
-from fastpipe.runtime.executor import LocalRanks, Outcome
-from fastpipe.runtime.model import StageCopies, check_told, flags_of
+from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
+from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
 from fastpipe.runtime.step.inputs import (
     Inputs,
@@ -48,11 +50,37 @@ from fastpipe.runtime.step.inputs import (
     stage_works,
     take_inputs,
 )
-from fastpipe.runtime.step.microbatch import Rules
-from fastpipe.runtime.step.outputs import OutputExchange, StepOutputs
+from fastpipe.runtime.step.microbatch import Rules, check_merge_rules
 from fastpipe.runtime.step.programs import Programs
-from fastpipe.runtime.step.result import MetricRules, Reports, StepResult, Weights, pack_spans, unpack_spans, weights_of
+from fastpipe.runtime.step.result import (
+    MetricRules,
+    OutputExchange,
+    StepOutputs,
+    StepResult,
+    Weights,
+    pack_spans,
+    unpack_spans,
+    weights_of,
+)
 from fastpipe.runtime.step.watchdog import Watchdog, places_text
+from fastpipe.runtime.transport import MeshGroups, Transport
+
+logger = logging.getLogger("fastpipe")
+
+
+def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
+    """Warn if most weights of linears do not wait for W, as under torch.compile: the schedule then gains little."""
+    linears = [module for stage in stages for module in stage.module.modules() if isinstance(module, nn.Linear)]
+    weights: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears if linear.weight.requires_grad}
+    waiting = sum(any(stage.waits(weight) for stage in stages) for weight in weights.values())
+    if 2 * waiting < len(weights):
+        logger.warning(
+            "the schedule splits the backward, but the weights of only %d of %d linears here wait for W; the "
+            "gradients of the others, as in blocks under torch.compile, are computed in I, so that the schedule gains "
+            "little: compile what is between the linears, or use a schedule without W (describe() lists parameters)",
+            waiting,
+            len(weights),
+        )
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
@@ -145,6 +173,7 @@ class Steps:
         control: the connection to the other processes.
         replicas: handles stages that two ranks hold.
         random: the random numbers of the stages.
+        unfilled: the stages of a pipeline that was built on meta, until its first step.
         forward_only: whether the schedule has no backward.
         warn_after: seconds after which a step is reported that has not ended.
 
@@ -165,6 +194,7 @@ class Steps:
         control: Control,
         replicas: StageCopies,
         random: RandomNumbers,
+        unfilled: Unfilled | None = None,
         *,
         forward_only: bool,
         warn_after: float = float("inf"),
@@ -175,6 +205,7 @@ class Steps:
         self.control = control
         self.replicas = replicas
         self.random = random
+        self.unfilled = unfilled
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.announced: dict[tuple[Any, ...], int] = {}
@@ -185,7 +216,10 @@ class Steps:
         self.broken: Failure | None = None
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = OutputExchange(control, settings.device, ranks.device_events)
+        # the watcher's thread holds this, and must not hold the stages
+        self._lost = partial(_lost, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._lost)
+        self._has_noted_split = False
         self.watchdog = Watchdog(control, ranks, warn_after)
         self._interrupts = Interrupts(ranks.interrupt)
         self._calls = ReentrancyGuard()
@@ -240,7 +274,7 @@ class Steps:
         try:
             yield
         except FailureError as error:
-            self.abort(error.failure, error)
+            self.abort(error.failure, error.__cause__ or error)
         finally:
             self.watchdog.end()
             self.control.end()
@@ -276,7 +310,11 @@ class Steps:
         except Exception as error:  # reported as the step's failure
             outcome.fail(error, self.ranks.first)
             report = self._report(outcome, trace)
-        replies = self.control.exchange("end", report)
+        try:
+            replies = self.control.exchange("end", report)
+        except FailureError as error:
+            # on the rank that failed, its own exception says more
+            raise error from outcome.error or error.__cause__
         if request.training and self._has_separate_grads:
             self.replicas.after_step(not any("failure" in reply for reply in replies))
         return replies
@@ -309,6 +347,7 @@ class Steps:
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
             message["told"] = self.replicas.prepare()
+            self.check_filled()
             self.plans.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
@@ -331,7 +370,26 @@ class Steps:
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
         self.replicas.agreed()
+        if self.unfilled is not None:
+            self._use_values()
         return inputs, replies
+
+    def check_filled(self) -> None:
+        """Refuse to use stages that were built on meta and have no values.
+
+        Raises:
+            ValueError: naming the tensor and the remedy.
+        """
+        if self.unfilled is not None:
+            self.unfilled.check()
+
+    def _use_values(self) -> None:
+        """Begin to use stages that now have values on all ranks."""
+        for stage in self.stages:
+            if stage.grad_dtype is not None:
+                set_grad_dtype(stage.module, stage.grad_dtype)
+        self.replicas.equalise(initialised=True)
+        self.unfilled = None
 
     def follow(self, plans: Programs, *, forward_only: bool) -> None:
         """Run other programs on the same stages from the next step on."""
@@ -420,8 +478,8 @@ class Steps:
         check_given([reply["kwargs"] for reply in replies])
         for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
             raise ValueError(
-                f"split[{name!r}]: no stage's forward takes such an argument; name one that it takes, the position "
-                "of an input, 'target' or 'output_grad'"
+                f"split[{name!r}]: no stage's forward takes such an argument by name; name one that it takes, the "
+                "position of an input, 'target' or 'output_grad'"
             )
         check_batches([reply.get("batch", {}) for reply in replies])
         check_told([reply["told"] for reply in replies])
@@ -482,7 +540,9 @@ class Steps:
         if request.training:
             self.replicas.before_step()
             self._has_separate_grads = True
-        self.random.begin(self.stages, request.training, self._flags, self._has_pairs(request))
+        guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
+        for stage in stages:
+            stage.random = self.random if guards else None
 
     def _has_pairs(self, request: Request) -> bool:
         return request.training and self.plans.has_pairs(request.num_microbatches)
@@ -501,6 +561,9 @@ class Steps:
         if len(self.announced) == _MAX_SIGNATURES:
             del self.announced[next(iter(self.announced))]
         self.announced[signature] = number
+        if not self._has_noted_split and any(stage.has_split for stage in self.stages):
+            self._has_noted_split = True
+            warn_of_whole_weights(self.stages)
 
     def _failed_elsewhere(self, failure: Failure) -> None:
         """Called by the watcher: another process failed or died."""
@@ -510,15 +573,14 @@ class Steps:
         if failure.is_fatal:
             self._lost(failure)
 
-    def _lost(self, failure: Failure) -> None:
-        """Called by the watcher, in or between steps: another process ended."""
-        self.ranks.device_events.invalidate(failure)
-        self.ranks.transport.unblock(failure)
-
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         reply: Reply = {}
         if self.ranks.failed_at:
             reply["positions"] = [(rank, position) for rank, _, position in self.ranks.failed_at]
+        if outcome.failure is None:
+            for stage in self.stages:
+                for output in list(stage.work.outputs.values())[:1]:
+                    check_merge_rules(output, self.settings.merge)
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
@@ -571,8 +633,14 @@ class Steps:
         found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
         for stage in self.stages:
             stage.end()
-        reports = Reports(parts, weights, self.settings.metrics, program.num_microbatches)
-        return StepResult(parts, found, self.settings.merge, program, spans, reports)
+        return StepResult(parts, found, self.settings.merge, program, spans, weights, self.settings.metrics)
+
+
+def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
+    """Called by the watcher, in or between steps: another process ended."""
+    mesh_groups.abort()
+    events.invalidate(failure)
+    transport.unblock(failure)
 
 
 def _call_text(request: Request) -> str:

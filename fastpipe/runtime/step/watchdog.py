@@ -11,15 +11,11 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING
 
 from fastpipe.program import ChannelKind, Instruction, Op, Program
 from fastpipe.runtime.common import ForkGuard, logged, torch_private
 from fastpipe.runtime.coordination import Control
-
-if TYPE_CHECKING:
-    from fastpipe.runtime.executor import LocalRanks
+from fastpipe.runtime.executor import LocalRanks
 
 logger = logging.getLogger("fastpipe")
 RECENT = 10
@@ -86,6 +82,7 @@ class Watchdog:
 
     Attributes:
         phase: what the current call does now.
+        thread: to be closed.
     """
 
     def __init__(self, control: Control, ranks: LocalRanks, warn_after: float) -> None:
@@ -94,16 +91,12 @@ class Watchdog:
         self._step, self._thread_id = 0, 0
         self._since = time.monotonic()
         self._due = warn_after
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._guard = ForkGuard()
+        self.thread = WatchdogThread()
 
     def begin(self) -> None:
         """A call begins."""
-        if self._thread is None and self._warn_after != float("inf"):
-            watch = partial(_watch, weakref.ref(self), self._stop, self._warn_after)
-            self._thread = threading.Thread(target=watch, name="fastpipe-watchdog", daemon=True)
-            self._thread.start()
+        if self._warn_after != float("inf"):
+            self.thread.start(self, self._warn_after)
         self._thread_id, self._step = threading.get_ident(), self._step + 1
         self._due, self.phase = self._warn_after, "agrees with the other ranks on the inputs"
         self._since = time.monotonic()
@@ -113,13 +106,6 @@ class Watchdog:
         self.phase, self._due = "", self._warn_after
         self._since = time.monotonic()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        if self._guard.here and self._thread not in (None, threading.current_thread()):
-            assert self._thread is not None
-            self._thread.join(timeout=2)
-
     def look(self) -> None:
         """Report if this call, or the time since the last one, is too long. Called by the thread."""
         since, phase, step = self._since, self.phase, self._step
@@ -127,7 +113,7 @@ class Watchdog:
             return
         self._due = 2 * seconds
         self._control.put_place(step, bool(phase), self._text())
-        if not phase or self._stop.wait(min(_GRACE_SECONDS, self._warn_after / 4)) or since != self._since:
+        if not phase or self.thread.stop.wait(min(_GRACE_SECONDS, self._warn_after / 4)) or since != self._since:
             return
         first, lines = self._report("")
         if first == self._control.rank:
@@ -182,6 +168,28 @@ class Watchdog:
         """The line of Python that the calling thread executes."""
         line = torch_private.line_of_thread(self._thread_id)
         return line and f" ({line})"
+
+
+class WatchdogThread:
+    """The thread of a watchdog. It starts with the first call, and does not keep the watchdog alive."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._guard = ForkGuard()
+
+    def start(self, watchdog: Watchdog, warn_after: float) -> None:
+        """Start it, unless it runs."""
+        if self._thread is None:
+            arguments = weakref.ref(watchdog), self.stop, warn_after
+            self._thread = threading.Thread(target=_watch, args=arguments, name="fastpipe-watchdog", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self.stop.set()
+        if self._thread is not None and self._guard.here and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2)
 
 
 def _watch(watchdog: weakref.ref[Watchdog], stop: threading.Event, warn_after: float) -> None:

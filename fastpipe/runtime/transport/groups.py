@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     CPU,
     Failure,
@@ -247,6 +248,54 @@ def _abort(backend: Any) -> None:
             "a process group could not be aborted (%s); if the device does not finish, end this process",
             first_line(error),
         )
+
+
+class MeshGroups:
+    """The groups of a mesh in which stages run collectives of their own. They end when a stage fails, as nothing else
+    unblocks its peers.
+
+    A collective of NCCL ends when its process aborts it. One of Gloo ends when a peer closes its connections. So every
+    rank closes its own: at once if it failed, otherwise before it waits for anything but messages of its pipeline. Of
+    the ranks that wait for each other one is not in a collective, closes its connections, and so unblocks the others,
+    which close theirs.
+
+    Args:
+        groups: process groups.
+        device: of the stages.
+    """
+
+    def __init__(self, groups: Sequence[Any] = (), device: torch.device = CPU) -> None:
+        self._groups, self._device = list(groups), device
+        self._failed = False
+
+    def abort(self) -> None:
+        """A rank failed or is lost: abort what can be aborted from any thread."""
+        failed, self._failed = self._failed, True
+        if not failed and self._device.type == "cuda":
+            Aborts([torch_private.backend_for(group, self._device) for group in self._groups])
+
+    def leave(self) -> None:
+        """After `abort`, in the thread that runs the stages and outside of any: close the connections of Gloo."""
+        runtime: Any = native.load()
+        if not self._failed or self._device.type != "cpu" or runtime is None:
+            return
+        groups, self._groups = self._groups, []
+        for group in groups:
+            backend = torch_private.backend_for(group, self._device)
+            runtime.drop_backends(group)
+            # its end waits for its threads, which may still serve peers
+            aside([_Dropped(backend)], "fastpipe-leave")
+            del backend
+
+
+class _Dropped:
+    """Holds a backend until it is called."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __call__(self) -> None:
+        self._backend = None
 
 
 _WATCHDOG = {

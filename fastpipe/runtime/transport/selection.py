@@ -124,7 +124,7 @@ def select_transport(
     member: Membership,
     device: torch.device,
     timeout: float,
-    num_ranks_here: int,
+    num_sharing: int,
     by_python: bool = False,
 ) -> Transport:
     """Select the transport of several processes. Collective, with the same result on all.
@@ -138,7 +138,7 @@ def select_transport(
         member: membership of this process.
         device: device of this process.
         timeout: seconds to wait for other processes.
-        num_ranks_here: number of ranks on this host; waits spin before they block only if a core is free.
+        num_sharing: number of ranks that may run on this rank's cores, itself included; decides how long waits spin.
         by_python: whether this process has the Python executor, which supports only process groups.
 
     Raises:
@@ -151,7 +151,7 @@ def select_transport(
     if choice == "auto" and device.type != "cpu":
         return ProcessGroups(member, timeout)
     by_engine = choice == "cuda_ipc"
-    link, trial, host_groups, why = find_host_groups(exchange, member, device, num_ranks_here, by_engine, by_python)
+    link, trial, host_groups, why = find_host_groups(exchange, member, device, num_sharing, by_engine, by_python)
     if len(host_groups) == 1:
         return CudaIpc(link, trial.engine, member, timeout) if trial else SharedMemory(link, member, timeout)
     if choice != "auto":
@@ -168,7 +168,7 @@ def find_host_groups(
     exchange: Exchange,
     member: Membership,
     device: torch.device,
-    num_ranks_here: int,
+    num_sharing: int,
     by_engine: bool,
     by_python: bool,
 ) -> tuple[Any, Trial | None, HostGroups, str]:
@@ -179,7 +179,7 @@ def find_host_groups(
     Returns:
         Its side of the shared memory, its copy engine, the groups of ranks that share memory, and why not all do.
     """
-    link, trial, offer = _offer(member, device, num_ranks_here, by_engine, by_python)
+    link, trial, offer = _offer(member, device, num_sharing, by_engine, by_python)
     offers = exchange("offer of shared memory", offer)
     host_groups = _group_by_host(offers)
     host_ranks = next(group for group in host_groups if member.rank in group)
@@ -194,7 +194,7 @@ def find_host_groups(
 
 
 def _offer(
-    member: Membership, device: torch.device, num_ranks_here: int, by_engine: bool, by_python: bool
+    member: Membership, device: torch.device, num_sharing: int, by_engine: bool, by_python: bool
 ) -> tuple[Any, Trial | None, Offer]:
     """This rank's side of the shared memory, and the offer to other ranks."""
     runtime: Any = native.load()
@@ -205,7 +205,7 @@ def _offer(
     if device.type != "cpu" and not by_engine:
         return None, None, {"cannot": f"the stages are on {device.type}"}
     try:
-        link = runtime.SharedMemoryLink(member.rank, member.size, num_ranks_here)
+        link = runtime.SharedMemoryLink(member.rank, member.size, num_sharing)
         trial = Trial(runtime, device) if by_engine else None
         ticket = {} if trial is None else {"ticket": trial.ticket()}
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""examples/resume.py: stopped and started again with other ranks, it goes on as if it had not been."""
+"""Examples as people run them: alone and as several processes they print the same; resume.py goes on where it was."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.examples import run
+from tests.runtime.examples import REPOSITORY, losses, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
 def resume(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(REPOSITORY / "examples")
     return importlib.import_module("resume")
 
 
@@ -47,3 +46,28 @@ def test_processes_go_on_where_threads_stopped(tmp_path: Path) -> None:
     assert "1f1b on 2 ranks, from step3" in went_on
     whole = run("resume.py", "--folder", str(tmp_path / "b"), "--until", "5", "--ranks", "1", "--schedule", "gpipe")
     assert len(printed(whole)) == 5 and printed(begun) + printed(went_on) == printed(whole)
+
+
+def test_shards_train_what_one_process_trains() -> None:
+    shown, alone = run("fsdp.py", "--steps", "3", processes=4), run("fsdp.py", "--steps", "3")
+    assert "replicas: 2; ranks of each: 2" in shown and "replicas: 1" in alone
+    for spread, whole in zip(losses(shown), losses(alone), strict=True):
+        assert float(spread) == pytest.approx(float(whole), rel=1e-4)
+    ((held, total),), ((all_held, same),) = (
+        re.findall(r"holds ([\d,]+) of ([\d,]+) parameters", text) for text in (shown, alone)
+    )
+    assert all_held == same == total
+    assert int(held.replace(",", "")) < 0.3 * int(total.replace(",", ""))
+    assert re.findall(r"norm of the gradients (\S+)", shown) == re.findall(r"norm of the gradients (\S+)", alone)
+
+
+def test_a_llama_trains_and_goes_on_without_a_pipeline() -> None:
+    shown, alone = (run("train_llama.py", "--steps", "3", "--ranks", "2", processes=count) for count in (2, 0))
+    for text in (shown, alone):
+        assert "gradients are those of the unsplit model, bit for bit" in text
+        assert "tied        model.embed_tokens.weight = lm_head.weight (stages [0, 3])" in text
+        pipeline, plain = re.findall(r"pipeline's loss (\S+); the plain model's, from its checkpoint, (\S+)", text)[0]
+        assert float(pipeline) == pytest.approx(float(plain), abs=2e-4)
+        assert "it writes: 'def read" in text
+    assert losses(shown) == losses(alone)
+    assert float(losses(shown)[-1]) < float(losses(shown)[0])

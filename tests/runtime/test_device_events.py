@@ -54,50 +54,50 @@ def event(monkeypatch: pytest.MonkeyPatch) -> Event:
     return event
 
 
-def verdict(moment: DeviceEvent) -> str:
+def verdict(one: DeviceEvent) -> str:
     try:
-        moment.wait()
+        one.wait()
     except StepError as error:
         return str(error)
     return "good"
 
 
 def test_what_a_device_has_not_done_when_a_process_is_lost_is_given_up(event: Event) -> None:
-    moments = DeviceEvents()
-    moment = moments.make(DEVICE)
-    moments.invalidate(LOST)
+    events = DeviceEvents()
+    one = events.make(DEVICE)
+    events.invalidate(LOST)
     event.done.set()
-    assert verdict(moment).startswith("the step failed on rank 1: its process died")
+    assert verdict(one).startswith("the step failed on rank 1: its process died")
 
 
 def test_what_it_has_done_before_is_good_for_ever(event: Event) -> None:
     """Even if whoever is asked says later that streams were let go."""
-    moments = DeviceEvents()
-    moment = moments.make(DEVICE)
+    events = DeviceEvents()
+    one = events.make(DEVICE)
     event.done.set()
-    moments.invalidate(LOST)
-    moments.add_checks([pytest.fail])
-    assert verdict(moment) == "good"
+    events.invalidate(LOST)
+    events.add_checks([pytest.fail])
+    assert verdict(one) == "good"
 
 
 def test_what_is_made_after_a_loss_is_given_up_though_it_is_done(event: Event) -> None:
     """The watcher has let go of streams in the midst of a step, which has come to its end by that."""
-    moments = DeviceEvents()
-    moments.invalidate(LOST)
+    events = DeviceEvents()
+    events.invalidate(LOST)
     event.done.set()
-    assert verdict(moments.make(DEVICE)).startswith("the step failed on rank 1: its process died")
+    assert verdict(events.make(DEVICE)).startswith("the step failed on rank 1: its process died")
     with pytest.raises(FailureError, match=DIED) as caught:
-        moments.check()
+        events.check()
     assert caught.value.failure.rank == 1
 
 
 def test_a_device_that_is_lost_has_done_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "recorded", lambda device: Broken())
-    moments = DeviceEvents()
-    given_up, waited_for = moments.make(DEVICE), moments.make(DEVICE)
+    events = DeviceEvents()
+    given_up, waited_for = events.make(DEVICE), events.make(DEVICE)
     given_up.invalidate(LOST)
     assert "rank 1" in verdict(given_up)
-    moments.drop_checks()
+    events.drop_checks()
     assert "unspecified launch failure" in verdict(waited_for)
 
 
@@ -109,11 +109,11 @@ def test_a_message_that_never_came_is_an_error_with_its_rank_for_all(event: Even
         if (error := next(told, None)) is not None:
             raise error
 
-    moments = DeviceEvents()
-    moments.add_checks([check])
-    moment = moments.make(DEVICE)
+    events = DeviceEvents()
+    events.add_checks([check])
+    one = events.make(DEVICE)
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(verdict, moment) for _ in range(4)]
+        answers = [pool.submit(verdict, one) for _ in range(4)]
         event.done.set()
         for answer in answers:
             assert answer.result().startswith("the step failed on rank 3: nothing came of it")
@@ -127,25 +127,25 @@ def test_who_is_asked_stays_until_nobody_needs_it(event: Event) -> None:
         asked.set()
         raise lost_peer("nothing came of it", 3)
 
-    moments = DeviceEvents()
-    moments.add_checks([check])
-    moment = moments.make(DEVICE)
+    events = DeviceEvents()
+    events.add_checks([check])
+    one = events.make(DEVICE)
     threading.Timer(0.05, event.done.set).start()
-    moments.drop_checks()
+    events.drop_checks()
     assert asked.is_set()
-    assert verdict(moment).startswith("the step failed on rank 3: nothing came of it")
+    assert verdict(one).startswith("the step failed on rank 3: nothing came of it")
 
 
 @pytest.mark.parametrize("done", [True, False])
 def test_a_pipeline_that_is_closed_gives_up_what_is_not_done(done: bool, event: Event) -> None:
-    moments = DeviceEvents()
-    moment = moments.make(DEVICE)
+    events = DeviceEvents()
+    one = events.make(DEVICE)
     if done:
         threading.Timer(0.05, event.done.set).start()
-    assert moments.close(CLOSED, PATIENCE if done else 0.05) == done
+    assert events.close(CLOSED, PATIENCE if done else 0.05) == done
     event.done.set()
-    assert (verdict(moment) == "good") == done
-    assert "the pipeline was closed" in verdict(moments.make(DEVICE))
+    assert (verdict(one) == "good") == done
+    assert "the pipeline was closed" in verdict(events.make(DEVICE))
 
 
 @pytest.mark.parametrize("done", [True, False])
@@ -158,13 +158,13 @@ def test_ranks_give_up_before_they_end_what_streams_wait_for(
     def ends(way: str) -> Callable[[], None]:
         def end() -> None:
             event.done.set()  # since its streams are let go
-            verdicts.append((way, verdict(moment)))
+            verdicts.append((way, verdict(one)))
 
         return end
 
     transport: Any = SimpleNamespace(close=ends("close"), abort=ends("abort"))
     ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
-    moment = ranks.device_events.make(DEVICE)
+    one = ranks.device_events.make(DEVICE)
     if done:
         event.done.set()
     ranks.close()
@@ -174,30 +174,30 @@ def test_ranks_give_up_before_they_end_what_streams_wait_for(
         assert said.startswith("the step failed on rank 2: the pipeline was closed before its device was done")
 
 
-def test_moments_may_be_made_while_they_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_may_be_made_while_they_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "recorded", lambda device: Event())
-    moments, stop = DeviceEvents(), threading.Event()
+    events, stop = DeviceEvents(), threading.Event()
 
     def give_up() -> None:
         while not stop.is_set():
-            moments.invalidate(LOST)
+            events.invalidate(LOST)
 
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(give_up)
-        made = [moments.make(DEVICE) for _ in range(2000)]
+        made = [events.make(DEVICE) for _ in range(2000)]
         stop.set()
         others.result()
-    assert all("rank 1" in verdict(moment) for moment in made)
+    assert all("rank 1" in verdict(one) for one in made)
 
 
 def test_a_result_that_nobody_has_read_keeps_no_stages_alive(event: Event) -> None:
     transport: Any = SimpleNamespace(close=lambda: None)
     ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
-    moment = ranks.device_events.make(DEVICE)
+    one = ranks.device_events.make(DEVICE)
     event.done.set()
     ranks.close()
     alive = weakref.ref(ranks)
     del ranks
     gc.collect()
     assert alive() is None
-    assert verdict(moment) == "good"
+    assert verdict(one) == "good"

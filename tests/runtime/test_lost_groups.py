@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastpipe.runtime.common.failure import DIED, Failure, FailureError
 from fastpipe.runtime.common.waits import attended
@@ -168,3 +171,23 @@ def test_all_are_let_go_even_if_one_cannot_be(caplog: pytest.LogCaptureFixture) 
     aborts: list[str] = []
     lost_groups(aborts).unblock(Failure(1, DIED, is_fatal=True))
     assert aborts == ["aborted"] and "no abort" in caplog.text
+
+
+SOON = 0.3
+
+
+def test_who_closes_first_waits_for_the_others(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    first = threading.Thread(target=wait_for_all, args=(store, 0, 2, PATIENCE))
+    first.start()
+    first.join(SOON)
+    assert first.is_alive(), "rank 1 has not come"
+    wait_for_all(store, 1, 2, PATIENCE)
+    first.join(PATIENCE)
+    assert not first.is_alive()
+
+
+def test_who_does_not_come_is_not_waited_for_long(tmp_path: Path) -> None:
+    start = time.monotonic()
+    wait_for_all(dist.FileStore(str(tmp_path / "store"), 2), 0, 2, SOON)
+    assert SOON <= time.monotonic() - start < PATIENCE

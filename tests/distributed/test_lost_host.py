@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline
+from tests.conftest import paired
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.distributed.test_death import COUNT, SIZE, check, others, report
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
-from tests.runtime.models import CASES, DEVICE, Block
+from tests.runtime.faults import AtCall
+from tests.runtime.models import CASES
 
 Place = tuple[str, int]
 """Seconds. A host is taken to be gone after 1.5 of silence, and where it held the store that is another moment."""
@@ -52,24 +53,12 @@ def _place(address: tuple[Any, ...]) -> Place:
     return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
-class Vanishing(torch.nn.Module):
-    """In one of its forwards its host vanishes: nothing comes here, and nothing is said any more."""
-
-    def __init__(self, at_call: int, note: Path) -> None:
-        super().__init__()
-        self.block = Block().to(DEVICE)
-        self.at_call = at_call
-        self.note = note
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls - 1 == self.at_call:
-            draft = self.note.with_suffix(".draft")
-            draft.write_text(json.dumps({"places": sorted(cut_off()), "time": time.monotonic()}))
-            draft.rename(self.note)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return self.block(x)
+def vanish(note: Path) -> None:
+    """This process's host vanishes: nothing comes here, and nothing is said any more."""
+    draft = note.with_suffix(".draft")
+    draft.write_text(json.dumps({"places": sorted(cut_off()), "time": time.monotonic()}))
+    draft.rename(note)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def lose(note: Path) -> None:
@@ -82,7 +71,7 @@ def lose(note: Path) -> None:
 def train(victim: int, note: Path, executor: str, hosts: str) -> dict[str, Any]:
     case = CASES["plain"]
     mine = dist.get_rank() == victim
-    stages = [Vanishing(COUNT + 3 if mine else -1, note) for _ in range(SIZE)]
+    stages = [AtCall(lambda: vanish(note), COUNT + 3 if mine else -1) for _ in range(SIZE)]
     with on_hosts(hosts):
         pipe = Pipeline(stages, "1f1b", COUNT, case.loss_fn, executor=executor, timeout=PATIENCE)
     assert pipe.transport.kind in ("mixed", "process_group")
@@ -96,7 +85,9 @@ def train(victim: int, note: Path, executor: str, hosts: str) -> dict[str, Any]:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize(("victim", "hosts"), [(3, "aaab"), (1, "abcd"), (0, "abbb")])
+@pytest.mark.parametrize(
+    ("victim", "hosts", "executor"), paired([(3, "aaab"), (1, "abcd"), (0, "abbb")]), indirect=["executor"]
+)
 def test_nobody_waits_for_a_host_that_has_vanished(victim: int, hosts: str, executor: str, tmp_path: Path) -> None:
     with ranks(SIZE) as group:
         group.start(train, victim, tmp_path / "note", executor, hosts)

@@ -24,9 +24,9 @@ def store(tmp_path: Path) -> dist.Store:
 
 @pytest.fixture
 def sender(store: dist.Store) -> Iterator[DeferredResults]:
-    mail = DeferredResults(store, 1, PATIENCE)
-    yield mail
-    mail.close()
+    results = DeferredResults(store, 1, PATIENCE)
+    yield results
+    results.close()
 
 
 @pytest.fixture
@@ -42,36 +42,36 @@ def test_nobody_waits_but_who_asks(sender: DeferredResults, reader: DeferredResu
         return {"losses": 3}
 
     sender.post(5, ready)
-    letter = reader.result(5, 1)
+    result = reader.result(5, 1)
     threading.Timer(0.05, there.set).start()
-    assert letter() == {"losses": 3}
-    assert there.is_set() and letter() is letter()
+    assert result() == {"losses": 3}
+    assert there.is_set() and result() is result()
 
 
 def test_what_may_still_be_asked_for_is_kept(
     store: dist.Store, sender: DeferredResults, reader: DeferredResults
 ) -> None:
-    letters = {}
+    results = {}
     for step in range(1, 5):
         sender.post(step, lambda step=step: {"losses": step})
-        letters[step] = reader.result(step, 1)
-    letters.pop(1)  # the result is gone, and nobody has read it
+        results[step] = reader.result(step, 1)
+    results.pop(1)  # the result is gone, and nobody has read it
     gc.collect()
-    letters[3]()
+    results[3]()
     assert reader.wanted() == 2
     sender.forget(4, [None, reader.wanted()])
-    assert letters[2]() == {"losses": 2}
+    assert results[2]() == {"losses": 2}
     assert reader.wanted() == 4
     sender.forget(4, [None, reader.wanted()])
     sender.close()
     assert [store.check([f"{step}/found/1"]) for step in range(1, 5)] == [False, False, False, True]
-    assert letters[4]() == {"losses": 4} and reader.wanted() is None
+    assert results[4]() == {"losses": 4} and reader.wanted() is None
 
 
 def test_what_does_not_come_is_an_error(store: dist.Store) -> None:
-    letter = DeferredResults(store, 0, 0.05).result(1, 1)
+    result = DeferredResults(store, 0, 0.05).result(1, 1)
     with pytest.raises(StepError, match="rank 1 .*losses .* 0.05 s") as caught:
-        letter()
+        result()
     assert caught.value.rank == 1
 
 
@@ -79,10 +79,10 @@ def test_who_waits_warns_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Torch does so whenever a store is waited for in vain."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     sender, reader = DeferredResults(store, 1, PATIENCE), DeferredResults(store, 0, PATIENCE)
-    letter = reader.result(1, 1)
+    result = reader.result(1, 1)
     later = threading.Timer(0.5, sender.post, (1, lambda: {"losses": 1}))
     later.start()
-    assert letter() == {"losses": 1}
+    assert result() == {"losses": 1}
     later.join()
     sender.close()
     assert capfd.readouterr().err == ""
@@ -114,7 +114,7 @@ def test_what_cannot_be_trusted_is_an_error_for_who_reads_it(sender: DeferredRes
 
 
 def test_whatever_keeps_a_process_from_telling_is_told(sender: DeferredResults, reader: DeferredResults) -> None:
-    """An error of its device, say: nobody waits for the whole timeout. And the next letter goes as ever."""
+    """An error of its device, say: nobody waits for the whole timeout. And the next result goes as ever."""
 
     def ready() -> dict[str, int]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nof which it says more")

@@ -1,0 +1,67 @@
+"""Lightning: the strategy for a LightningModule with a pipeline, which optimizes manually, in several processes."""
+# Lightning is typed in part only
+# mypy: disable-error-code="misc, override, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+
+import fastpipe
+
+
+class PipelineStrategy(DDPStrategy):
+    """One process for each rank: all get the same batches, and a checkpoint is one folder of `save_checkpoint`.
+
+    The LightningModule has the `fastpipe.Pipeline` as its attribute ``pipe``, made in ``configure_model``. Pass
+    ``use_distributed_sampler=False`` to the Trainer.
+    """
+
+    strategy_name = "fastpipe"
+
+    @property
+    def pipe(self) -> fastpipe.Pipeline:
+        """The pipeline of the LightningModule.
+
+        Raises:
+            AttributeError: if it has none, saying where to make it.
+        """
+        pipe = getattr(self.lightning_module, "pipe", None)
+        if not isinstance(pipe, fastpipe.Pipeline):
+            raise AttributeError("the LightningModule has no Pipeline: set self.pipe in configure_model")
+        return pipe
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """None are used.
+
+        Raises:
+            ValueError: if the Trainer asks for a distributed sampler, which would give every rank other rows.
+        """
+        raise ValueError("use_distributed_sampler = True: all ranks need the same batches; pass False to the Trainer")
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The optimizer is loaded with the model."""
+        return True
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is; a pipeline is no replica."""
+        self.model = self.lightning_module
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the stages of every process, and the rest of Lightning's checkpoint once."""
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        fastpipe.save_checkpoint(filepath, self.pipe, self.optimizers or None, extra=rest)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the stages and the optimizer, and return the rest."""
+        rest = fastpipe.load_checkpoint(checkpoint_path, self.pipe, self.optimizers or None)
+        return {**rest, "state_dict": {}, "optimizer_states": []}
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has."""
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Nothing: `load_checkpoint` has."""

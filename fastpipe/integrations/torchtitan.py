@@ -1,0 +1,149 @@
+"""torchtitan: a ``pipelining_fn`` for its ``TrainSpec`` (0.2) or ``ModelSpec`` (0.3).
+
+The configuration is torchtitan's; ``pipeline_parallel_schedule`` may also name any schedule of fastpipe's with one copy
+of every stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+import fastpipe
+
+# torch's names of schedules, where fastpipe's differ
+SCHEDULES = {"interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zb"}
+SCHEDULES |= {"loopedbfs": "looped_bfs", "zbvzerobubble": "zbv"}
+
+
+class PipelineSchedule:
+    """What torchtitan's Trainer takes for a schedule. The first call builds the Pipeline, as weights exist then."""
+
+    def __init__(self, build: Callable[[Callable[..., Any]], fastpipe.Pipeline], loss_fn: Callable[..., Any]) -> None:
+        arguments: list[Mapping[str, Any]] = [{}]
+
+        def loss(output: Any, target: Any) -> Any:  # without self, or threads of ranks would hold the Pipeline
+            value = loss_fn(output, target, **arguments[0])
+            return value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
+
+        self._loss_kwargs, self._build = arguments, functools.partial(build, loss)
+
+    @functools.cached_property
+    def pipe(self) -> fastpipe.Pipeline:
+        """The pipeline."""
+        return self._build()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Forward and backward, with the arguments of torch's schedules."""
+        self._run(self.pipe.step, args, **kwargs)
+
+    def eval(self, *args: Any, **kwargs: Any) -> None:
+        """Forward only."""
+        self._run(self.pipe.eval_step, args, **kwargs)
+
+    def _run(
+        self,
+        call: Callable[..., fastpipe.StepResult],
+        args: Sequence[Any],
+        *,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        return_outputs: bool = False,  # by torch's default True; none are kept
+        **kwargs: Any,
+    ) -> None:
+        self._loss_kwargs[0] = loss_kwargs or {}
+        if arg_mbs:
+            args = [list(values) for values in zip(*arg_mbs, strict=True)]
+        if kwarg_mbs:
+            kwargs |= {name: [values[name] for values in kwarg_mbs] for name in kwarg_mbs[0]}
+        result = call(*args, target=list(target_mbs) if target_mbs else target, **kwargs)
+        if losses is not None:
+            losses.extend(result.losses or ())
+
+
+def pipeline(
+    model: nn.Module,
+    parallel_dims: Any,
+    job_config: Any = None,
+    device: Any = None,
+    model_args: Any = None,
+    parallelize_fn: Any = None,
+    loss_fn: Any = None,
+    **configs: Any,
+) -> tuple[PipelineSchedule, list[nn.Module], bool, bool]:
+    """Cut a model, also on the meta device, as a ``pipelining_fn`` of torchtitan; ``configs`` instead of ``job_config``
+    are 0.3's. The model's forward skips children that are None, and layers that its ModuleDicts have not.
+
+    A ValueError names an option of the configuration, or a child of the model.
+    """
+    configs.pop("model_config", None)
+    settings = {"job_config": job_config} if job_config else configs
+    config = job_config or SimpleNamespace(**configs)
+    layers = _layers(model, config.parallelism)
+    schedule, names = _schedule(config.parallelism, config.training.local_batch_size, parallel_dims.pp, layers)
+    mesh, parts = parallel_dims.get_mesh("pp"), {}
+    for index in schedule.placement.stages_of(mesh.get_local_rank()):
+        part = _part(model, layers.keys() - set(names[index]))
+        parts[index] = parallelize_fn(part, parallel_dims=parallel_dims, **settings)
+
+    def build(loss: Callable[..., Any]) -> fastpipe.Pipeline:
+        return fastpipe.Pipeline(parts, schedule, loss_fn=loss, loss_reduction="sum", merge=False, group=mesh)
+
+    return PipelineSchedule(build, loss_fn), list(parts.values()), 0 in parts, schedule.num_stages - 1 in parts
+
+
+def _layers(model: nn.Module, parallelism: Any) -> dict[str, int]:
+    """What stages have or have not, in the order of the forward, with the layers that torchtitan counts each as."""
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    costs = {"norm": 0, "output": last, "lm_head": last}
+    costs["tok_embeddings"], found = parallelism.pipeline_parallel_first_stage_less_layers, {}
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleDict):
+            found.update({f"{name}.{key}": 1 for key in child})
+        elif name in costs or parallelism.module_fqns_per_model_part:
+            found[name] = costs.get(name, 0)
+        else:
+            raise ValueError(f"model.{name}: no stage is known for it; set parallelism.module_fqns_per_model_part")
+    return found
+
+
+def _schedule(
+    parallelism: Any, batch_size: int, num_ranks: int, layers: Mapping[str, int]
+) -> tuple[fastpipe.Schedule, Sequence[Sequence[str]]]:
+    """The schedule, and the names of what each of its stages has."""
+    rows, names = parallelism.pipeline_parallel_microbatch_size, parallelism.module_fqns_per_model_part
+    per_stage, name = parallelism.pipeline_parallel_layers_per_stage, parallelism.pipeline_parallel_schedule.lower()
+    count = len(names) if names else math.ceil(sum(layers.values()) / per_stage) if per_stage else None
+    if path := parallelism.pipeline_parallel_schedule_csv:
+        schedule = fastpipe.Schedule.from_csv(path).validate()
+    else:
+        sizes = {"num_ranks": num_ranks, "num_microbatches": batch_size // rows}
+        schedule = fastpipe.make_schedule(SCHEDULES.get(name, name), **sizes)
+        if count not in (None, schedule.num_stages) and count % num_ranks == 0:
+            schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
+    if schedule.placement.num_routes > 1:
+        raise ValueError(f"pipeline_parallel_schedule = {name!r} has every stage twice: take dualpipev, for example")
+    stages = schedule.num_stages
+    names = names or [[list(layers)[i] for i in cut] for cut in fastpipe.partition([*layers.values()], stages)]
+    if count not in (None, stages) or {layer for part in names for layer in part} != layers.keys():
+        text = "module_fqns_per_model_part, pipeline_parallel_layers_per_stage"
+        raise ValueError(f"{text}: {schedule.name} has {stages} stages, not {count}; give as many, of {list(layers)}")
+    return schedule, names
+
+
+def _part(model: nn.Module, absent: set[str]) -> Any:
+    """A copy without these layers; parameters keep their names."""
+    part: Any = copy.deepcopy(model)
+    for parent, _, key in (name.rpartition(".") for name in absent):
+        part.get_submodule(parent).pop(key) if parent else setattr(part, key, None)
+    return part

@@ -1,0 +1,159 @@
+"""Meshes whose stages meet in collectives: a failure of one rank reaches all, with its place, and nobody waits."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fastpipe import Pipeline, StepError
+from tests.conftest import skip_without_native
+from tests.distributed.ranks import ranks
+from tests.distributed.test_mesh import MICROBATCHES, GroupOf, batch, layers
+
+FORWARD, BACKWARD, KILL = "forward", "backward", "kill"
+AT_CALL = 6  # the third microbatch of the second step
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("a wrong gradient")
+
+
+class Failing(nn.Module):
+    """A layer that fails in one of its forwards, or in the backward of that."""
+
+    def __init__(self, layer: nn.Module, way: str) -> None:
+        super().__init__()
+        self.layer, self.way, self.calls = layer, way, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 == AT_CALL:
+            if self.way == KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.way == FORWARD:
+                raise ArithmeticError("a wrong activation")
+            x = FailingBackward.apply(x)
+        return self.layer(x)
+
+
+def told(pipe: Pipeline, replica: int = 0, steps: int = 2) -> tuple[StepError, str]:
+    """The error of the step that fails, and of the next one."""
+    x, y = batch(replica)
+    for _ in range(steps - 1):
+        pipe.step(x, target=y)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(StepError) as raised:
+            pipe.step(x, target=y)
+        errors.append(raised.value)
+    return errors[0], str(errors[1])
+
+
+def fails(way: str, schedule: str, executor: str, victim: int) -> dict[str, Any]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    made = layers(mesh)
+    if dist.get_rank() == victim:
+        made = [Failing(layer, way) if i % 2 else layer for i, layer in enumerate(made)]
+    pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
+    error, again = told(pipe)
+    found = {"rank": error.rank, "stage": error.stage, "action": error.action, "microbatch": error.microbatch}
+    found |= {"text": str(error), "again": again, "cause": repr(error.__cause__)}
+    found["notes"] = "\n".join(error.__notes__)
+    # the mesh's groups are over, the others are not
+    if way != KILL:
+        with pytest.raises(RuntimeError, match="backend"):
+            dist.all_reduce(torch.ones(2), group=mesh.get_group("tp"))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "schedule", "executor", "victim"),
+    [
+        (FORWARD, "1f1b", "native", 3),
+        (FORWARD, "zbv", "python", 0),
+        (BACKWARD, "1f1b", "python", 1),
+        (BACKWARD, "zbv", "native", 2),
+    ],
+)
+def test_an_exception_reaches_all_ranks_of_the_mesh(way: str, schedule: str, executor: str, victim: int) -> None:
+    skip_without_native()
+    with ranks(4) as group:
+        answers = group.run(fails, way, schedule, executor, victim)
+    kind = "F" if way == FORWARD else "B" if schedule == "1f1b" else "I"
+    place = answers[victim]
+    for answer in answers:
+        assert answer["rank"] == victim // 2 and answer["stage"] is not None
+        assert kind in answer["action"] and answer["microbatch"] is not None
+        assert f"rank {victim // 2} of the pipeline at tp={victim % 2}, stage" in answer["text"]
+        assert "ArithmeticError: a wrong" in answer["text"] and "start the processes again" in answer["text"]
+        assert answer["text"] == answer["again"] == place["text"]
+        assert "when the pipeline ended" in answer["notes"] and all(f"\nrank {r} " in answer["notes"] for r in range(2))
+    assert "ArithmeticError" in place["cause"]
+
+
+@pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "native"), ("zbv", "python")])
+def test_a_death_reaches_all_ranks_of_the_mesh(schedule: str, executor: str) -> None:
+    skip_without_native()
+    with ranks(4) as group:
+        group.start(fails, KILL, schedule, executor, 3)
+        for answer in group.results([0, 1, 2]):
+            assert answer["rank"] == 1 and "rank 1 of the pipeline at tp=1: its process died" in answer["text"]
+            assert answer["text"] == answer["again"]
+
+
+def refuses() -> str:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
+    x, y = batch(0)
+    # one pipeline is given too few rows
+    rows = 1 if mesh["tp"].get_local_rank() else None
+    with pytest.raises((ValueError, StepError)) as raised:
+        pipe.step(x[:rows], target=y[:rows])
+    assert pipe.step(x, target=y).loss is not None
+    return str(raised.value)
+
+
+def test_input_that_one_pipeline_refuses_is_refused_by_all(group_of: GroupOf) -> None:
+    answers = group_of(4).run(refuses)
+    # ranks 0 and 2 are the pipeline whose input is good
+    assert all("of the pipeline at tp=1 refused its input" in answers[rank] for rank in (0, 2)), answers
+
+
+def fails_beside_replicas(way: str, schedule: str, victim: int) -> tuple[str, str]:
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "tp", "dp_shard"))
+    made: list[nn.Module] = [fully_shard(layer, mesh=mesh["dp_shard"]) for layer in layers(mesh)]
+    if dist.get_rank() == victim:
+        made = [Failing(layer, way) if i % 2 else layer for i, layer in enumerate(made)]
+    pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
+    error, again = told(pipe, mesh["dp_shard"].get_local_rank())
+    return str(error), again
+
+
+@pytest.mark.parametrize(("way", "schedule"), [(FORWARD, "zbv"), (KILL, "1f1b")])
+def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str) -> None:
+    skip_without_native()
+    victim = 6  # the second of two ranks, tp=1, of the first replica
+    with ranks(8) as group:
+        group.start(fails_beside_replicas, way, schedule, victim)
+        living = [rank for rank in range(8) if way != KILL or rank != victim]
+        for rank, (text, again) in zip(living, group.results(living), strict=True):
+            assert text == again
+            if rank % 2 == 0:
+                assert "rank 1 of the pipeline at tp=1" in text
+                assert ("its process died" if way == KILL else "a wrong activation") in text
+            elif way == FORWARD:
+                assert "REDUCE_GRAD: the step failed in another of the replicas" in text
+            else:
+                assert "REDUCE_GRAD" in text, text

@@ -1,0 +1,79 @@
+"""The examples of Accelerate and Lightning: the same losses in one process and in two; what is refused."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastpipe
+from tests.runtime.examples import run
+
+needs_accelerate = pytest.mark.skipif(
+    not find_spec("accelerate"), reason="accelerate is not installed: pip install '.[integrations]'"
+)
+needs_lightning = pytest.mark.skipif(
+    not find_spec("lightning"), reason="lightning is not installed: pip install '.[integrations]'"
+)
+
+
+def losses(shown: str) -> dict[str, str]:
+    return dict(re.findall(r"^(step \d|batch \d|validation):?(?: loss)? (\d\.\d+)$", shown, flags=re.MULTILINE))
+
+
+@needs_accelerate
+def test_accelerate_has_the_same_losses_in_one_process_and_in_two() -> None:
+    alone, two = (losses(run("accelerate_loop.py", processes=count)) for count in (0, 2))
+    assert len(alone) == 4 and alone == two
+    script = Path(__file__).resolve().parents[2] / "examples/accelerate_loop.py"
+    assert len(script.read_text().splitlines()) <= 40
+
+
+@needs_accelerate
+def test_a_model_that_accelerate_has_patched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward is replaced on the instance, so a stage would run all of it."""
+    transformers: Any = pytest.importorskip("transformers")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    model = transformers.LlamaForCausalLM(config)
+    try:
+        patched = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()  # of the process
+    with pytest.raises(ValueError, match="forward"):
+        fastpipe.split(patched)
+
+
+@needs_lightning
+def test_lightning_has_the_same_losses_in_one_process_and_in_two_and_goes_on(tmp_path: Path) -> None:
+    one, two, three = (str(tmp_path / name) for name in ("one", "two", "three"))
+    alone = losses(run("lightning_loop.py", one))
+    assert len(alone) == 6 + 1 and losses(run("lightning_loop.py", two, processes=2)) == alone
+    (saved,) = Path(two, "checkpoints").iterdir()
+    assert fastpipe.latest_checkpoint(saved.parent) == saved
+    resumed = run("lightning_loop.py", three, str(saved), "3", processes=2)
+    longer = losses(run("lightning_loop.py", str(tmp_path / "four"), "", "3"))
+    assert {name: longer[name] for name in losses(resumed)} == losses(resumed)
+    assert {"step 7", "step 9", "validation"} <= losses(resumed).keys()
+
+
+@needs_lightning
+def test_lightning_s_strategy_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as it does when it is imported
+    from fastpipe.integrations.lightning import PipelineStrategy
+
+    strategy = PipelineStrategy()
+    with pytest.raises(ValueError, match="use_distributed_sampler = True"):
+        _ = strategy.distributed_sampler_kwargs
+    strategy._lightning_module = torch.nn.Module()  # type: ignore[assignment]
+    with pytest.raises(AttributeError, match="set self.pipe in configure_model"):
+        _ = strategy.pipe

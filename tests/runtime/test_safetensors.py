@@ -1,0 +1,140 @@
+"""Weights of Hugging Face models read from safetensors files; see also tests/distributed/test_meta.py."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import fastpipe
+from fastpipe import Pipeline
+from fastpipe.runtime.split.hugging_face import SUPPORTED
+from fastpipe.testing import reference_step
+from tests.runtime.checks import assert_same, same_bits
+from tests.runtime.decoders import decoder, padded_batch
+
+
+def on_meta(kind: str, **options: Any) -> Any:
+    with torch.device("meta"):
+        return decoder(kind, "eager" if kind == "gemma2" else "sdpa", **options)
+
+
+def build(model: Any, schedule: str = "zbv", **options: Any) -> Pipeline:
+    layers = fastpipe.split(model)
+    options |= {"loss_reduction": layers.num_tokens, "num_ranks": 2}
+    return Pipeline(layers, schedule, 4, layers.loss_fn, **options)
+
+
+def assert_like(pipe: Pipeline, whole: Any) -> None:
+    ids, mask, labels = padded_batch(9)
+    result = pipe.step(ids, attention_mask=mask, target=labels)
+    kwargs, layers = {"attention_mask": mask}, fastpipe.split(whole)
+    options: Any = {"loss_reduction": layers.num_tokens, "kwargs": kwargs, "ties": pipe._ties}
+    reference = reference_step(whole, (ids, labels), pipe.schedule, layers.loss_fn, **options)
+    reference.outputs = [output.logits for output in reference.outputs]
+    assert_same(pipe, result, whole, reference)
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_several_files(kind: str, tied: bool, tmp_path: Path) -> None:
+    whole = decoder(kind, "eager" if kind == "gemma2" else "sdpa", tied=tied)
+    whole.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    model = on_meta(kind, tied=tied)
+    pipe = build(model)
+    fastpipe.load_safetensors(tmp_path, pipe)
+    assert_like(pipe, whole)
+
+
+def test_a_single_file_and_stages_that_have_memory(tmp_path: Path) -> None:
+    whole = decoder("llama")
+    whole.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
+        pipe = build(decoder("llama", initializer_range=0.5), "1f1b")
+        fastpipe.load_safetensors(path, pipe)
+        assert_like(pipe, decoder("llama"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_initialised_as_transformers_does(kind: str) -> None:
+    whole, model = decoder(kind, "eager" if kind == "gemma2" else "sdpa"), on_meta(kind)
+    for module in whole.modules():
+        vars(module).pop("_is_hf_initialized", None)
+    pipe = build(model)
+    pipe.to_empty()
+    before = torch.random.get_rng_state()
+    build(on_meta(kind)).to_empty()
+    assert torch.equal(before, torch.random.get_rng_state())
+    for one in (whole, model):
+        torch.manual_seed(3)
+        one.initialize_weights()
+    assert_like(pipe, whole)
+
+
+def test_values_take_the_dtype_of_the_parameters(tmp_path: Path) -> None:
+    whole = decoder("llama").to(torch.bfloat16)
+    whole.save_pretrained(tmp_path)
+    pipe = build(on_meta("llama"))
+    fastpipe.load_safetensors(tmp_path, pipe)
+    state = whole.state_dict()
+    assert all(same_bits(value, state[name].float()) for name, value in pipe.state_dict().items())
+
+
+def test_what_is_not_in_the_files_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    decoder("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    good = load_file(file)
+    pipe = build(on_meta("llama"))
+
+    def load(tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, file, {"format": "pt"})
+        fastpipe.load_safetensors(tmp_path, pipe)
+
+    with pytest.raises(KeyError, match=r"has no 'model\.norm\.weight', which the pipeline needs; it has .*same class"):
+        load({name: value for name, value in good.items() if name != "model.norm.weight"})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(32,\) here and \(31,\) in "):
+        load(good | {"model.norm.weight": torch.zeros(31)})
+    assert all(parameter.is_meta for parameter in pipe.parameters()), "nothing changes before it is checked"
+    with caplog.at_level(logging.WARNING, "fastpipe"):
+        load(good | {"model.layers.0.rotary_emb.inv_freq": torch.zeros(4)})
+    assert "tensors that no stage has, and that are not loaded (1): model.layers.0.rotary_emb.inv_freq" in caplog.text
+    assert_like(pipe, decoder("llama"))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    pipe = build(on_meta("llama"))
+
+    def refused(path: Any, kind: type[Exception], text: str) -> None:
+        with pytest.raises(kind, match=text):
+            fastpipe.load_safetensors(path, pipe)
+
+    refused(tmp_path / "nowhere", FileNotFoundError, "'.*nowhere' does not exist: give the folder that save_pretrained")
+    refused(tmp_path, FileNotFoundError, r"has neither model\.safetensors\.index\.json nor model\.safetensors")
+    refused(None, TypeError, "path = None: give the folder")
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    refused(tmp_path, ValueError, r"model\.safetensors is no safetensors file")
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ("[]", "{", '{"weight_map": 3}'):
+        index.write_text(text)
+        refused(tmp_path, ValueError, r"index\.json is no index of safetensors files")
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "other.safetensors"}}))
+    refused(tmp_path, FileNotFoundError, r"other\.safetensors is missing, and .*index\.json names it")
+    names = dict.fromkeys(decoder("llama").state_dict(), "model.safetensors")
+    index.write_text(json.dumps({"weight_map": names}))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    refused(tmp_path, KeyError, r"has no 'model\.embed_tokens\.weight', which model\.safetensors\.index\.json says")
+
+
+def test_a_model_from_its_config_alone_is_split() -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(decoder("llama").config)
+    layers = fastpipe.split(model)
+    ids = padded_batch(2)[0]
+    assert fastpipe.layer_costs(layers, ids, by="flops") == fastpipe.layer_costs(
+        fastpipe.split(decoder("llama")), ids, by="flops"
+    )
