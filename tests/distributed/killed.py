@@ -60,7 +60,6 @@ def arm(point: str, kill: Kill) -> None:
     {
         "construction": lambda: around(pipeline, "connect", kill),
         "step": lambda: within("step", number, kill),
-        "cut": lambda: within("step", number, kill),
         "evaluation": lambda: within("eval_step", number, kill),
         "clip": lambda: around(pipeline.Pipeline, "clip_grad_norm_", kill),
         "save": lambda: around(checkpoint._Writer, "write_data", lambda: None, kill),
@@ -75,8 +74,6 @@ def main() -> None:
 
         def kill() -> None:
             (notes / left[0]).write_text(str(time.time()))
-            if left[0].startswith("cut"):
-                return time.sleep(10)  # in which who reads the note takes the link down
             os.kill(os.getpid(), signal.SIGKILL)
 
         arm(left[0].partition(":")[0], kill)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,15 +39,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return wanted
 
 
-def launch(
-    folder: Path, agent: Sequence[str], kills: Sequence[str], within: Sequence[str] = (), **environment: str
-) -> subprocess.Popen[str]:
-    """Start an agent of torchrun, which writes checkpoints and notes into a folder; ``within`` begins the command."""
+def launch(folder: Path, agent: Sequence[str], kills: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+    """Start an agent of torchrun, which writes checkpoints and notes into a folder."""
     script = [str(SCRIPT), *ARGUMENTS, "--checkpoints", str(folder / "saved"), "--out", str(folder)]
     (folder / "notes").mkdir(exist_ok=True)
     own = {"OMP_NUM_THREADS": "1", "KILLS": ",".join(kills), "NOTES": str(folder / "notes"), **environment}
     own["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [*within, sys.executable, "-m", "torch.distributed.run", *agent, str(KILLED), *script]
+    command = [sys.executable, "-m", "torch.distributed.run", *agent, str(KILLED), *script]
     # its output is read at the end: pipes of two agents could fill
     with (folder / f"log{len(list(folder.glob('log*')))}").open("w") as log:
         return subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, text=True)
@@ -124,69 +120,4 @@ def test_two_agents_restart_together(undisturbed: Callable[[int], dict[str, torc
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     finish(tmp_path, agents(tmp_path, kills, f"127.0.0.1:{port}"), kills)
-    check(tmp_path, undisturbed(2))
-
-
-def ip(*arguments: str) -> None:
-    """Run ``ip``.
-
-    Raises:
-        subprocess.CalledProcessError, FileNotFoundError: if it fails.
-    """
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def two_namespaces() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them, 10.213.77.1 and .2; skips where they cannot be made."""
-    names = [f"fastpipe-{os.getpid()}-{end}" for end in "ab"]
-    links = [f"fp{os.getpid()}{end}" for end in "ab"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for number, (name, link) in enumerate(zip(names, links, strict=True), 1):
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "link", "set", link, "name", "cable")
-            ip("-n", name, "address", "add", f"10.213.77.{number}/24", "dev", "cable")
-            for device in ("lo", "cable"):
-                ip("-n", name, "link", "set", device, "up")
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
-    else:
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-def agent_in(folder: Path, names: Sequence[str], number: int, kills: Sequence[str]) -> subprocess.Popen[str]:
-    """An agent in a namespace."""
-    agent = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "cut"]
-    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.213.77.1:29413"]
-    agent += ["--local-addr", f"10.213.77.{number + 1}"]
-    within = ["ip", "netns", "exec", names[number]]
-    return launch(folder, agent, kills, within, FASTPIPE_HOST="ab"[number], GLOO_SOCKET_IFNAME="cable")
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(4 * PATIENCE)
-def test_a_host_that_is_cut_off_is_replaced(
-    undisturbed: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    """A rank is killed, then the link is down; the agent behind it gives up, and a new one takes its place."""
-    kills = ["step1:1", "cut4:0"]
-    with two_namespaces() as names:
-        first, second = (agent_in(tmp_path, names, number, kills) for number in range(2))
-        try:
-            deadline = time.monotonic() + PATIENCE
-            while not (tmp_path / "notes" / kills[1]).exists():
-                assert time.monotonic() < deadline and first.poll() is None, (tmp_path / "log0").read_text()[-6000:]
-                time.sleep(0.05)
-            ip("-n", names[1], "link", "set", "cable", "down")
-            assert second.wait(PATIENCE) != 0
-            ip("-n", names[1], "link", "set", "cable", "up")
-        finally:
-            second.terminate()
-        finish(tmp_path, [first, agent_in(tmp_path, names, 1, kills)], kills)
     check(tmp_path, undisturbed(2))
