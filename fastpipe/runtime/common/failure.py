@@ -63,18 +63,19 @@ class Failure:
             parts.append(f"microbatch {self.microbatch}")
         return ", ".join(parts)
 
-    def error(self, what: str = "") -> StepError:
+    def error(self, what: str = "", note: str = "") -> StepError:
         """The exception for the other ranks.
 
         Args:
             what: what the rank did, such as "refused its input"; default: the step failed there.
+            note: added to the exception.
         """
         remedy = (
             "the groups of its mesh have ended, too: start the processes again" if self.pipeline else "build it again"
         )
         again = f"; the pipeline cannot go on: {remedy}" if self.is_fatal and not what else ""
         place = f"{self.place()} {what}" if what else f"the step failed on {self.place()}"
-        return StepError(
+        error = StepError(
             f"{place}: {self.cause}{again}",
             rank=self.rank,
             stage=self.stage,
@@ -82,6 +83,9 @@ class Failure:
             microbatch=self.microbatch,
             cause=self.cause,
         )
+        if note:
+            error.add_note(note)
+        return error
 
 
 class FailureError(RuntimeError):

@@ -321,11 +321,9 @@ class Steps:
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         """End this pipeline with a fatal failure, and raise it."""
-        error = failure.error()
-        if not isinstance(self.control, Alone):
-            error.add_note(self.watchdog.last_report())
+        note = "" if isinstance(self.control, Alone) else self.watchdog.last_report()
         self._break(failure)
-        raise error from cause
+        raise failure.error(note=note) from cause
 
     def _break(self, failure: Failure) -> None:
         self.broken = failure
@@ -605,19 +603,17 @@ class Steps:
             self.abort(fatal[0], outcome.error)
         self._release()
         positions = {rank: position for reply in replies for rank, position in reply.get("positions", [])}
-        note = places_text(program, positions)
-        elsewhere = failures[0].error()
-        if positions:
-            elsewhere.add_note(note)
+        note = places_text(program, positions) if positions else ""
+        # no exception in a local variable: it would be in a cycle with this frame, and keep the pipeline
         if outcome.error is None or outcome.failure is None:
-            raise elsewhere
+            raise failures[0].error(note=note)
         is_first = outcome.first is None or outcome.first.rank in self.ranks.stages
         if not is_first or isinstance(outcome.error, FailureError):
             # after a failure elsewhere this rank computed on placeholders
-            raise elsewhere from outcome.error
+            raise failures[0].error(note=note) from outcome.error
         with contextlib.suppress(Exception):  # a user's exception type may refuse notes
             outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
-            if positions:
+            if note:
                 outcome.error.add_note(note)
         error, outcome.error = outcome.error, None
         try:
