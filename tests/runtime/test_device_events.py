@@ -167,7 +167,7 @@ def test_ranks_give_up_before_they_end_what_streams_wait_for(
     one = ranks.device_events.make(DEVICE)
     if done:
         event.done.set()
-    ranks.close()
+    ranks.closer()()
     ((way, said),) = verdicts
     assert (way, said == "good") == (("close", True) if done else ("abort", False))
     if not done:
@@ -195,7 +195,7 @@ def test_a_result_that_nobody_has_read_keeps_no_stages_alive(event: Event) -> No
     ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
     one = ranks.device_events.make(DEVICE)
     event.done.set()
-    ranks.close()
+    ranks.closer()()
     alive = weakref.ref(ranks)
     del ranks
     gc.collect()

@@ -123,7 +123,9 @@ def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str,
     device = next((p.device for layer in layers for p in layer.parameters() if not p.is_meta), torch.device("cpu"))
 
     def fake(leaf: Any) -> Any:
-        return mode.from_tensor(leaf.to(device)) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return _faked(leaf if leaf.is_meta else leaf.to(device), mode)
 
     try:
         fakes = [_Fake(layer, mode) for layer in layers]
