@@ -12,7 +12,6 @@ import pytest
 import fastpipe
 from fastpipe import CostModel, LayerCosts, native_plan
 from fastpipe.bounds import any_placement_bounds
-from fastpipe.planner import result
 from fastpipe.planner.problem import Memory, human, memory_of
 from tests.unit.plans import COSTS, LAYERS, small
 
@@ -117,7 +116,7 @@ def test_a_picture_is_in_bytes_where_the_limit_is(tmp_path: Path, monkeypatch: p
     """Microbatches of different sizes, too, are compared in bytes; the front passes what has no name."""
     pytest.importorskip("matplotlib")
     drawn: dict[str, Any] = {}
-    monkeypatch.setattr(result, "pareto", lambda **options: drawn.update(options))
+    monkeypatch.setattr(fastpipe.visualize, "pareto", lambda **options: drawn.update(options))
     plan = small(LAYERS, num_microbatches=None, memory="200MiB", effort=0.01)
     plan.plot(tmp_path / "bytes.svg")
     assert drawn["limit"] == 200 and "MiB" in drawn["memory_label"] and "(of 1 to 16)" in drawn["title"]
