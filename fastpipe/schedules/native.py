@@ -152,7 +152,7 @@ def zero_bubble(
         search: which.
         num_ranks: p.
         num_microbatches: m.
-        seconds: of F, I and W, each one a rank, or of zbv one alone.
+        seconds: of F, I and W, each one per rank, or of zbv one alone.
         comm: seconds of a hop.
         limit: activations, as many numbers.
 
