@@ -83,9 +83,6 @@ from fastpipe.runtime.transport import (
     Loopback,
     Membership,
     MeshGroups,
-    Mixed,
-    ProcessGroups,
-    SharedMemory,
     Transport,
     membership,
     ranks_per_host,
@@ -341,7 +338,7 @@ def build_stages(
 
 def _equipped(stage: Stage, model: ModelArguments, device: torch.device) -> Stage:
     if device.type != "cpu":
-        stage.plans = TreespecCache(stage.index, device)
+        stage.treespecs = TreespecCache(stage.index, device)
     stage.fused_weight_grad, stage.grad_dtype = model.fused_weight_grad, model.grad_dtype
     if model.grad_dtype is not None:
         check_not_sharded(stage.index, stage.parallel, model.grad_dtype)
@@ -402,7 +399,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         world.device,
         world.timeout,
         world.ranks_per_host.count() if world.cores.own is None else 1,
-        executor.__name__ == "PythonExecutor",
+        not executor.is_native,
     )
 
 
@@ -439,20 +436,20 @@ def make_engine(
     policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams)
     if dimensions := execution.other_dimensions():
         policy = PairPolicy(IN_ORDER, f"collectives over {', '.join(dimensions)} must have one order on all ranks")
-    runtime = native.load() if executor.__name__ == "NativeExecutor" else None
+    runtime = native.load() if executor.is_native else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
-    exchange = transport.exchange if isinstance(transport, ProcessGroups | SharedMemory | Mixed) else None
+    exchange = None if world.is_single_process else transport.exchange
 
-    def copies() -> StageCopies:
+    def stage_copies() -> StageCopies:
         return make_copies(placement, local.copies, exchange)
 
     if exchange is not None and between_ranks(local.ties, placement):
         transport.prepare_exchange()
-    replicas = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, copies)
+    copies = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, stage_copies)
     if not local.on_meta:
-        replicas.equalise()
-    refusal = why_not(device, local.by_rank, transport, replicas)
+        copies.equalise()
+    refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
@@ -470,7 +467,7 @@ def make_engine(
         programs,
         ranks,
         world.control,
-        replicas,
+        copies,
         random,
         unfilled,
         forward_only=forward_only,

@@ -455,8 +455,8 @@ def _whole_gradients(pipe: Pipeline) -> Gradients:
         return parameter.grad if holder is None else holder.whole_gradient(parameter)
 
     found = {(p.stage, p.name): whole(p.parameter) for p in _named(pipe)}
-    replicas = pipe._steps.replicas
-    sums = replicas.whole_sums(whole) if isinstance(replicas, TiedWeights) else {}
+    copies = pipe._steps.copies
+    sums = copies.whole_sums(whole) if isinstance(copies, TiedWeights) else {}
     found |= {key: sums[key[1]] for key in found if key[1] in sums}
     return {key: _dense(grad) for key, grad in found.items()}
 

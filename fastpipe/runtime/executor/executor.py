@@ -35,7 +35,12 @@ class Executor(ABC):
         pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
         device: device of the stages.
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
+
+    Attributes:
+        is_native: whether C++ runs the program.
     """
+
+    is_native = False
 
     def __init__(
         self,

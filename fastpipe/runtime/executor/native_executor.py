@@ -25,6 +25,8 @@ class NativeExecutor(Executor):
     A run uses the calling thread's grad mode, autocast and inference mode.
     """
 
+    is_native = True
+
     def _prepare(self) -> None:
         runtime: Any = native.load()
         if runtime is None:

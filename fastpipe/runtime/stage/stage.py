@@ -98,7 +98,7 @@ class Stage:
         parallel: data parallelism of the stage; None if its module is not wrapped.
         modules: the layers of a chain, or the one module.
         fuses: whether it has a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
-        plans: treespecs that it sends and receives, on a device with streams; None elsewhere.
+        treespecs: treespecs that it sends and receives, on a device with streams; None elsewhere.
         why_one_tensor: why it may return only one tensor; empty if it may return more.
         leave_mesh: called on a rank that drains a failed step, before it joins a collective of its replicas.
         bare: whether it was to be wrapped for data parallelism and has no parameters.
@@ -122,7 +122,7 @@ class Stage:
         self.losses = StageLosses(index, self.is_last, loss_fn)
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
-        self.plans: TreespecCache | None = None
+        self.treespecs: TreespecCache | None = None
         self.why_one_tensor = ""
         self.leave_mesh: Callable[[], None] = _stay
         self.bare = False
@@ -205,7 +205,7 @@ class Stage:
         value, values = apart(output)
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
-        make = treespec_tensor if self.plans is None else partial(self.plans.make, microbatch)
+        make = treespec_tensor if self.treespecs is None else partial(self.treespecs.make, microbatch)
         tensors = to_tensors(value, carried, self.index, make, self.mesh)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
@@ -218,7 +218,7 @@ class Stage:
         """The positional arguments of the module, and the values carried from earlier stages."""
         if self.work.args is not None:
             return self.work.args[microbatch], {}
-        read = treespec_text if self.plans is None else partial(self.plans.read, microbatch)
+        read = treespec_text if self.treespecs is None else partial(self.treespecs.read, microbatch)
         return from_tensors(inputs, read, self.mesh)
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -446,8 +446,8 @@ class Stage:
         """
         if announce:
             self._split_report = SplitReport()
-        if self.plans is not None:
-            self.plans.begin(signature, announce)
+        if self.treespecs is not None:
+            self.treespecs.begin(signature, announce)
 
     def end(self) -> None:
         """Release the state of a step, including the batch."""

@@ -169,7 +169,7 @@ def _signature_of(value: Any) -> Any:
     if type(value) in (list, tuple):
         return tuple(map(_signature_of, value))
     if value is None or isinstance(value, int | float | str):
-        return value
+        return repr(value)  # 1 == 1.0 == True, and hash(-1) == hash(-2)
     if pytree.tree_is_leaf(value):
         return type(value).__name__
     leaves, structure = pytree.tree_flatten(value)

@@ -168,10 +168,10 @@ class Steps:
 
     Args:
         settings: the user's.
-        plans: the programs.
+        programs: by number of microbatches and direction.
         ranks: the local ranks, with their stages.
         control: the connection to the other processes.
-        replicas: handles stages that two ranks hold.
+        copies: handles stages that two ranks hold.
         random: the random numbers of the stages.
         unfilled: the stages of a pipeline that was built on meta, until its first step.
         forward_only: whether the schedule has no backward.
@@ -189,10 +189,10 @@ class Steps:
     def __init__(
         self,
         settings: Settings,
-        plans: Programs,
+        programs: Programs,
         ranks: LocalRanks,
         control: Control,
-        replicas: StageCopies,
+        copies: StageCopies,
         random: RandomNumbers,
         unfilled: Unfilled | None = None,
         *,
@@ -200,10 +200,10 @@ class Steps:
         warn_after: float = float("inf"),
     ) -> None:
         self.settings = settings
-        self.plans = plans
+        self.programs = programs
         self.ranks = ranks
         self.control = control
-        self.replicas = replicas
+        self.copies = copies
         self.random = random
         self.unfilled = unfilled
         self.forward_only = forward_only
@@ -233,12 +233,12 @@ class Steps:
         lossless = False
         with self._exchanging(), contextlib.ExitStack() as after:
             self._has_separate_grads = False
-            after.callback(self.replicas.release)
+            after.callback(self.copies.release)
             inputs, replies = self._agree_on_inputs(request)
             signature = (request.training, *(reply["signature"] for reply in replies))
             lossless = signature in self._lossless
             if not lossless:
-                program = self.plans.program(request.num_microbatches, not request.training)
+                program = self.programs.program(request.num_microbatches, not request.training)
                 if not self.ranks.has(program):
                     prepare_together(self.control, lambda: self.ranks.prepare(program))
                 if any(reply["unreduced"] for reply in replies):
@@ -316,7 +316,7 @@ class Steps:
             # on the rank that failed, its own exception says more
             raise error from outcome.error or error.__cause__
         if request.training and self._has_separate_grads:
-            self.replicas.after_step(not any("failure" in reply for reply in replies))
+            self.copies.after_step(not any("failure" in reply for reply in replies))
         return replies
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
@@ -344,9 +344,9 @@ class Steps:
         inputs = Inputs()
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
-            message["told"] = self.replicas.prepare()
+            message["told"] = self.copies.prepare()
             self.check_filled()
-            self.plans.program(request.num_microbatches, not request.training)
+            self.programs.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
                 if stage.parallel is not None:
@@ -367,7 +367,7 @@ class Steps:
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
-        self.replicas.agreed()
+        self.copies.agreed()
         if self.unfilled is not None:
             self._use_values()
         return inputs, replies
@@ -386,12 +386,12 @@ class Steps:
         for stage in self.stages:
             if stage.grad_dtype is not None:
                 set_grad_dtype(stage.module, stage.grad_dtype)
-        self.replicas.equalise(initialised=True)
+        self.copies.equalise(initialised=True)
         self.unfilled = None
 
-    def follow(self, plans: Programs, *, forward_only: bool) -> None:
+    def follow(self, programs: Programs, *, forward_only: bool) -> None:
         """Run other programs on the same stages from the next step on."""
-        self.plans, self.forward_only = plans, forward_only
+        self.programs, self.forward_only = programs, forward_only
         self.ranks.forget()
         self._reset_signatures()
 
@@ -534,16 +534,16 @@ class Steps:
             stage.context.step = self.random.step_count
         for stage in stages:
             stage.shaped(number, announce)
-        self.replicas.follow()
+        self.copies.follow()
         if request.training:
-            self.replicas.before_step()
+            self.copies.before_step()
             self._has_separate_grads = True
         guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
         for stage in stages:
             stage.random = self.random if guards else None
 
     def _has_pairs(self, request: Request) -> bool:
-        return request.training and self.plans.has_pairs(request.num_microbatches)
+        return request.training and self.programs.has_pairs(request.num_microbatches)
 
     def _number(self, signature: tuple[Any, ...]) -> int:
         """The number of a signature for transports; if the cache is full, the oldest number is reused."""

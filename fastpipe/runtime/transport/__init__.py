@@ -12,7 +12,7 @@ from fastpipe.runtime.transport.loopback import Loopback
 from fastpipe.runtime.transport.process_group import CoalescedGroups, ProcessGroups
 from fastpipe.runtime.transport.selection import CHOICES, Mixed, select_transport
 from fastpipe.runtime.transport.shared_memory import SharedMemory
-from fastpipe.runtime.transport.transport import NATIVE_ALONE, Message, Transport, why_not_python
+from fastpipe.runtime.transport.transport import Message, Transport, why_not_python
 
 __all__ = [
     "CHOICES",
@@ -22,7 +22,6 @@ __all__ = [
     "MeshGroups",
     "Message",
     "Mixed",
-    "NATIVE_ALONE",
     "ProcessGroups",
     "SharedMemory",
     "Transport",

@@ -309,6 +309,8 @@ class ProcessGroups(Transport):
 
     kind = "process_group"
     lanes = "directed"
+    needs_queues = True
+    is_recordable = True
 
     def __init__(self, member: Membership, timeout: float = 600) -> None:
         self.rank = member.rank
@@ -369,13 +371,7 @@ class ProcessGroups(Transport):
         wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self.timeout, self.device)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange tensors of the same specs with another rank, between steps; returns the peer's.
-
-        Used for the copies of a stage on two ranks, and for tied weights.
-
-        Raises:
-            FailureError: when the peer is dead or silent.
-        """
+        """See `Transport.exchange`."""
         low, high = sorted((self.rank, peer))
         self._connect([(0, low, high), (1, high, low)])
         out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]

@@ -70,7 +70,7 @@ class Mixed(Transport):
         return runtime.over_both(self.shared.link, *self.shared.native_arguments(program), near, far)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `ProcessGroups.exchange`."""
+        """See `Transport.exchange`."""
         return self.groups.exchange(peer, tensors)
 
     def close(self) -> None:
@@ -106,8 +106,8 @@ def _listed(ranks: Sequence[int]) -> str:
 Offer = dict[str, Any]
 Exchange = Callable[[str, dict[str, Any]], Sequence[dict[str, Any]]]
 
-_GROUPS = {made.kind: made for made in (ProcessGroups, CoalescedGroups)}
-CHOICES = ("shared_memory", "cuda_ipc", *_GROUPS)
+_GROUPS: dict[str, type[ProcessGroups]] = {made.kind: made for made in (ProcessGroups, CoalescedGroups)}
+CHOICES: dict[str, type[Transport]] = {SharedMemory.kind: SharedMemory, CudaIpc.kind: CudaIpc, **_GROUPS}
 """Transports of several processes that can be selected by name."""
 _SAME = {
     "host": "they are not all on one host",
