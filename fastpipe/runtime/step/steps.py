@@ -209,7 +209,8 @@ class Steps:
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.announced: dict[tuple[Any, ...], int] = {}
-        self._lossless: set[tuple[Any, ...]] = set()  # signatures of steps without a loss
+        self._lossless: set[tuple[Any, ...]] = set()
+        """Signatures of training steps without a loss, which run forward only."""
         self._flags: tuple[bool, ...] = ()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.reported: Failure | None = None
@@ -230,20 +231,13 @@ class Steps:
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
-        lossless = False
         with self._exchanging(), contextlib.ExitStack() as after:
             self._has_separate_grads = False
             after.callback(self.copies.release)
             inputs, replies = self._agree_on_inputs(request)
             signature = (request.training, *(reply["signature"] for reply in replies))
-            lossless = signature in self._lossless
-            if not lossless:
-                program = self.programs.program(request.num_microbatches, not request.training)
-                if not self.ranks.has(program):
-                    prepare_together(self.control, lambda: self.ranks.prepare(program))
-                if any(reply["unreduced"] for reply in replies):
-                    update_replicas(self.control, self.ranks, self.stages, program)
-                    self._reset_signatures()
+            if signature not in self._lossless:
+                program = self._prepare(request, replies)
                 with self._published():
                     weights = self._weights(replies, request)
                     with torch.set_grad_enabled(request.training):
@@ -251,17 +245,26 @@ class Steps:
                     if self._interrupts.pending and outcome.failure is None:
                         outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
                     replies = self._finish(outcome, request, trace)
-                lossless = any(reply.get("no_loss") for reply in replies)
-        if lossless:
-            # no loss: this step, and others with the same signature, run forward only
-            if len(self._lossless) == _MAX_SIGNATURES:
-                self._lossless.clear()
-            self._lossless.add(signature)
-            return self._run(_replayed(request, inputs), trace)
+                if any(reply.get("no_loss") for reply in replies):
+                    if len(self._lossless) == _MAX_SIGNATURES:
+                        self._lossless.clear()
+                    self._lossless.add(signature)
+        if signature in self._lossless:
+            return self._run(_forward_only(request, inputs), trace)
         self._raise_failure(program, outcome, replies)
         self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
+
+    def _prepare(self, request: Request, replies: Sequence[Reply]) -> Program:
+        """The program of a step, with its executors and the replicas of its stages up to date."""
+        program = self.programs.program(request.num_microbatches, not request.training)
+        if not self.ranks.has(program):
+            prepare_together(self.control, lambda: self.ranks.prepare(program))
+        if any(reply["unreduced"] for reply in replies):
+            update_replicas(self.control, self.ranks, self.stages, program)
+            self._reset_signatures()
+        return program
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
@@ -648,7 +651,7 @@ def _call_text(request: Request) -> str:
     return f"{call} with num_microbatches={request.num_microbatches}{names}{more}"
 
 
-def _replayed(request: Request, inputs: Inputs) -> Request:
+def _forward_only(request: Request, inputs: Inputs) -> Request:
     """The same request, forward only, with the microbatches that were already taken."""
     args = request.args if inputs.args is None else (list(inputs.args),)
     kwargs = {name: inputs.kwargs.get(name, value) for name, value in request.kwargs.items()}

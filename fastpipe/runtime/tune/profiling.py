@@ -23,7 +23,7 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors, children_of, cuda_devices, keep_buffers, pytree, time_when_idle
+from fastpipe.runtime.common import Tensors, children_of, cuda_devices, keep_state, pytree, time_when_idle
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import Chain, chosen
@@ -147,14 +147,14 @@ class _Probe:
         """Context that restores gradients and buffers."""
         module = self.part.module
         grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        restore_buffers = keep_buffers([module])
+        restore_state = keep_state([module])
         for parameter, _ in grads:
             parameter.grad = None
         try:
             yield
         finally:
             self.part.end()
-            restore_buffers()
+            restore_state()
             for parameter, grad in grads:
                 parameter.grad = grad
 
@@ -346,7 +346,7 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
 def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
     """Context that restores gradients, buffers, random generators and the step count."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    restore_buffers = keep_buffers(modules)
+    restore_state = keep_state(modules)
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     step_count = steps.random.step_count
     for parameter in parameters:
@@ -357,7 +357,7 @@ def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter]
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
-        restore_buffers()
+        restore_state()
         steps.random.step_count = step_count
 
 
