@@ -32,8 +32,7 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         what = "output" if self.kind is ChannelKind.ACTIVATION else "gradient"
-        producer = self.stage - 1 if self.kind is ChannelKind.ACTIVATION else self.stage + 1
-        return f"the {what} of stage {producer}, microbatch {self.microbatch}"
+        return f"the {what} of stage {self.stage - self.kind.direction}, microbatch {self.microbatch}"
 
 
 class SpecBook:
