@@ -16,12 +16,14 @@ length that is asked for.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastpipe import native_plan
-from fastpipe.schedules import native
-from fastpipe.schedules.rounds import NEVER, Groups, Rounds, stream, streams
+from fastpipe.schedules.rounds import NEVER, Groups, Rounds, is_found, stream, streams
 
 FORWARD, INPUT, WEIGHT = range(3)
 """What a tick is given to."""
@@ -195,6 +197,13 @@ _Choice = tuple[int, int, int, int]
 """Minus the score, empty ticks, whose beginning goes on, and with what: a round, the W of one, or nothing."""
 
 
+class _Beam(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_rounds", "num_microbatches", "width")),
+        ("limit", ctypes.c_int64),
+    ]
+
+
 @dataclass(frozen=True)
 class Beam:
     """A search with so many beginnings a tick.
@@ -218,10 +227,14 @@ class Beam:
             The starts, or None where it found none; and what is left of the budget.
         """
         if native_plan.library() is not None:
-            job = self.job
-            shape = job.num_ranks, job.num_rounds, sum(job.groups), job.limit
-            rounds, ticks, left = native.search_beam(*shape, self.width, length, budget)
-            return None if rounds is None else _starts(job, rounds, ticks), left
+            job, total, left = self.job, sum(self.job.groups), ctypes.c_int64(budget)
+            given = _Beam(job.num_ranks, job.num_rounds, total, self.width, job.limit)
+            ticks, keys = (np.empty(2 * job.num_rounds * total, dtype=kind) for kind in (np.int64, np.int32))
+            places = ctypes.addressof(left), ticks.ctypes.data, keys.ctypes.data
+            done = native_plan.loaded().fastpipe_plan_beam(ctypes.addressof(given), length, *places)
+            if not is_found(done):
+                return None, left.value
+            return _starts(job, list(zip(ticks.tolist(), keys.tolist(), strict=True)), done), left.value
         return _Search(self, length).run(budget)
 
 
