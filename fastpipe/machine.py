@@ -160,7 +160,6 @@ class Outcome:
 
     Attributes:
         starts: per rank, the start of every instruction (of a SEND: of its transfer); NaN where it was not reached.
-        ends: the same for the ends.
         blocked: ``{rank: transfer}`` for ranks that wait for ever; empty when all came to their end.
         queues: what is left in every lane's queues, by (lane, rank); of an operation what is not across.
     """
@@ -179,7 +178,6 @@ class Machine:
 
     Args:
         program: what to run; its slots must be used rightly (see `validate_program`).
-        lanes: which channels share an in-order lane.
         compute_seconds: ``(op, stage, pair_stage)`` to seconds; nothing costs time unless given.
         transfer_seconds: ``(channel, consumer stage, unused)`` to seconds.
         late: whether a receive enters its lane only when it, or a later one of its channel, is waited for, as in a

@@ -34,13 +34,7 @@ _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
 def from_registry(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
-    """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible.
-
-    Args:
-        problem: what is planned for.
-        num_microbatches: of a step.
-        allowed: the numbers of stages that a rank may have.
-    """
+    """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible."""
     if problem.placement is not None and problem.placement.num_stages % problem.num_ranks:
         return
     for family in sorted(list_schedules(), key=lambda family: family.name == _LAST):

@@ -53,15 +53,7 @@ _RANKINGS = ((1, 0, 2), (0, 1, 2), (2, 0, 1), (1, 2, 0), (1, 1, 2), (0, 0, 1))
 
 @dataclass(frozen=True)
 class Member:
-    """An order in the pool.
-
-    Attributes:
-        name: where it comes from.
-        setting: what it is ordered for.
-        tasks: what is ordered.
-        order: of the tasks.
-        value: the objective.
-    """
+    """An order in the pool."""
 
     name: str
     setting: Setting
@@ -105,12 +97,7 @@ def unordered(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 class Keys:
-    """Draws keys for the tasks of `unordered`.
-
-    Args:
-        tasks: with their seconds, and what they hold.
-        seed: of the random numbers.
-    """
+    """Draws keys for the tasks of `unordered`."""
 
     def __init__(self, tasks: Tasks, seed: int) -> None:
         self.tasks, self.random = tasks, np.random.default_rng(seed)

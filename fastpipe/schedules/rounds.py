@@ -110,7 +110,6 @@ class Streams:
     Args:
         forward: rounds of F, as ``round * m + microbatch``.
         backward: as many rounds of I, whose numbers follow.
-        num_microbatches: m.
     """
 
     def __init__(self, forward: npt.ArrayLike, backward: npt.ArrayLike, num_microbatches: int) -> None:
@@ -178,8 +177,6 @@ class Spread:
     """The F and I of every rank in the slots that their rounds give them.
 
     Attributes:
-        placement: of the stages.
-        num_microbatches: of a step.
         first: the first step of every rank, and the number of steps, which are sorted by rank and slot.
         columns: slots (int64), kinds, stages and microbatches of the steps.
     """
@@ -334,11 +331,7 @@ def even(placement: Placement, num_microbatches: int, hops: int, limit: int, sec
     groups, the rounds of a microbatch, and its F and I are apart.
 
     Args:
-        placement: a loop or a wave.
-        num_microbatches: of a step.
         hops: stages of a round: as many as ranks in a loop, twice as many in a wave.
-        limit: live stage activations of a rank.
-        seconds: what the orders are compared by.
     """
     p, stages = placement.num_ranks, placement.num_stages
     rounds, last = stages // hops, _even_offsets(hops)[-1]
@@ -370,9 +363,6 @@ def _even_spread(
     """The F and I of every rank.
 
     Args:
-        placement: as for `even`, and the next two.
-        num_microbatches: of a step.
-        hops: stages of a round.
         group: microbatches of a group.
         period: slots from a group's first start to the next one's.
         apart: slots between the starts of two rounds of a microbatch, of F or of I.

@@ -51,7 +51,6 @@ class Job:
 
     Attributes:
         num_ranks: p; a round lasts p ticks.
-        num_rounds: of one microbatch's forward, and of its backward.
         groups: microbatches, see `fastpipe.schedules.rounds.groupings`.
         limit: stage activations that a rank may hold.
     """
@@ -92,8 +91,6 @@ def compact(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
     """Play a rule of `RULES`.
 
     Args:
-        job: what is to be scheduled.
-        rule: what goes first.
         give_up: only what is shorter than so many slots is of interest.
 
     Returns:
@@ -206,22 +203,13 @@ class _Beam(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Beam:
-    """A search with so many beginnings a tick.
-
-    Attributes:
-        job: what is to be scheduled; its groups do not matter.
-        width: the beginnings that go on.
-    """
+    """A search with so many beginnings a tick."""
 
     job: Job
     width: int
 
     def search(self, length: int, budget: int) -> tuple[Starts | None, int]:
         """Look for starts that take ``length`` slots at most.
-
-        Args:
-            length: slots.
-            budget: the choices that may be looked at.
 
         Returns:
             The starts, or None where it found none; and what is left of the budget.

@@ -26,9 +26,7 @@ class Problem:
     """What an order is searched for.
 
     Attributes:
-        num_microbatches: of a step.
         seconds: of F, I and W, each one a rank.
-        comm: seconds between two ranks.
         limit: the activations that a rank may hold, one a rank.
     """
 
@@ -47,7 +45,6 @@ class Attempt:
     """One order, built by appending to the ranks; every rank's clock runs along.
 
     Args:
-        problem: what it is for.
         overshoot: whether the warm-up may delay the first I. No: the last forward must end before the I could start.
         backward_first: whether a rank that is two forwards ahead of the next may leave its forward out.
         fill: whether a wait shorter than a W is filled although a longer bubble exists elsewhere.

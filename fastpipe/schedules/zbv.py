@@ -118,9 +118,6 @@ class Attempt:
     """One order, built by appending to the ranks; every rank's clock runs along.
 
     Args:
-        num_ranks: how many ranks there are.
-        num_microbatches: of a step.
-        costs: what it is for.
         fill: whether a wait shorter than a W is filled before an I1, and before a forward.
         approved: every rank's bubble in an order that is known.
     """

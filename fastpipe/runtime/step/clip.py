@@ -124,7 +124,6 @@ class GradNorms:
         Args:
             all_gather: see `fastpipe.runtime.step.Steps.all_gather`.
             call: its first argument.
-            held: the gradients of this process.
             make: returns the order of the norm, and further entries of the message. An error in it, or in the
                 gradients, is an error on every rank.
 
@@ -154,12 +153,6 @@ def _unpacked(replies: Sequence[Reply]) -> torch.Tensor:
 
 def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Reply], num_ranks: int) -> None:
     """Refuse gradients that differ between the pipelines of a mesh: their norm is that of a part.
-
-    Args:
-        merged: the gradients.
-        values: their norms in this pipeline.
-        replies: of the other pipelines.
-        num_ranks: of a pipeline.
 
     Raises:
         ValueError: naming the parameter and the remedy.
@@ -288,9 +281,6 @@ def report_nonfinite(
     """Report the gradients that made the norm infinite or NaN.
 
     Args:
-        total: the norm.
-        norms: the gradients.
-        values: their norms.
         local: the gradients of this process; it logs only these.
         is_error: whether to raise.
         expected: log at INFO instead of WARNING.
