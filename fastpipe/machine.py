@@ -98,7 +98,7 @@ def batches(program: Program) -> list[list[Batch]]:
     it, then the sends in later rounds would wait for ever.
     """
     side_by_side = [_side_by_side(rank) for rank in program]
-    end_at = [_ends(rank) for rank in program]
+    end_at = [[(channel, op == Op.SEND) for op, channel in rank.columns[[0, 5]].T.tolist()] for rank in program]
     number_of: dict[tuple[int, bool], list[int]] = {}
     for end, found in zip(end_at, side_by_side, strict=True):
         for number, batch in enumerate(found):
@@ -109,11 +109,6 @@ def batches(program: Program) -> list[list[Batch]]:
         [_operations(batch, [next(followed[end[position]], NONE) for position in batch]) for batch in found]
         for end, found in zip(end_at, side_by_side, strict=True)
     ]
-
-
-def _ends(rank: RankProgram) -> list[tuple[int, bool]]:
-    """Which end of which channel each operation is at, if it is a transfer."""
-    return [(channel, op == Op.SEND) for op, channel in rank.columns[[0, 5]].T.tolist()]
 
 
 def _operations(batch: list[int], others: list[int]) -> Batch:

@@ -324,7 +324,7 @@ def _passed(problem: Problem, one: Member, clock: Clock) -> Member:
             if clock.is_over():
                 return one
             moved = _moved(one.setting.parts or (), boundary, step)
-            tried = None if moved is None else with_parts(problem, one, moved)
+            tried = None if moved is None else _with(problem, one, moved, one.setting.recomputes)
             if tried is not None and tried.value < one.value:
                 one = tried
     return one
@@ -337,11 +337,6 @@ def _moved(parts: tuple[range, ...], boundary: int, step: int) -> tuple[range, .
     if not left.start < end < right.stop:
         return None
     return (*parts[:boundary], range(left.start, end), range(end, right.stop), *parts[boundary + 2 :])
-
-
-def with_parts(problem: Problem, one: Member, parts: tuple[range, ...]) -> Member | None:
-    """The same order for another partition; None where it does not fit."""
-    return _with(problem, one, parts, one.setting.recomputes)
 
 
 def recompute_less(problem: Problem, one: Member, clock: Clock) -> Member:

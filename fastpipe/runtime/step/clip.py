@@ -191,11 +191,6 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def gradients_of(parameters: Iterable[Named]) -> list[Held]:
-    """The existing gradients of the parameters."""
-    return [Held(p.stage, p.name, p.parameter.grad, p.is_echo) for p in parameters if p.parameter.grad is not None]
-
-
 @torch.no_grad()
 def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
     """The norm of each gradient, as doubles on the CPU (exact for every dtype); one transfer for all.
@@ -312,7 +307,7 @@ def clip_grad_norm(
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See `fastpipe.Pipeline.clip_grad_norm_`."""
-    local = gradients_of(named)
+    local = [Held(p.stage, p.name, p.parameter.grad, p.is_echo) for p in named if p.parameter.grad is not None]
 
     def arguments() -> tuple[float, Reply]:
         # an error here is an error on every rank, so no rank hangs
