@@ -128,11 +128,7 @@ class RankProgram(Sequence[Instruction]):
     """What one rank executes.
 
     Attributes:
-        rank: which one.
         columns: int32 array of shape ``(7, number of instructions)``, rows as in `Instruction`.
-        channels: all channels of the program.
-        num_slots: how many receive slots this rank needs at most at one time.
-        num_sends: how many sends are under way at most at one time.
     """
 
     def __init__(self, rank: int, columns: Columns, channels: tuple[Channel, ...]) -> None:

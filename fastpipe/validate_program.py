@@ -354,9 +354,7 @@ def _describe_cycle(program: Program, outcome: Outcome, lanes: Sequence[int]) ->
     """Follow who waits for whom from any blocked rank until a transfer comes again.
 
     Args:
-        program: what was run.
         outcome: of a run that got stuck, of a program in which every send has its receive.
-        lanes: the lane of every channel.
     """
     path: list[Transfer] = []
     lines: list[str] = []

@@ -35,11 +35,7 @@ def is_native() -> bool:
 
 
 class Clock:
-    """Runs from when it is made.
-
-    Args:
-        limit: seconds; None for any number.
-    """
+    """Runs from when it is made."""
 
     def __init__(self, limit: float | None) -> None:
         self.limit, self.start = limit, time.monotonic()
@@ -103,7 +99,6 @@ def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
     """Starts and ends of every task, or None if the order cannot run.
 
     Args:
-        tasks: what is ordered.
         order: the tasks position by position, the ranks one after the other.
     """
     if not is_native():
@@ -253,7 +248,6 @@ class ListScheduling:
     """Builds one order: a rank that is free starts the task of the lowest key among those that may run.
 
     Args:
-        tasks: what is ordered.
         key: of every task; the lowest goes first.
         reserve: what has to stay free behind every task that takes memory, in the unit of the limit.
         patience: how long a better task is waited for, in durations of the one that could run now.

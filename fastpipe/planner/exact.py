@@ -97,8 +97,6 @@ class Durations:
 
     Attributes:
         unit: seconds of 1.
-        length: of every task.
-        transfer: by task and source.
     """
 
     def __init__(self, tasks: Tasks) -> None:
@@ -244,11 +242,7 @@ def improve_by_windows(
     """The order after passes over all windows, each half a window behind the one before, until none is of use.
 
     Args:
-        problem: what is planned for.
         one: the order to begin with; no stage recomputes.
-        clock: of the plan.
-        say: called with what is done next.
-        size: tasks of a window.
 
     Raises:
         ImportError: without OR-Tools.
@@ -299,12 +293,9 @@ class Timing:
     """An order whose tasks start as soon as they can.
 
     Attributes:
-        case: the tasks.
-        ranks: every rank's, in the order.
         before: of every task what it waits for, the one before it on its rank too.
         behind: what waits for it.
         sequence: all tasks, each after what it waits for.
-        starts: of every task.
         begins: what is taken off every rank's end: its first start, where the span is the objective.
     """
 
@@ -354,7 +345,6 @@ class Window:
     For the span it begins behind every rank's first start, which so stays as it is.
 
     Args:
-        timing: of the order.
         first: about how many tasks start before the window.
         size: about how many are in it: what starts at one time is not parted.
 

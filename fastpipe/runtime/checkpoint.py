@@ -92,8 +92,6 @@ def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> 
     """Empty tensors for the optimizer state that a checkpoint has.
 
     Args:
-        optimizers: the optimizers to load.
-        names: of their parameters.
         saved: the checkpoint's metadata by flattened key.
 
     Raises:

@@ -99,12 +99,7 @@ class World:
     """Where a pipeline is built.
 
     Attributes:
-        device: the device of the computation.
-        timeout: seconds to wait for another rank.
-        member: this process's place among the processes.
         ranks_per_host: the number of ranks that compute on this host.
-        control: the connection to the other processes.
-        cores: the cores of the steps.
         error: the first error in the arguments evaluated so far; raised by `agree_on_request`, on all ranks.
     """
 
@@ -182,13 +177,9 @@ class BuildRequest:
     """What is determined before stages are built; the same on every rank.
 
     Attributes:
-        num_ranks: the number of ranks.
         programs: the schedule, with its program proved for the transport's lanes.
-        num_microbatches: the number of microbatches per batch.
         costs: of the layers, for the partition; None if it needs none.
-        unit: of the costs.
         seed: of the random numbers per stage and microbatch; None for torch's own generators.
-        contexts: the user's contexts of forwards and backwards.
     """
 
     num_ranks: int
@@ -253,14 +244,11 @@ class LocalStages:
     """The stages of this process.
 
     Attributes:
-        modules: by stage.
         copies: by rank and stage, if two ranks of this process hold a stage.
         by_rank: the stages of every local rank, by index.
-        ties: weights with several names.
         cut: the partition as text; empty for stages that the user split.
         layer_counts: the number of layers of every stage; None for stages that the user split.
         layers: the model's layers, if they can be split differently later.
-        declared_ties: the ties that the user named.
         on_meta: whether some stage, here or on another rank, has no values yet.
     """
 
@@ -286,11 +274,7 @@ def build_stages(
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        model: with a partition that does not depend on costs.
-        loss_fn: see `fastpipe.Pipeline`.
-        schedule: assigns stages to ranks.
         request: agreed.
-        world: of the stages.
 
     Raises:
         TypeError, ValueError: naming the argument.

@@ -40,10 +40,8 @@ class Difference:
     Attributes:
         what: ``"loss"``, ``"metric"``, ``"added loss"``, ``"norm"``, ``"gradient"`` or ``"parameter"``.
         name: the parameter's name in the pipeline, the microbatch of a loss, or the name of a metric or added loss.
-        stage: of the parameter; None for values of the whole model.
         relative: the largest difference of two elements divided by the unsplit model's largest element.
         ulps: the largest difference in representable numbers; 0 if only the signs of zeros differ.
-        note: further text.
     """
 
     what: str

@@ -34,10 +34,8 @@ class MeshControl(Control):
 
     Args:
         whole: of all processes, pipeline after pipeline, each in the order of its ranks.
-        store: shared by the processes of this pipeline, with its own prefix.
         pipelines: where each pipeline is in the mesh, as text.
         size: the number of ranks of a pipeline.
-        timeout: seconds to wait for the others.
     """
 
     def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:

@@ -51,11 +51,6 @@ class Processes(Control):
     """Control of several processes, one per rank.
 
     Args:
-        store: shared by all processes, with its own prefix.
-        rank: this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
-        ranks_per_host: the ranks of this host.
         identity: returns the identity of a rank; None if it is not available yet.
     """
 
@@ -239,8 +234,6 @@ class Watcher:
     """The watcher thread, and the failures in the store.
 
     Args:
-        store: shared by the processes.
-        local_peers: the processes of this host.
         lifeline: the connections to processes of other hosts.
 
     Attributes:

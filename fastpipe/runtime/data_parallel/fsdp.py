@@ -54,7 +54,6 @@ class Sharded(DataParallel):
 
     Args:
         modules: the modules with `fully_shard`, outer before inner.
-        stage: the stage's index, for messages.
     """
 
     def __init__(self, modules: Sequence[Any], stage: int) -> None:

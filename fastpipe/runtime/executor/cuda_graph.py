@@ -114,10 +114,8 @@ class RecordedStep:
     """A recorded step of one rank and the tensors that it uses.
 
     Attributes:
-        recording: the recorded work.
         tensors: its inputs, each once, in order of `tensors_of`.
         works: works of the stages, with its results.
-        grads: its gradients.
     """
 
     recording: Recording

@@ -25,15 +25,7 @@ class Executor(ABC):
     """Runs the program of one rank, step by step.
 
     Args:
-        program: the program of all ranks.
-        rank: this rank.
-        stages: stages of this rank, by index.
-        transport: exchanges tensors with other ranks.
-        on_failure: called when an instruction fails.
-        timeout: seconds to wait for a peer.
-        num_threads: intra-op threads, the same on every rank.
         pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
-        device: device of the stages.
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
 
     Attributes:

@@ -31,8 +31,6 @@ class Step(NamedTuple):
     """An instruction with its references resolved.
 
     Attributes:
-        op: its operation.
-        call: runs it.
         label: label of a compute action for torch's profiler; empty for others, which run in a failed step, too.
     """
 

@@ -292,10 +292,7 @@ def cut_text(stages: Any, num_stages: int, partition: Any, unit: str, costs: Seq
     """The cut of a list of layers, and the ratio of the largest stage to the mean; empty for other forms.
 
     Args:
-        stages: the layers.
-        num_stages: number of stages.
         partition: as given to Pipeline.
-        unit: of the costs.
         costs: of the layers, used for the cut; default: their parameters.
     """
     layers = as_layers(stages)

@@ -78,9 +78,7 @@ class Stage:
     """One slice of the model.
 
     Args:
-        index: index of the stage.
         module: the slice.
-        num_stages: number of stages of the model.
         loss_fn: ``loss_fn(output, target)`` on the last stage.
         recompute: what is recomputed in the backward; see `fastpipe.runtime.model.chain`.
         contexts: the user's contexts for F, and for B, I and W.

@@ -38,7 +38,6 @@ class Request:
     """The arguments of one step; attributes as of `fastpipe.Pipeline.step`.
 
     Attributes:
-        training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
         gathers_outputs: whether every rank gets the outputs.
     """
@@ -307,9 +306,6 @@ def _note_whole(
     """Record the rows of a whole batch's tensors, one entry per distinct number. Refuse inputs with autograd history.
 
     Args:
-        inputs: receives the entries.
-        request: of the user.
-        value: one argument.
         rules: of all arguments.
         key: in the rules.
         name: in errors.
@@ -402,11 +398,7 @@ def stage_works(
     """The work of every local stage.
 
     Args:
-        inputs: of this process.
-        stages: the local ones.
-        request: of the user.
         weights: of the microbatches, the same on all ranks.
-        keep_outputs: whether to keep the last stage's outputs.
         loss_scale: multiplies the roots of the backward.
     """
     works = []

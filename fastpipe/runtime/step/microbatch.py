@@ -112,11 +112,6 @@ def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[A
     return values
 
 
-def has_single_row(tensor: torch.Tensor) -> bool:
-    """Whether all microbatches can share it: it broadcasts over the rows of a batch."""
-    return tensor.dim() == 0 or tensor.shape[0] == 1
-
-
 def _split_leaf(
     leaf: Any, num_microbatches: int, dim: int, name: str, key: str | int, shares_single_rows: bool
 ) -> Sequence[Any]:
@@ -127,7 +122,7 @@ def _split_leaf(
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
             f"or say how to split it with split={{{key!r}: function}}"
         )
-    if shares_single_rows and has_single_row(leaf):
+    if shares_single_rows and (leaf.dim() == 0 or leaf.shape[0] == 1):
         return [leaf] * num_microbatches
     if leaf.layout is not torch.strided:
         raise ValueError(

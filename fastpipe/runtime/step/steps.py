@@ -168,9 +168,6 @@ class Steps:
 
     Args:
         settings: the user's.
-        programs: by number of microbatches and direction.
-        ranks: the local ranks, with their stages.
-        control: the connection to the other processes.
         copies: handles stages that two ranks hold.
         random: the random numbers of the stages.
         unfilled: the stages of a pipeline that was built on meta, until its first step.

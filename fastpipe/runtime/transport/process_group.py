@@ -256,12 +256,9 @@ def swap(
     other, in either direction.
 
     Args:
-        out: the group to send with.
         back: the group to receive with; may be the same.
         ranks: own rank and peer.
         tensors: on any devices that the groups support.
-        waits: waits of this rank.
-        timeout: limit for the peer.
 
     Raises:
         FailureError: when the peer is dead or silent.
@@ -304,7 +301,6 @@ class ProcessGroups(Transport):
 
     Args:
         member: membership of this process; the new groups are modelled on its group.
-        timeout: seconds to wait for a peer.
     """
 
     kind = "process_group"
@@ -537,10 +533,7 @@ def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.
     """Start an operation, coalesced if the backend supports it.
 
     Args:
-        group: group of two ranks.
-        peer: the other rank in the group.
         parts: the transfers; each gets its work to wait for.
-        device: device of the tensors.
     """
     if not torch_private.backend_for(group, device).supports_coalescing:
         for part in parts:

@@ -30,10 +30,7 @@ class Mixed(Transport):
 
     Args:
         shared: this rank's side of the shared memory; None if no rank shares memory with it.
-        groups: the transport to all other ranks.
         host_groups: groups of ranks that share memory, the same on all ranks.
-        own: this rank.
-        why: why not all ranks share memory.
     """
 
     kind = "mixed"
@@ -135,9 +132,6 @@ def select_transport(
     Args:
         choice: ``"auto"``, or one of ``CHOICES``; the same on all processes.
         exchange: ``(phase, message) -> messages of all processes``.
-        member: membership of this process.
-        device: device of this process.
-        timeout: seconds to wait for other processes.
         num_sharing: number of ranks that may run on this rank's cores, itself included; decides how long waits spin.
         by_python: whether this process has the Python executor, which supports only process groups.
 

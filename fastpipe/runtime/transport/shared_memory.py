@@ -34,8 +34,6 @@ class SharedMemory(Transport):
 
     Args:
         link: this rank's side, connected to its peers.
-        member: membership of this process.
-        timeout: seconds to wait for a peer between steps.
     """
 
     kind = "shared_memory"
@@ -118,13 +116,6 @@ none."""
 class Trial:
     """This process's copy engine, and a small allocation that peers open as a test.
 
-    Args:
-        runtime: the extension.
-        device: device of this process.
-
-    Attributes:
-        engine: the engine for `CudaIpc`.
-
     Raises:
         RuntimeError: with the reason, if no copy engine is usable.
     """
@@ -152,14 +143,7 @@ class Trial:
 
 
 class CudaIpc(SharedMemory):
-    """Transport between processes of one host, on GPUs that may be shared; made by `select_transport`.
-
-    Args:
-        link: this rank's side of the host's shared memory, connected to its peers.
-        engine: its copy engine.
-        member: membership of this process.
-        timeout: seconds to wait for a peer between steps.
-    """
+    """Transport between processes of one host, on GPUs that may be shared; made by `select_transport`."""
 
     kind = "cuda_ipc"
 

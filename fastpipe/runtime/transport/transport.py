@@ -23,7 +23,6 @@ class Message(NamedTuple):
     Attributes:
         kind: activations or gradients.
         stage: the consuming stage.
-        microbatch: index of the microbatch.
     """
 
     kind: ChannelKind

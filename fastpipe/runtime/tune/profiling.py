@@ -36,16 +36,11 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class Unit:
-    """Costs of a stage or a layer for one microbatch.
+    """Costs of a stage or a layer for one microbatch, in seconds and bytes.
 
     Attributes:
-        forward: seconds.
-        backward_input: seconds.
-        backward_weight: seconds.
         held: bytes kept from the forward to the end of the backward: tensors saved by autograd, inputs and outputs,
             without parameters and buffers.
-        output: bytes of its output.
-        parameters: bytes of its parameters.
         rows: of the first input; 0 without a tensor.
     """
 
@@ -62,9 +57,7 @@ class Meters:
     """Meters on the stages of this process.
 
     Args:
-        stages: the local ones.
         by_layer: whether each layer of a stage is measured separately.
-        trains: whether there are backwards.
 
     Attributes:
         units: by stage, the costs of its layers in order, or of the whole stage.
@@ -120,17 +113,7 @@ def _place(at_start: bool, at_end: bool) -> tuple[int, int]:
 
 
 class _Probe:
-    """A part of a stage, run as a stage of its own on one microbatch.
-
-    Args:
-        stage: the whole stage, whose work has the targets.
-        part: the part.
-        args: of the part.
-        kwargs: of the whole stage.
-
-    Attributes:
-        outputs: of the part.
-    """
+    """A part of a stage, run as a stage of its own on one microbatch."""
 
     def __init__(self, stage: Stage, part: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.part = part
@@ -227,9 +210,7 @@ class Measured:
     """The measurements, the same on every process.
 
     Attributes:
-        timelines: of the traced steps.
         units: by stage, the costs of its parts.
-        num_microbatches: of a step.
     """
 
     timelines: Sequence[Timeline]
