@@ -48,6 +48,7 @@ from fastpipe.runtime.common.tensors import (
     digest_of,
     flat,
     handed_over,
+    is_block_mask,
     is_dtensor,
     local_part,
     specs_of,

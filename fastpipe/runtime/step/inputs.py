@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, pytree, tensors_in
+from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import accepted_names, chosen, missing_argument, positional_names
 from fastpipe.runtime.stage import Stage, StageWork
@@ -116,6 +116,8 @@ def _digest(value: Any, found: int, whole: bool) -> int:
         found = zlib.crc32(repr(value).encode(), found)
     elif type(value) in (torch.Tensor, nn.Parameter) and _is_read(value, whole):
         found = zlib.crc32(bytes_of(value if whole else _sampled(value)).numpy().data, found)
+    elif is_block_mask(value):
+        found = _digest(value.kv_num_blocks, found, whole)
     # other objects may have state that differs between ranks, such as a key-value cache
     return found
 
@@ -169,7 +171,7 @@ def _signature_of(value: Any) -> Any:
         return tuple(map(_signature_of, value))
     if value is None or isinstance(value, int | float | str):
         return repr(value)  # 1 == 1.0 == True, and hash(-1) == hash(-2)
-    if pytree.tree_is_leaf(value):
+    if pytree.tree_is_leaf(value) or is_block_mask(value):
         return type(value).__name__
     leaves, structure = pytree.tree_flatten(value)
     return str(structure), *map(_signature_of, leaves)
