@@ -130,7 +130,7 @@ def test_any_order_with_transfers_progresses_in_torch(seed: int) -> None:
 
 
 def torch_order(name: str, p: int, m: int, v: int) -> list[str]:
-    """What a class of torch's does on every rank, without idle steps; it needs no stages for that, a few numbers only."""
+    """What a class of torch's does on every rank, without idle steps: it needs a few numbers, not live stages."""
     schedule = object.__new__(getattr(schedules, name))
     schedule.pp_group_size, schedule._n_microbatches = p, m
     schedule.n_local_stages, schedule._stages = v, [None] * v
