@@ -123,7 +123,11 @@ def test_gradient_checkpointing(kind: str, executor: str) -> None:
     assert same_bits(result.loss, reference.loss) and not unequal(pipe, unsplit)
 
 
-@pytest.mark.parametrize(("compiled", "executor"), [("blocks", "python"), ("stages", "native")], indirect=["executor"])
+@pytest.mark.parametrize(
+    ("compiled", "executor"),
+    [("blocks", "python"), pytest.param("stages", "native", marks=pytest.mark.nightly)],
+    indirect=["executor"],
+)
 def test_compiled_blocks_and_stages(compiled: str, executor: str) -> None:
     """What dynamo and autograd make of a stage, with I and W split; not inductor's code, which rounds otherwise."""
     torch._dynamo.reset()
