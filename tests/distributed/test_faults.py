@@ -189,19 +189,8 @@ def losses_of(case: Case) -> list[float]:
     return [float(pipe.step(x, target=target).loss) for x, target in map(batch, range(3))]
 
 
-QUICK = [
-    Case("nasty exception", "backward", "zbv", "native", "shared_memory", 2),
-    Case("exit", "forward", "1f1b", "python", "process_group", 2),
-    Case("NaN", "backward", "1f1b", "native", "shared_memory", 2),
-    Case("skipped step", "call", "dualpipev", "native", "process_group", 2),
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*QUICK, *(pytest.param(case, marks=pytest.mark.nightly) for case in all_cases() if case not in QUICK)],
-    ids=lambda case: "-".join(map(str, case)),
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: "-".join(map(str, case)))
 def test_a_fault_is_named_waited_for_or_refused(case: Case) -> None:
     if case.executor == "native":
         skip_without_native()
