@@ -269,12 +269,13 @@ class LocalStages:
 
 
 def build_stages(
-    model: ModelArguments, loss_fn: Loss, schedule: Schedule, request: BuildRequest, world: World
+    model: ModelArguments, loss_fn: Loss, schedule: Schedule, request: BuildRequest, world: World, mesh: Any = None
 ) -> LocalStages:
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
         request: agreed.
+        mesh: of DTensors between stages, if any.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -301,34 +302,35 @@ def build_stages(
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
-    stages: dict[int, dict[int, Stage]] = {}
-    for rank, held in by_rank.items():
-        stages[rank] = {}
-        for index, module in held.items():
-            recompute = way_of(model.recompute, index, module)
-            stage = Stage(index, module, placement.num_stages, loss_fn, recompute, request.contexts)
-            if request.programs.queues is not None and any(
-                len(set(r[index : index + 2])) > 1 for r in placement.routes
-            ):
-                stage.why_one_tensor = why_too_few() or ""
-            stages[rank][index] = _equipped(stage, model, world.device)
+
+    def stage_of(index: int, module: nn.Module) -> Stage:
+        sends = any(len(set(route[index : index + 2])) > 1 for route in placement.routes)
+        stage = Stage(
+            index,
+            module,
+            placement.num_stages,
+            loss_fn,
+            way_of(model.recompute, index, module),
+            request.contexts,
+            fused_weight_grad=model.fused_weight_grad,
+            grad_dtype=model.grad_dtype,
+            mesh=mesh,
+            treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
+            why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
+            wrapped=model.data_parallel is not None,
+        )
+        if model.grad_dtype is not None:
+            check_not_sharded(index, stage.parallel, model.grad_dtype)
+            set_grad_dtype(module, model.grad_dtype)
+        return stage
+
+    stages = {rank: {i: stage_of(i, module) for i, module in held.items()} for rank, held in by_rank.items()}
     movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied, bool(on_meta))
     if world.is_single_process:
         tell_later(made.stages, [names_message(made.stages)])
         return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
     return made
-
-
-def _equipped(stage: Stage, model: ModelArguments, device: torch.device) -> Stage:
-    if device.type != "cpu":
-        stage.treespecs = TreespecCache(stage.index, device)
-    stage.fused_weight_grad, stage.grad_dtype = model.fused_weight_grad, model.grad_dtype
-    if model.grad_dtype is not None:
-        check_not_sharded(stage.index, stage.parallel, model.grad_dtype)
-        set_grad_dtype(stage.module, model.grad_dtype)
-    stage.bare = model.data_parallel is not None and stage.parallel is None
-    return stage
 
 
 def agree_on_stages(
@@ -345,10 +347,8 @@ def agree_on_stages(
         model = replace(
             arguments.model, partition=cut_by(arguments.model.partition, request.costs, schedule.num_stages)
         )
-        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world)
+        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world, arguments.execution.mesh)
         arguments.execution.check_replicas(local.stages)
-        for stage in local.stages:
-            stage.mesh = arguments.execution.mesh
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         text = request.signature(arguments, world.member.size)
