@@ -157,7 +157,7 @@ class Processes(Control):
 
     @property
     def dead(self) -> list[Failure]:
-        """The processes that have exited, by rank."""
+        """See `Control.dead`."""
         return self._watcher.dead
 
     def store_gone(self, error: RuntimeError) -> Failure:
