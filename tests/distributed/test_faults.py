@@ -1,7 +1,7 @@
 """Faults of every kind, in every schedule, executor and transport: each is named, waited for or refused; none hangs.
 
-python -m tests.distributed.test_faults [SECONDS]     writes the table in docs/reliability.md, of all cases, or of as many
-as are begun in this time
+python -m tests.distributed.test_faults [SECONDS]     writes the table in docs/reliability.md, of the cases that begin in
+                                                      this time, or of all
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import re
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,11 +24,11 @@ from torch import nn
 from fastpipe import Pipeline
 from fastpipe.testing import Fault
 from tests.conftest import WAYS, skip_without_native
+from tests.distributed.page import write_block
 from tests.distributed.ranks import ranks
 from tests.patience import PATIENCE
 
 COUNT = 8
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 STOPPED_TIMEOUT = 4.0
 
 
@@ -221,17 +218,13 @@ def write_table(seconds: float) -> int:
         found.setdefault(case.fault, Counter())[result] += 1
     rows = [f"| {fault} | {count} | {result} |" for fault in sorted(found) for result, count in found[fault].items()]
     text = (
-        f"{sum(map(Counter.total, found.values()))} of the {len(cases)} cases of `tests/distributed/test_faults.py` (1F1B, ZBV and DualPipeV; "
-        "2 and 4 ranks;\nexecutors and transports; forward and backward), all of them nightly:\n\n"
+        f"{sum(map(Counter.total, found.values()))} of the {len(cases)} cases of `tests/distributed/test_faults.py` "
+        "(1F1B, ZBV and DualPipeV; 2 and 4 ranks;\nexecutors and transports; forward and backward), in a random order, all of them "
+        "nightly:\n\n"
         "| fault | cases | outcome |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     )
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(r"(<!-- faults -->\n).*?(<!-- end -->)", partial(_between, text), page, flags=re.DOTALL))
+    write_block("faults", text)
     return sum(result != EXPECTED[fault] for fault in found for result in found[fault].elements())
-
-
-def _between(text: str, match: re.Match[str]) -> str:
-    return match[1] + text + match[2]
 
 
 if __name__ == "__main__":
