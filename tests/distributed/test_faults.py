@@ -1,7 +1,7 @@
 """Faults of every kind, in every schedule, executor and transport: each is named, waited for or refused; none hangs.
 
-python -m tests.distributed.test_faults [SECONDS]     writes the table in docs/reliability.md, of the cases that begin in
-                                                      this time, or of all
+python -m tests.distributed.test_faults [SECONDS]    writes the table in docs/reliability.md, of the cases that begin in
+                                                     this time, or of all
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def write_table(seconds: float) -> int:
     rows = [f"| {fault} | {count} | {result} |" for fault in sorted(found) for result, count in found[fault].items()]
     text = (
         f"{sum(map(Counter.total, found.values()))} of the {len(cases)} cases of `tests/distributed/test_faults.py` "
-        "(1F1B, ZBV and DualPipeV; 2 and 4 ranks;\nexecutors and transports; forward and backward), in a random order, all of them "
-        "nightly:\n\n"
+        "(1F1B, ZBV and DualPipeV; 2 and 4 ranks;\nexecutors and transports; forward and backward), in a random order, "
+        "all of them nightly:\n\n"
         "| fault | cases | outcome |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     )
     write_block("faults", text)

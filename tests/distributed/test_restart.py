@@ -181,8 +181,8 @@ def write_table() -> None:
         f"One rank after another was killed at {len(MOMENTS)} moments of one run with {STEPS} steps, "
         f"{os.cpu_count()} cores: {', '.join(MOMENTS)}\n"
         "(the number counts the calls; step1 is the first one, step4 a later one, evaluation1 before training, "
-        "evaluation9 after it).\nThe seconds are those from the kill to the end of the next step of training, start of the "
-        "interpreters included.\n\n"
+        "evaluation9 after it).\nThe seconds are those from the kill to the end of the next step of training, start "
+        "of the interpreters included.\n\n"
         "| agents | ranks | messages | kills tried | resumed | bit-equal | seconds: median, longest |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
     )

@@ -281,7 +281,8 @@ class Watcher:
         with self._lock:
             self.step = step
             self._on_failure = on_failure
-        if self.polls or self.dead:
+        # a process that has closed the pipeline is dead to the steps that follow
+        if self.polls or self.dead or self.local_peers.closed:
             self.local_peers.wake_own()
 
     def end(self) -> None:
@@ -406,7 +407,7 @@ class Watcher:
         for rank, last_step in list(self.local_peers.closed.items()):
             if last_step >= step:
                 found.pop(rank, None)
-            elif last_step:  # a process that failed to build it has published why
+            else:  # a process that failed to build it has published why, which is read first
                 found[rank] = LEFT
         return [Failure(rank, cause, is_fatal=True) for rank, cause in sorted(found.items())]
 
