@@ -119,9 +119,13 @@ class MeshControl(Control):
         # it belongs to the steps, which hold this control
         self._on_failure = lambda failure: None
 
+    @property
+    def dead(self) -> list[Failure]:
+        """See `Control.dead`."""
+        return list(map(self._placed, self._whole.dead))
+
     def _dead(self) -> list[Failure]:
-        placed = map(self._placed, self._whole.dead)
-        return [failure for failure in placed if failure.pipeline == self._pipelines[self._pipeline]]
+        return [failure for failure in self.dead if failure.pipeline == self._pipelines[self._pipeline]]
 
     def _placed(self, failure: Failure) -> Failure:
         """With a rank of a pipeline instead of a process's number."""
