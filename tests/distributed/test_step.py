@@ -15,7 +15,7 @@ import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.stage.stage import Chain
 from tests import scripts
-from tests.conftest import WAYS
+from tests.conftest import BOTH, WAYS
 from tests.distributed.ranks import GroupOf, ranks
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Block, squared
@@ -119,6 +119,7 @@ def make_mistakes(executor: str) -> dict[str, Any]:
     return found
 
 
+@BOTH
 def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str, group_of: GroupOf) -> None:
     zero, one = group_of(2).run(make_mistakes, executor)
 
@@ -291,6 +292,7 @@ def fail_upstream(executor: str) -> tuple[str, str, int | None]:
     return answer
 
 
+@BOTH
 def test_who_chokes_on_stand_ins_names_the_true_reason(executor: str, group_of: GroupOf) -> None:
     answers = group_of(4).run(fail_upstream, executor)
     assert answers[0][0] == "OSError"
