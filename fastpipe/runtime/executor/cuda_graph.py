@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,51 +24,35 @@ from fastpipe.runtime.stage import Stage, StageWork
 from fastpipe.runtime.transport import Transport
 
 
-class Recording(ABC):
+class CudaGraph:
     """Recorded work of one device. It keeps the memory that it allocates, so a replay uses the same addresses."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
     def record(self, stream: Any, work: Callable[[], None]) -> None:
         """Call ``work`` and record, without running it, its work on the stream and on streams joined to it.
 
         Raises:
             RuntimeError: when something cannot be recorded; then nothing was done.
         """
-
-    @abstractmethod
-    def replay(self) -> None:
-        """Run the recorded work on the current stream."""
-
-
-class CudaGraph(Recording):
-    """A recording by ``torch.cuda.CUDAGraph``."""
-
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-
-    def record(self, stream: Any, work: Callable[[], None]) -> None:
-        """See `Recording.record`."""
         pool = torch.cuda.graph_pool_handle()
         try:
             # other threads (NCCL's, those that gather losses) query events meanwhile
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 work()
         except BaseException:  # raised again
-            _end_allocations(stream.device, pool)
+            # else torch's allocator may never reuse memory used by several streams
+            with contextlib.suppress(RuntimeError):  # already ended
+                torch_private.end_allocations(stream.device, pool)
             raise
 
     def replay(self) -> None:
-        """See `Recording.replay`."""
+        """Run the recorded work on the current stream."""
         self._graph.replay()
 
 
-def _end_allocations(device: torch.device, pool: Any) -> None:
-    """End a failed recording in torch's allocator, which otherwise may never reuse memory used by several streams."""
-    with contextlib.suppress(RuntimeError):  # already ended
-        torch_private.end_allocations(device, pool)
-
-
-Makers = tuple[Callable[[torch.device], Any], Callable[[], Recording]]
+Makers = tuple[Callable[[torch.device], Any], Callable[[], CudaGraph]]
 
 RECORDINGS: dict[str, Makers] = {"cuda": (torch.cuda.Stream, CudaGraph)}
 """By device type: factories of the stream to record on, and of a recording."""
@@ -118,7 +101,7 @@ class RecordedStep:
         works: works of the stages, with its results.
     """
 
-    recording: Recording
+    recording: CudaGraph
     tensors: list[torch.Tensor]
     works: list[StageWork]
     grads: Gradients

@@ -269,21 +269,10 @@ class MeshGroups:
             return
         groups, self._groups = self._groups, []
         for group in groups:
-            backend = torch_private.backend_for(group, self._device)
+            backend = [torch_private.backend_for(group, self._device)]
             runtime.drop_backends(group)
-            # its end waits for its threads, which may still serve peers
-            aside([_Dropped(backend)], "fastpipe-leave")
-            del backend
-
-
-class _Dropped:
-    """Holds a backend until it is called."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def __call__(self) -> None:
-        self._backend = None
+            # dropped in a thread: its end waits for its own threads, which may still serve peers
+            aside([backend.clear], "fastpipe-leave")
 
 
 _WATCHDOG = {

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -101,14 +101,13 @@ def read_header(header: torch.Tensor) -> Specs | None:
     return tuple(specs)
 
 
+@dataclass(eq=False)
 class _Receive:
     """A pending receive: queued (announcing) or posted."""
 
-    def __init__(self, message: Message, slot: int) -> None:
-        self.message = message
-        self.slot = slot
-        self.tensors: Tensors | None = None
-        self.works: list[Any] = []
+    message: Message
+    tensors: Tensors | None = None
+    works: list[Any] = field(default_factory=list)
 
 
 class ProcessGroupEndpoint(Endpoint):
@@ -132,7 +131,7 @@ class ProcessGroupEndpoint(Endpoint):
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
         """See `Endpoint.post_recv`."""
-        receive = self.receives[slot] = _Receive(message, slot)
+        receive = self.receives[slot] = _Receive(message)
         if self.book.announcing:
             self.queued.setdefault(channel, deque()).append(receive)
         elif self._peer(channel) not in self.broken:
@@ -409,13 +408,13 @@ class ProcessGroups(Transport):
 _BACKENDS = ("gloo", "nccl")
 
 
+@dataclass(eq=False)
 class _Part:
     """A transfer of a coalesced operation."""
 
-    def __init__(self, verb: str, tensor: torch.Tensor) -> None:
-        self.verb = verb
-        self.tensor = tensor
-        self.work: Any = None
+    verb: str
+    tensor: torch.Tensor
+    work: Any = None
 
 
 class _CoalescedEndpoint(ProcessGroupEndpoint):
