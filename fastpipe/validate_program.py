@@ -83,7 +83,7 @@ def _validate(program: Program, lanes: Lanes, numbers: list[int]) -> None:
         _check_end(program, lanes, numbers, late)
 
 
-def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False, one_queue: bool = False) -> None:
+def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False) -> None:
     """Run it to its end."""
     outcome = Machine(program, lanes, late=late).run()
     if outcome.blocked:

@@ -313,7 +313,7 @@ class ExecutionArguments:
             raise ValueError("transport = 'loopback': there are several processes; use 'process_group' or 'auto'")
         if is_single_process and transport in CHOICES and num_ranks > 1:
             raise ValueError(
-                f"transport = {transport!r}: there is one process for {num_ranks} ranks; start one a rank with "
+                f"transport = {transport!r}: there is one process for {num_ranks} ranks; start one per rank with "
                 "torchrun, or use 'loopback' or 'auto'"
             )
         if is_single_process:
@@ -355,13 +355,13 @@ class Arguments:
         self.schedule.check()
 
     @property
-    def signature(self) -> str:
-        """The arguments that must be the same on every rank, as text; empty for defaults."""
+    def signature(self) -> dict[str, str]:
+        """The values that must be the same on every rank, by argument; without defaults."""
         where, reduction = self.execution.chosen_transport, self.batch.loss_reduction
-        texts = [f"transport {where}"] if isinstance(where, str) and where != "auto" else []
-        texts += [f"loss_reduction {reduction}"] if isinstance(reduction, str) and reduction != "mean" else []
-        texts += [f"grad_dtype {self.model.grad_dtype}"] if self.model.grad_dtype is not None else []
-        return "".join(f", {text}" for text in texts)
+        values = {"transport": where} if isinstance(where, str) and where != "auto" else {}
+        values |= {"loss_reduction": reduction} if isinstance(reduction, str) and reduction != "mean" else {}
+        values |= {"grad_dtype": str(self.model.grad_dtype)} if self.model.grad_dtype is not None else {}
+        return values
 
 
 def _is_list(value: Any) -> bool:

@@ -365,7 +365,7 @@ class _Check:
         own = dict(model.named_parameters())
         if len(own) != len(self.names):
             raise ValueError(
-                f"model has {len(own)} parameters and the pipeline has {len(self.names)}: give the model that the "
+                f"model has {len(own)} parameters but the pipeline has {len(self.names)}: give the model that the "
                 "pipeline's stages are cut from"
             )
         for candidates in ([name for _, name in self.names], [name.partition(".")[2] for _, name in self.names]):

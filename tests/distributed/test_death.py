@@ -97,7 +97,7 @@ def check(answers: list[dict[str, Any]], victim: int) -> None:
     """Every survivor named the victim, and the next step says what to do."""
     for answer in answers:
         assert answer["text"].startswith("StepError") and answer["rank"] == victim, answer
-        assert "build it again" in answer["text"] and "build it again" in answer["again"], answer
+        assert "build a new one" in answer["text"] and "build a new one" in answer["again"], answer
 
 
 def others(victim: int) -> list[int]:
@@ -231,7 +231,7 @@ def test_who_never_begins_keeps_nobody_waiting(executor: str) -> None:
     """It ends its connections, since those who have begun the step wait for its messages."""
     with ranks(SIZE) as group:
         for text in group.run(lose_the_store, executor):
-            assert "rank 0: its process died; the pipeline cannot go on" in text
+            assert "rank 0: its process died; the pipeline is closed" in text
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from fastpipe.runtime.common.failure import (
     cause_text,
     failure_of,
     first_line,
+    listed,
     logged,
     lost_peer,
 )
@@ -57,8 +58,12 @@ from fastpipe.runtime.common.tensors import (
 )
 from fastpipe.runtime.common.torch_private import children_of, parameters_of, pytree, version_of
 from fastpipe.runtime.common.waits import (
+    EXIT_SECONDS,
+    LATE_SECONDS,
     LOOK_SECONDS,
+    PLACES_SECONDS,
     SECONDS,
+    SHORT_EXIT_SECONDS,
     Patience,
     PatientStore,
     aside,

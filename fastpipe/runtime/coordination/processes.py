@@ -24,6 +24,7 @@ from typing import Any
 
 from fastpipe.runtime.common import (
     DIED,
+    EXIT_SECONDS,
     MAX_TEXT,
     SECONDS,
     Failure,
@@ -42,7 +43,6 @@ from fastpipe.runtime.coordination.lifeline import BEAT_SECONDS, GONE, LEFT, Lif
 logger = logging.getLogger("fastpipe")
 _UNWATCHED = "their exits are detected by connections to rank 0, or after the timeout"
 _LOOK_SECONDS = 0.1
-_GRACE_SECONDS = 1.0
 
 OnFailure = Callable[[Failure], None]
 
@@ -306,7 +306,7 @@ class Watcher:
 
     def store_gone(self, error: RuntimeError) -> Failure:
         """The failure for a lost store, usually because its process died; the kernel may report that a little later."""
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = time.monotonic() + EXIT_SECONDS
         while not (dead := self.find_dead(self.step)) and time.monotonic() < deadline:
             time.sleep(0.01)
         if dead:

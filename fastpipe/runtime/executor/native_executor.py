@@ -30,7 +30,7 @@ class NativeExecutor(Executor):
     def _prepare(self) -> None:
         runtime: Any = native.load()
         if runtime is None:
-            raise ValueError(f"executor = 'native': {native.native_status()}")
+            raise ValueError(f"executor = 'native': {native.native_status()} Use executor='auto' or 'python' instead.")
         columns = np.ascontiguousarray(self.program[self.rank].columns)
         channels = [tuple(map(int, channel)) for channel in self.program.channels]
         places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]

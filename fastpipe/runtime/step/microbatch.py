@@ -109,7 +109,7 @@ def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[A
     if len(values) != num_microbatches:
         or_pass = f", or pass num_microbatches={len(values)} to step" if values else ""
         raise ValueError(
-            f"{name} has {len(values)} microbatches and num_microbatches = {num_microbatches}: give as many{or_pass}"
+            f"{name} has {len(values)} microbatches but num_microbatches = {num_microbatches}: pass as many{or_pass}"
         )
     return values
 
@@ -140,8 +140,8 @@ def _split_leaf(
         )
     if leaf.shape[dim] < num_microbatches:
         raise ValueError(
-            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) and num_microbatches = "
-            f"{num_microbatches}: give at least one row a microbatch"
+            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
+            f"{num_microbatches}: give at least one row per microbatch"
         )
     if leaf.requires_grad or type(leaf) is not torch.Tensor:
         return leaf.tensor_split(num_microbatches, dim)

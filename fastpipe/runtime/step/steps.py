@@ -25,6 +25,7 @@ from torch import nn
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
     CPU,
+    EXIT_SECONDS,
     Failure,
     FailureError,
     Interrupts,
@@ -32,11 +33,11 @@ from fastpipe.runtime.common import (
     attended,
     cause_text,
     failure_of,
+    listed,
     set_grad_dtype,
     waiting,
 )
 from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
-from fastpipe.runtime.data_parallel import listed
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
@@ -137,8 +138,6 @@ def _update_wrapper(stage: Stage) -> None:
 _COMPARED_WHOLE, _COMPARED_EVERY = 2, 256
 """Ranks compare all values of their batches in the first steps and periodically, which waits for the device. In other
 steps they compare a sample of the CPU tensors."""
-_GRACE_SECONDS = 1.0
-"""Within which the end of a process is detected after its connection closed."""
 _MAX_SIGNATURES = 64
 """The number of cached input signatures; other signatures cost a step with headers."""
 
@@ -448,7 +447,7 @@ class Steps:
         except FailureError:
             raise
         except BaseException:  # raised again, unless a lost process caused it
-            for pause in waiting(_GRACE_SECONDS, self.control.lost):
+            for pause in waiting(EXIT_SECONDS, self.control.lost):
                 time.sleep(pause)
             raise
 

@@ -77,11 +77,15 @@ def write_header(specs: Specs | None) -> torch.Tensor:
     numbers = [_POISON, 0] if specs is None else [_GOOD, len(specs)]
     for spec in specs or ():
         if spec.dtype not in _DTYPES:
-            raise ValueError(f"a stage hands on a tensor of {spec.dtype}, which cannot be sent; convert it")
+            raise ValueError(
+                f"a message to another stage has a tensor of {spec.dtype}, which cannot be sent: convert it to an "
+                "ordinary floating-point, complex, integer or bool dtype, such as torch.float32"
+            )
         numbers += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.size), *spec.size, *spec.stride]
     if len(numbers) > HEADER:
         raise ValueError(
-            f"a stage hands on {len(specs or ())} tensors, more than a header describes; join some of them"
+            f"a message to another stage has {len(specs or ())} tensors, more than a header describes; join "
+            "some of them"
         )
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
 

@@ -14,7 +14,7 @@ import torch
 
 from fastpipe.program import Channel, Program
 from fastpipe.runtime import native
-from fastpipe.runtime.common import Failure, first_line
+from fastpipe.runtime.common import Failure, first_line, listed
 from fastpipe.runtime.coordination import host_name
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.runtime.transport.process_group import CoalescedGroups, ProcessGroups
@@ -86,18 +86,14 @@ class Mixed(Transport):
 
     def describe(self) -> str:
         """See `Transport.describe`."""
-        shared = ", ".join(f"({_listed(group)})" for group in self.host_groups if len(group) > 1)
+        shared = ", ".join(f"({listed(group, most=None)})" for group in self.host_groups if len(group) > 1)
         near = [rank for rank in self.host_groups[self._group_of[self.own]] if rank != self.own]
         far = [rank for rank in sorted(self._group_of) if rank not in (*near, self.own)]
-        mine = f"shared memory with {_listed(near)}, " if near else ""
+        mine = f"shared memory with {listed(near, most=None)}, " if near else ""
         return (
             f"{self.kind}, lanes {self.lanes}: shared memory within ranks {shared}, four {self.groups.backend} groups "
-            f"elsewhere ({self.why}); rank {self.own}: {mine}groups with {_listed(far)}"
+            f"elsewhere ({self.why}); rank {self.own}: {mine}groups with {listed(far, most=None)}"
         )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 Offer = dict[str, Any]

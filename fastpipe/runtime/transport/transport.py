@@ -74,9 +74,9 @@ class SpecBook:
             self.write(message, found)
         elif self._open[message] != found and not alike(self._open[message], found):
             raise ValueError(
-                f"{message} changed without a change in the inputs: expected {specs_text(self._open[message])}, found "
-                f"{specs_text(found)}; pad it to one shape, or cut the model so that who makes it and who takes it are "
-                "in one stage"
+                f"{message} changed although the inputs did not: expected {specs_text(self._open[message])}, found "
+                f"{specs_text(found)}; pad it to one shape, or place the layers that produce and consume it in one "
+                "stage"
             )
         return ready
 
