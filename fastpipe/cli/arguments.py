@@ -6,14 +6,11 @@ import argparse
 import ast
 import textwrap
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NoReturn
 
 from fastpipe._version import __version__
-from fastpipe.cli import checks, commands, drawings, planning
-from fastpipe.cost import CostModel
-
-COSTS = tuple(field.name for field in fields(CostModel))
+from fastpipe.cli import checks, commands
+from fastpipe.cli.work import COSTS
 
 _COST_HELP = {
     "forward": "seconds of F",
@@ -152,7 +149,7 @@ def _compare(adder: Any) -> None:
 def _plan(adder: Any) -> None:
     command = _command(
         adder,
-        planning.plan,
+        commands.plan,
         "find the best schedule for your costs and your memory, and how far from the best possible it may be",
         """
         fastpipe plan --ranks 8 --microbatches 32 --memory 0.625
@@ -186,7 +183,7 @@ def _plan(adder: Any) -> None:
 def _plot(adder: Any) -> None:
     command = _command(
         adder,
-        drawings.plot,
+        commands.plot,
         "draw a timeline into a picture (PNG, SVG or PDF)",
         """
         fastpipe plot dualpipev --ranks 4 --microbatches 16 -o dualpipev.png
@@ -210,7 +207,7 @@ def _plot(adder: Any) -> None:
 def _html(adder: Any) -> None:
     command = _command(
         adder,
-        drawings.html,
+        commands.html,
         "write a timeline as an interactive page: zoom, pan, what every action waited for, memory",
         "fastpipe html dualpipev --ranks 8 --microbatches 32 -o dualpipev.html",
     )
@@ -221,7 +218,7 @@ def _html(adder: Any) -> None:
 def _trace(adder: Any) -> None:
     command = _command(
         adder,
-        drawings.trace,
+        commands.trace,
         "write a timeline as JSON for ui.perfetto.dev and chrome://tracing",
         "fastpipe trace dualpipev --ranks 8 --microbatches 32 --comm 0.1 -o dualpipev.json",
     )

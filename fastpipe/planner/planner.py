@@ -366,12 +366,13 @@ class _Planner:
             self._say(f"solving {search.describe(placement)} exactly")
             setting = self.problem.setting(placement, count)
             share = max(0.1, self.clock.left() / (len(placements) - number))
-            outcome = solve(self.problem, setting, self.best[0], SECONDS if self.clock.limit is None else share)
-            if outcome.schedule is not None:
-                self._consider(f"exact on {search.describe(placement)}", setting, outcome.schedule)
+            seconds = SECONDS if self.clock.limit is None else share
+            schedule, bound = solve(self.problem, setting, self.best[0], seconds)
+            if schedule is not None:
+                self._consider(f"exact on {search.describe(placement)}", setting, schedule)
             whole = setting.cost.backward is None and setting.cost.overlapped is None
             settled = settled and whole
-            least = min(least, outcome.least)
+            least = min(least, bound)
         # The solver's transfers never wait for their receive to be posted; the plan's may.
         return settled and self.best[0] <= least * (1 + 1e-9)
 

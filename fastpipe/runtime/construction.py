@@ -83,9 +83,6 @@ from fastpipe.runtime.transport import (
     Loopback,
     Membership,
     MeshGroups,
-    Mixed,
-    ProcessGroups,
-    SharedMemory,
     Transport,
     membership,
     ranks_per_host,
@@ -102,12 +99,7 @@ class World:
     """Where a pipeline is built.
 
     Attributes:
-        device: the device of the computation.
-        timeout: seconds to wait for another rank.
-        member: this process's place among the processes.
         ranks_per_host: the number of ranks that compute on this host.
-        control: the connection to the other processes.
-        cores: the cores of the steps.
         error: the first error in the arguments evaluated so far; raised by `agree_on_request`, on all ranks.
     """
 
@@ -185,13 +177,9 @@ class BuildRequest:
     """What is determined before stages are built; the same on every rank.
 
     Attributes:
-        num_ranks: the number of ranks.
         programs: the schedule, with its program proved for the transport's lanes.
-        num_microbatches: the number of microbatches per batch.
         costs: of the layers, for the partition; None if it needs none.
-        unit: of the costs.
         seed: of the random numbers per stage and microbatch; None for torch's own generators.
-        contexts: the user's contexts of forwards and backwards.
     """
 
     num_ranks: int
@@ -265,14 +253,11 @@ class LocalStages:
     """The stages of this process.
 
     Attributes:
-        modules: by stage.
         copies: by rank and stage, if two ranks of this process hold a stage.
         by_rank: the stages of every local rank, by index.
-        ties: weights with several names.
         cut: the partition as text; empty for stages that the user split.
         layer_counts: the number of layers of every stage; None for stages that the user split.
         layers: the model's layers, if they can be split differently later.
-        declared_ties: the ties that the user named.
         on_meta: whether some stage, here or on another rank, has no values yet.
     """
 
@@ -293,16 +278,13 @@ class LocalStages:
 
 
 def build_stages(
-    model: ModelArguments, loss_fn: Loss, schedule: Schedule, request: BuildRequest, world: World
+    model: ModelArguments, loss_fn: Loss, schedule: Schedule, request: BuildRequest, world: World, mesh: Any = None
 ) -> LocalStages:
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        model: with a partition that does not depend on costs.
-        loss_fn: see `fastpipe.Pipeline`.
-        schedule: assigns stages to ranks.
         request: agreed.
-        world: of the stages.
+        mesh: of DTensors between stages, if any.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -329,17 +311,29 @@ def build_stages(
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
-    stages: dict[int, dict[int, Stage]] = {}
-    for rank, held in by_rank.items():
-        stages[rank] = {}
-        for index, module in held.items():
-            recompute = way_of(model.recompute, index, module)
-            stage = Stage(index, module, placement.num_stages, loss_fn, recompute, request.contexts)
-            if request.programs.queues is not None and any(
-                len(set(r[index : index + 2])) > 1 for r in placement.routes
-            ):
-                stage.why_one_tensor = why_too_few() or ""
-            stages[rank][index] = _equipped(stage, model, world.device)
+
+    def stage_of(index: int, module: nn.Module) -> Stage:
+        sends = any(len(set(route[index : index + 2])) > 1 for route in placement.routes)
+        stage = Stage(
+            index,
+            module,
+            placement.num_stages,
+            loss_fn,
+            way_of(model.recompute, index, module),
+            request.contexts,
+            fused_weight_grad=model.fused_weight_grad,
+            grad_dtype=model.grad_dtype,
+            mesh=mesh,
+            treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
+            why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
+            wrapped=model.data_parallel is not None,
+        )
+        if model.grad_dtype is not None:
+            check_not_sharded(index, stage.parallel, model.grad_dtype)
+            set_grad_dtype(module, model.grad_dtype)
+        return stage
+
+    stages = {rank: {i: stage_of(i, module) for i, module in held.items()} for rank, held in by_rank.items()}
     movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(
         modules=modules,
@@ -358,17 +352,6 @@ def build_stages(
     return made
 
 
-def _equipped(stage: Stage, model: ModelArguments, device: torch.device) -> Stage:
-    if device.type != "cpu":
-        stage.plans = TreespecCache(stage.index, device)
-    stage.fused_weight_grad, stage.grad_dtype = model.fused_weight_grad, model.grad_dtype
-    if model.grad_dtype is not None:
-        check_not_sharded(stage.index, stage.parallel, model.grad_dtype)
-        set_grad_dtype(stage.module, model.grad_dtype)
-    stage.bare = model.data_parallel is not None and stage.parallel is None
-    return stage
-
-
 def agree_on_stages(
     arguments: Arguments, request: BuildRequest, world: World
 ) -> tuple[ModelArguments, LocalStages, type[Executor]]:
@@ -383,10 +366,8 @@ def agree_on_stages(
         model = replace(
             arguments.model, partition=cut_by(arguments.model.partition, request.costs, schedule.num_stages)
         )
-        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world)
+        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world, arguments.execution.mesh)
         arguments.execution.check_replicas(local.stages)
-        for stage in local.stages:
-            stage.mesh = arguments.execution.mesh
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         plan = request.signature(arguments, world.member.size)
@@ -421,7 +402,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         device=world.device,
         timeout=world.timeout,
         num_sharing=world.ranks_per_host.count() if world.cores.own is None else 1,
-        by_python=executor.__name__ == "PythonExecutor",
+        by_python=not executor.is_native,
     )
 
 
@@ -458,20 +439,20 @@ def make_engine(
     policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams)
     if dimensions := execution.other_dimensions():
         policy = PairPolicy(IN_ORDER, f"collectives over {', '.join(dimensions)} must have one order on all ranks")
-    runtime = native.load() if executor.__name__ == "NativeExecutor" else None
+    runtime = native.load() if executor.is_native else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
-    exchange = transport.exchange if isinstance(transport, ProcessGroups | SharedMemory | Mixed) else None
+    exchange = None if world.is_single_process else transport.exchange
 
-    def copies() -> StageCopies:
+    def stage_copies() -> StageCopies:
         return make_copies(placement, local.copies, exchange)
 
     if exchange is not None and between_ranks(local.ties, placement):
         transport.prepare_exchange()
-    replicas = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, copies)
+    copies = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, stage_copies)
     if not local.on_meta:
-        replicas.equalise()
-    refusal = why_not(device, local.by_rank, transport, replicas)
+        copies.equalise()
+    refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
@@ -496,7 +477,7 @@ def make_engine(
         programs,
         ranks,
         world.control,
-        replicas,
+        copies,
         random,
         unfilled,
         forward_only=forward_only,

@@ -125,9 +125,6 @@ def pairs_text(
     """How pairs of a forward and a backward run, and which always run in order.
 
     Args:
-        policy: by the user's choice and the machine.
-        program: of a step.
-        ranks: the stages of the local ranks, by index.
         counts: of the pairs that ran so far, by kind.
         usage: of random numbers, in steps with pairs; None before the first one.
     """

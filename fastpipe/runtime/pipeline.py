@@ -638,7 +638,7 @@ class Pipeline:
         program = self._programs.program(self.num_microbatches, forward_only=False)
         ranks = {rank: list(stages) for rank, stages in self._local.by_rank.items()}
         name, seed, cut = self._executor.__name__, self._build.seed, self._local.cut
-        with steps.replicas.in_place():
+        with steps.copies.in_place():
             text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
         if self._programs.queues is not None:
             text += f"\nqueues      proved for {queues_text(self._programs.queues)} ({VARIABLE})"

@@ -20,6 +20,7 @@ import fastpipe
 from fastpipe.runtime.executor.ranks import executor_class
 from tests import scripts
 from tests.conftest import skip_without_native
+from tests.native.build import kept_folder
 from tests.patience import PATIENCE
 from tests.runtime.devices.steps import CASES, NUM_STEPS, NUM_WEIGHTS, RECORDED, REPLICAS, SECONDS_PER_OPERATION
 
@@ -104,9 +105,9 @@ print(*dict.fromkeys(account.faults()), sep="\\n")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     """The fake device, compiled in another process, since to load it here would give torch a device for good."""
-    folder = tmp_path_factory.mktemp("fake_device")
+    folder = kept_folder(torch.__version__, sys.version, of=("tests/runtime/devices", "tests/native", "csrc/core"))
     source = ROOT / "tests/runtime/devices/fake_device.cpp"
     subprocess.run([sys.executable, "-c", BUILD, str(source), str(folder), str(ROOT)], check=True, timeout=PATIENCE)
     return folder / "fake_device.so"

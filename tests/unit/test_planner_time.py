@@ -92,9 +92,9 @@ def test_a_limit_that_does_not_cut_changes_nothing() -> None:
 def test_the_placements_share_what_the_exact_solver_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def solve(problem: Problem, setting: Any, known: float, seconds: float) -> exact.Outcome:
+    def solve(problem: Problem, setting: Any, known: float, seconds: float) -> tuple[None, float]:
         given.append(seconds)
-        return exact.Outcome(None, 0.0)
+        return None, 0.0
 
     monkeypatch.setattr(planner, "solve", solve)
     options: dict[str, Any] = {

@@ -81,11 +81,7 @@ SECONDS = 10.0
 
 
 class Patience:
-    """Asks a store until it fails to answer in time; later calls return at once.
-
-    Args:
-        seconds: timeout of an answer.
-    """
+    """Asks a store until it fails to answer in time; later calls return at once."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds, self._answers = seconds, True
@@ -110,7 +106,6 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
     """Yield pauses while a pipeline is built, until the time is over; the first are short.
 
     Args:
-        seconds: timeout.
         lost: returns the failure that keeps another process from answering, if any.
 
     Raises:
@@ -136,7 +131,6 @@ def attended(
         connect: connects. It gets no state of the calling thread, such as its current device.
         lost: returns the failure that keeps another process from connecting, if any; see `Control.lost`.
         timeout: for slow processes, and for losses that are not detected.
-        peer: the rank to connect to, if it is one.
 
     Raises:
         FailureError: if a process is dead, fails to build the pipeline, or does not connect in time.
@@ -157,12 +151,7 @@ def silent_store(seconds: float) -> str:
 
 
 class PatientStore:
-    """A store during construction: raises if it does not answer within the timeout.
-
-    Args:
-        store: the store.
-        timeout: seconds.
-    """
+    """A store during construction: raises if it does not answer within the timeout."""
 
     def __init__(self, store: Any, timeout: float) -> None:
         self._store, self._timeout = store, timeout

@@ -72,8 +72,6 @@ class DeferredResults:
 
     Args:
         store: shared by all processes; threads that wait clone it.
-        rank: this process.
-        timeout: seconds to wait for a result.
         dead: returns the processes that have exited.
     """
 

@@ -42,11 +42,6 @@ Lost = Callable[[Sequence[int]], Failure | None]
 class Gather(ABC):
     """All-gather of messages between the processes of a pipeline.
 
-    Args:
-        rank: this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
-
     Attributes:
         suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
     """
@@ -113,12 +108,7 @@ class StoreGather(Gather):
     """All-gather over the store of a process group, on any hosts.
 
     Args:
-        store: shared by all processes, with its own prefix.
-        rank: this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
         gone: returns the failure that explains why the store does not answer.
-        lost: see `Control.lost`.
 
     Attributes:
         waits: the connection used for waiting.
@@ -209,15 +199,7 @@ _SLICE_SECONDS = 0.1
 
 
 class SharedMemoryGather(Gather):
-    """All-gather through shared memory; call `offer` and `connect` before the first exchange.
-
-    Args:
-        rank: this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
-        ranks_per_host: the ranks of this host.
-        lost: see `Control.lost`.
-    """
+    """All-gather through shared memory; call `offer` and `connect` before the first exchange."""
 
     def __init__(self, rank: int, size: int, timeout: float, ranks_per_host: RanksPerHost, lost: Lost) -> None:
         super().__init__(rank, size, timeout)

@@ -32,10 +32,8 @@ class MeshControl(Control):
 
     Args:
         whole: of all processes, pipeline after pipeline, each in the order of its ranks.
-        store: shared by the processes of this pipeline, with its own prefix.
         pipelines: where each pipeline is in the mesh, as text.
         size: the number of ranks of a pipeline.
-        timeout: seconds to wait for the others.
     """
 
     def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:
@@ -119,9 +117,13 @@ class MeshControl(Control):
         # it belongs to the steps, which hold this control
         self._on_failure = lambda failure: None
 
+    @property
+    def dead(self) -> list[Failure]:
+        """See `Control.dead`."""
+        return list(map(self._placed, self._whole.dead))
+
     def _dead(self) -> list[Failure]:
-        placed = map(self._placed, self._whole.dead)
-        return [failure for failure in placed if failure.pipeline == self._pipelines[self._pipeline]]
+        return [failure for failure in self.dead if failure.pipeline == self._pipelines[self._pipeline]]
 
     def _placed(self, failure: Failure) -> Failure:
         """With a rank of a pipeline instead of a process's number."""

@@ -15,14 +15,3 @@ from fastpipe.runtime.data_parallel.wrappers import (
     replicate,
     unwrapped,
 )
-
-__all__ = [
-    "DataParallel",
-    "Sharded",
-    "check_not_sharded",
-    "check_parallel",
-    "find_data_parallel",
-    "is_sharded",
-    "replicate",
-    "unwrapped",
-]

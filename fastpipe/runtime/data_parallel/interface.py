@@ -53,10 +53,6 @@ class DataParallel(ABC):
     def check_covers(self, module: nn.Module, stage: int) -> None:
         """Refuse parameters outside of the wrapped modules, which would not be averaged.
 
-        Args:
-            module: of the stage.
-            stage: its index.
-
         Raises:
             ValueError: with the names and a remedy.
         """
@@ -123,7 +119,6 @@ class DataParallel(ABC):
         """End a step: wait for the reduction, and enable the wrapper's hooks.
 
         Args:
-            failed: the step failed on this rank.
             deadline: for the other replicas, on the monotonic clock.
 
         Raises:

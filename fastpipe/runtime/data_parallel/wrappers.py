@@ -62,7 +62,6 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
     """Wrap modules with parameters in DistributedDataParallel, also frozen ones, which may be unfrozen later.
 
     Args:
-        modules: by stage.
         group: of the replicas: a process group, or a DeviceMesh of one dimension.
 
     Raises:

@@ -6,7 +6,7 @@ data-parallel collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class NativeExecutor(Executor):
 
     A run uses the calling thread's grad mode, autocast and inference mode.
     """
+
+    is_native: ClassVar[bool] = True
 
     def _prepare(self) -> None:
         runtime: Any = native.load()

@@ -210,8 +210,6 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     Args:
         function: called again in the backward.
         module: the buffers that the function may change.
-        args: positional arguments.
-        kwargs: keyword arguments.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -477,7 +475,6 @@ def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str
 
     Args:
         module: of a stage; of a chain the first layer counts.
-        args: the positional arguments.
         names: the names of the keyword arguments.
     """
     layer = next(iter(module.children()), module) if isinstance(module, Chain) else module

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.common import cause_text, cuda_devices, keep_buffers, pytree, time_when_idle, torch_private
+from fastpipe.runtime.common import cause_text, cuda_devices, keep_state, pytree, time_when_idle, torch_private
 from fastpipe.runtime.model.chain import WholeNames, accepted_names, apart, as_arguments, as_layers, chosen
 
 _REPEATS = 5
@@ -199,7 +199,7 @@ def _leaves_of_a_graph(value: Any) -> Any:
 @contextlib.contextmanager
 def restored(layer: nn.Module) -> Iterator[None]:
     """Restore buffers and gradients afterwards."""
-    put_back = keep_buffers([layer])
+    put_back = keep_state([layer])
     grads = [(parameter, parameter.grad) for parameter in layer.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -294,10 +294,7 @@ def cut_text(stages: Any, num_stages: int, partition: Any, unit: str, costs: Seq
     """The cut of a list of layers, and the ratio of the largest stage to the mean; empty for other forms.
 
     Args:
-        stages: the layers.
-        num_stages: number of stages.
         partition: as given to Pipeline.
-        unit: of the costs.
         costs: of the layers, used for the cut; default: their parameters.
     """
     layers = as_layers(stages)

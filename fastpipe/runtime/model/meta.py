@@ -32,13 +32,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 class Unfilled:
-    """Local stages that were built on the meta device, until the first step.
-
-    Args:
-        modules: by stage.
-        device: of the computation.
-        ties: weights with several names.
-    """
+    """Local stages that were built on the meta device, until the first step."""
 
     def __init__(self, modules: Mapping[int, nn.Module], device: torch.device, ties: Sequence[Tie]) -> None:
         self._modules = modules

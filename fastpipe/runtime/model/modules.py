@@ -24,8 +24,6 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
 
     Args:
         stages: the model's layers, a function of the stage's index, or a dict of the local stages.
-        num_stages: number of stages of the model.
-        local: the stages of this process.
         partition: ``"layers"``, or the number of layers per stage.
 
     Raises:

@@ -132,15 +132,7 @@ def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 class Shared:
-    """One weight on this process: a Parameter, and an alias for every later stage.
-
-    Args:
-        tie: its names.
-        places: its places in every local stage.
-
-    Attributes:
-        agreed: the Parameter that is equal on all processes of the weight.
-    """
+    """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage."""
 
     def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
         self.tie = tie

@@ -68,7 +68,6 @@ class DecoderLayers(Layers):
     """The layers of a causal language model or a text classifier; returned by `fastpipe.split`.
 
     Args:
-        model: the unsplit model.
         run: runs its forward on an example, to find its parts; None for supported models.
 
     Attributes:
@@ -130,8 +129,6 @@ class DecoderStage(WholeNames):
 
     Args:
         model: the unsplit model; its modules are used, not copied.
-        layout: the names of its parts.
-        num_blocks: number of blocks.
         layers: 0 for the embedding, then the blocks, then the norm with the head.
     """
 

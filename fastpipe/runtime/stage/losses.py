@@ -292,8 +292,6 @@ class StageWork:
 
     Attributes:
         args: positional arguments of the module; None for all but the first stage.
-        kwargs: keyword arguments of the module.
-        targets: the loss function's second argument.
         divisors: divisor of each microbatch's loss before its backward; None for no scaling.
         loss_scale: factor of the backward's roots, see `fastpipe.GradScaler`; None for 1.
         output_grads: the caller's gradients of the outputs, instead of a loss.

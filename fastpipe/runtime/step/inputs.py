@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, pytree, tensors_in
+from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import accepted_names, chosen, missing_argument, positional_names
 from fastpipe.runtime.stage import Stage, StageWork
@@ -38,7 +38,6 @@ class Request:
     """The arguments of one step; attributes as of `fastpipe.Pipeline.step`.
 
     Attributes:
-        training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
         gathers_outputs: whether every rank gets the outputs.
     """
@@ -117,6 +116,8 @@ def _digest(value: Any, found: int, whole: bool) -> int:
         found = zlib.crc32(repr(value).encode(), found)
     elif type(value) in (torch.Tensor, nn.Parameter) and _is_read(value, whole):
         found = zlib.crc32(bytes_of(value if whole else _sampled(value)).numpy().data, found)
+    elif is_block_mask(value):
+        found = _digest(value.kv_num_blocks, found, whole)
     # other objects may have state that differs between ranks, such as a key-value cache
     return found
 
@@ -169,8 +170,8 @@ def _signature_of(value: Any) -> Any:
     if type(value) in (list, tuple):
         return tuple(map(_signature_of, value))
     if value is None or isinstance(value, int | float | str):
-        return value
-    if pytree.tree_is_leaf(value):
+        return repr(value)  # 1 == 1.0 == True, and hash(-1) == hash(-2)
+    if pytree.tree_is_leaf(value) or is_block_mask(value):
         return type(value).__name__
     leaves, structure = pytree.tree_flatten(value)
     return str(structure), *map(_signature_of, leaves)
@@ -307,9 +308,6 @@ def _note_whole(
     """Record the rows of a whole batch's tensors, one entry per distinct number. Refuse inputs with autograd history.
 
     Args:
-        inputs: receives the entries.
-        request: of the user.
-        value: one argument.
         rules: of all arguments.
         key: in the rules.
         name: in errors.
@@ -403,11 +401,7 @@ def stage_works(
     """The work of every local stage.
 
     Args:
-        inputs: of this process.
-        stages: the local ones.
-        request: of the user.
         weights: of the microbatches, the same on all ranks.
-        keep_outputs: whether to keep the last stage's outputs.
         loss_scale: multiplies the roots of the backward.
     """
     works = []

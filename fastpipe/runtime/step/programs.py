@@ -28,7 +28,6 @@ class Programs:
 
     Args:
         schedule: a name, or a schedule.
-        num_ranks: the number of ranks.
         options: the options of a named schedule.
         stage_to_rank: the rank of every stage. Default: the schedule's.
         lanes: operations that the transport executes in order.

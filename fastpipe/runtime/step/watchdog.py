@@ -74,11 +74,6 @@ class Watchdog:
     writes into the store what it does. The lowest rank that is within a call logs what all have written, and again
     each time the duration has doubled.
 
-    Args:
-        control: the exchange with the other processes.
-        ranks: the local ranks.
-        warn_after: seconds.
-
     Attributes:
         phase: what the current call does now.
         thread: to be closed.

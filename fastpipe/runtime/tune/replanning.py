@@ -24,7 +24,6 @@ class Agreed:
     """The plan of rank 0, on every rank.
 
     Attributes:
-        schedule: of the plan.
         counts: its partition; None keeps the present one.
         recomputes: for every stage whether it recomputes; None keeps the present choice.
         keeps: whether all stages already do that.
@@ -44,9 +43,7 @@ def agree(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Agreed:
     """Distribute the plan of rank 0.
 
     Args:
-        steps: of the pipeline.
         plan: on this rank; optional except on rank 0.
-        rank: of this process.
 
     Raises:
         ValueError: if rank 0 has none, or another rank has a different one.

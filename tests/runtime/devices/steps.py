@@ -184,7 +184,7 @@ def same(grad: torch.Tensor, other: torch.Tensor, step: int) -> bool:
     return torch.equal(grad.cpu(), other.cpu()) if step < 6 else torch.allclose(grad.cpu(), other.cpu())
 
 
-class FakeGraph(recording.Recording):
+class FakeGraph(recording.CudaGraph):
     """A recording of the fake device."""
 
     def __init__(self, account: Any) -> None:
