@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument("--ranks", type=positive(int), default=processes or 4, help="how many ranks")
     pipeline.add_argument("--schedule", default="dualpipev", help=schedules)
-    pipeline.add_argument("--microbatches", type=positive(int), default=8, help="into how many a step's batch is cut")
+    pipeline.add_argument("--microbatches", type=positive(int), default=8, help="into how many a step's batch is split")
     pipeline.add_argument("--executor", default="auto", choices=["auto", "native", "python"], help="what runs it")
     pipeline.add_argument("--device", default="auto", choices=DEVICES, help="a GPU a process, or the CPU")
     model = parser.add_argument_group("model")

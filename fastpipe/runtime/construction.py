@@ -205,7 +205,7 @@ class BuildRequest:
             program = self.programs.program(self.num_microbatches, forward_only=False)
             values |= {"fastpipe": f"version {__version__}", "recv_lookahead": str(self.programs.recv_lookahead)}
             values |= {VARIABLE: queues_text(self.programs.queues)} if self.programs.queues is not None else {}
-            values |= {"stage_to_rank": str(program.placement.routes), "order of actions in schedule": program.digest()}
+            values |= {"stage_to_rank": str(program.placement.routes), "program": program.digest()}
         return values
 
 

@@ -78,7 +78,7 @@ def replica_texts(stages: Sequence[Stage]) -> list[str]:
             found.setdefault(stage.parallel.description, []).append(str(stage.index))
     return [
         f"{description}: {'stage' if len(indices) == 1 else 'stages'} {', '.join(indices)}; gradients are averaged "
-        "once a step, from REDUCE_GRAD on, after a stage's last B or W"
+        "once per step, from REDUCE_GRAD on, after a stage's last B or W"
         for description, indices in found.items()
     ]
 

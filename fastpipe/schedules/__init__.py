@@ -1,4 +1,4 @@
-"""The schedules that the field knows: one file a family, and the registry of them all.
+"""The schedules that the field knows: one file per family, and the registry of them all.
 
 A generator turns numbers of ranks and microbatches, and its options, into a `Schedule`, the same every time; what it
 does not take it refuses with ValueError. Proofs, lowering, simulation and execution know nothing of generators. The

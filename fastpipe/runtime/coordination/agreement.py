@@ -134,6 +134,8 @@ def _check_alike(replies: Sequence[Reply]) -> None:
             ranks.setdefault(plan.get(name, "the default"), []).append(rank)
         if len(ranks) > 1:
             found = ", ".join(f"{value} on ranks {having}" for value, having in ranks.items())
+            if name == "program":  # a digest, of what only the schedule decides
+                name, found = "schedule", f"its actions have another order on each of {list(ranks.values())}"
             raise ValueError(f"{name}: the ranks do not build the same pipeline: {found}; pass the same on every rank")
     check_seeds([reply["seed"] for reply in replies])
 

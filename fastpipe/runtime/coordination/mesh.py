@@ -2,7 +2,7 @@
 
 A tensor-parallel stage, for example, is in one pipeline for every rank of the mesh's ``"tp"`` dimension. If one of them
 fails, the others wait for it within a stage, where nothing can be drained. So these pipelines begin and end their steps
-together, and share the watcher: a failure within a step is fatal for all of them. Whoever learns of it leaves the
+together, and share the watcher: a failure within a step is fatal for all of them. A rank that learns of it leaves the
 mesh's groups (`fastpipe.runtime.transport.MeshGroups`).
 
 `Processes` does the work for all processes of these pipelines, and numbers them through. Here the numbers become

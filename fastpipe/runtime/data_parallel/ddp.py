@@ -1,4 +1,4 @@
-"""Stages in DistributedDataParallel: buckets are averaged once a step, by the wrapper's communication hook.
+"""Stages in DistributedDataParallel: buckets are averaged once per step, by the wrapper's communication hook.
 
 DDP's reducer expects one hook call per parameter, in the backward that it is prepared for. A pipeline has no such
 backward: a stage's last I and last W may have other actions between them. And the end of that backward would wait for
@@ -506,5 +506,5 @@ def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
         if found:
             raise ValueError(
                 f"stages: the DistributedDataParallel of stage {stage} has {option}, which a pipeline cannot keep, as "
-                "gradients are reduced once a step; leave it out"
+                "gradients are reduced once per step; leave it out"
             )

@@ -1,4 +1,4 @@
-"""Stages with fully_shard (FSDP2): parameters are gathered and gradients reduced once a step.
+"""Stages with fully_shard (FSDP2): parameters are gathered and gradients reduced once per step.
 
 By default FSDP reduces at the end of every backward. For a split backward that is the end of I, and gradients from W
 would never be reduced. During a step its flags say that no backward is the last, so gradients accumulate in the

@@ -332,7 +332,7 @@ def _check_history(value: Any, name: str) -> None:
         )
 
 
-def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
+def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     """Refuse arguments whose microbatches do not match.
 
     Args:

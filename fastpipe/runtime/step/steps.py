@@ -46,8 +46,8 @@ from fastpipe.runtime.step.inputs import (
     Request,
     batch_digests,
     check_batches,
-    check_cuts,
     check_given,
+    check_splits,
     stage_works,
     take_inputs,
 )
@@ -467,7 +467,7 @@ class Steps:
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
         whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
-        check_cuts(whole, request.num_microbatches)
+        check_splits(whole, request.num_microbatches)
         taken = {name for reply in replies for name in reply["kwargs"]}
         for name in request.kwargs:
             if name not in taken:
