@@ -90,7 +90,7 @@ def play(
 
 
 class _Player:
-    """The state of `play`: one clock a rank, one time an event, and who waits for which event."""
+    """The state of `play`: one clock per rank, one time per event, and who waits for which event."""
 
     def __init__(
         self,

@@ -26,8 +26,8 @@ from fastpipe.placement import is_whole
 from fastpipe.program import Channel, Op, Program, RankProgram
 
 Lanes = str | Sequence[int]
-"""``"directed"`` (one a channel), ``"pair"`` (one for each two ranks), ``"coalesced"`` (the same, and what
-both begin side by side is one operation), ``"group"`` (one), or a number a channel."""
+"""``"directed"`` (one per channel), ``"pair"`` (one for each two ranks), ``"coalesced"`` (the same, and what
+both begin side by side is one operation), ``"group"`` (one), or a number per channel."""
 COALESCED = "coalesced"
 _BETWEEN = (Op.FREE, Op.HAND_OVER)
 """What may stand between two transfers that are begun side by side."""

@@ -216,7 +216,7 @@ class Schedule:
         ]
 
     def to_csv(self, path: str | Path | None = None, *, aligned: bool = False) -> str:
-        """Write one row a rank, in the format of ``torch.distributed.pipelining``.
+        """Write one row per rank, in the format of ``torch.distributed.pipelining``.
 
         Args:
             path: a file to write; nothing is written without it.
@@ -312,7 +312,7 @@ def infer(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
                 if part.kind is ActionKind.F:
                     ranks.setdefault((part.stage, part.microbatch), rank)
     if not ranks:
-        raise ScheduleError("there is no forward on any rank, so no stage has a place: write one row a rank")
+        raise ScheduleError("there is no forward on any rank, so no stage has a place: write one row per rank")
     num_stages = max(stage for stage, _ in ranks) + 1
     num_microbatches = max(microbatch for _, microbatch in ranks) + 1
     routes = [_route(ranks, microbatch, num_stages) for microbatch in (0, num_microbatches - 1)]

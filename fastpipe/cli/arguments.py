@@ -137,7 +137,7 @@ def _compare(adder: Any) -> None:
     )
     command.description = (
         "Simulate several schedules side by side. So that they can be compared, costs are those of a rank's whole "
-        "share of the model (1/RANKS of it): a stage of a schedule with two stages a rank costs half. Memory is in "
+        "share of the model (1/RANKS of it): a stage of a schedule with two stages per rank costs half. Memory is in "
         "activations of such a share."
     )
     command.add_argument("names", metavar="NAME", nargs="+", help="schedules, or `all` that take these numbers")
@@ -237,7 +237,7 @@ def _validate(adder: Any) -> None:
         fastpipe validate mine.csv --queues 1
         """,
     )
-    command.add_argument("file", metavar="FILE", help="one row a rank, in the format of torch.distributed.pipelining")
+    command.add_argument("file", metavar="FILE", help="one row per rank, in the format of torch.distributed.pipelining")
     command.add_argument(
         "--queues",
         type=int,
@@ -288,7 +288,7 @@ def _schedule_arguments(command: Parser) -> None:
         default=[],
         help="an option of the schedule (repeatable)",
     )
-    command.add_argument("--stages-per-rank", metavar="N", type=_count(1), help="stages a rank")
+    command.add_argument("--stages-per-rank", metavar="N", type=_count(1), help="stages per rank")
 
 
 def _count_arguments(command: Parser, *, required: bool) -> None:
@@ -303,7 +303,7 @@ def _simulation_arguments(command: Parser) -> None:
 
 
 def _cost_arguments(command: Parser) -> None:
-    group = _cost_numbers(command, "of one stage and one microbatch; a number, or one a stage (1,1,2)")
+    group = _cost_numbers(command, "of one stage and one microbatch; a number, or one per stage (1,1,2)")
     group.add_argument(
         "--lanes",
         choices=("directed", "pair", "coalesced", "group"),

@@ -90,7 +90,7 @@ def simulate(arguments: argparse.Namespace) -> None:
 
 
 def _print_ranks(timeline: Timeline) -> None:
-    """A row a rank; bytes only where the costs say how many a stage holds."""
+    """A row per rank; bytes only where the costs say how many a stage holds."""
     columns = {
         "rank": [str(rank) for rank in range(timeline.program.num_ranks)],
         "busy": [f"{busy:.6g}" for busy in timeline.busy],

@@ -86,7 +86,7 @@ def _shapes(problem: Problem, family: Family, allowed: list[int]) -> list[dict[s
         holds = problem.placement is not None or family.stages_per_rank <= problem.max_stages_per_rank
         return [{}] if 1 in allowed and holds else []
     if "stages_per_rank" in family.options:
-        # Of one stage a rank zb_auto is as good as loop_zb, but where messages count it may not fit where that does.
+        # Of one stage per rank zb_auto is as good as loop_zb, but where messages count it may not fit where that does.
         by_bytes = problem.memory is not None and problem.memory.unit == "bytes"
         one = family.stages_per_rank == 1 or (by_bytes and family.name == "loop_zb")
         return [{"stages_per_rank": v} for v in allowed if v > 1 or one]
@@ -121,7 +121,7 @@ def _variants(
 
 
 def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> dict[str, Any]:
-    """What a generator that looks at costs is given: one a rank where it takes that, else their mean."""
+    """What a generator that looks at costs is given: one per rank where it takes that, else their mean."""
     found: dict[str, Any] = {}
     if _is_default(cost, num_stages):
         return found

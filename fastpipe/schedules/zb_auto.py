@@ -1,4 +1,4 @@
-"""Searched zero bubble with one stage a rank: ZB-1P, ZB-2P and what lies between (arXiv 2401.10241, section 3).
+"""Searched zero bubble with one stage per rank: ZB-1P, ZB-2P and what lies between (arXiv 2401.10241, section 3).
 
 The search is the paper's heuristic as sail-sg's zero-bubble repository runs it: as many forwards before the first I as
 time and memory allow, then one F and one I a rank in turn, with a W wherever it fits into a wait or memory asks for it.
@@ -26,8 +26,8 @@ class Problem:
     """What an order is searched for.
 
     Attributes:
-        seconds: of F, I and W, each one a rank.
-        limit: the activations that a rank may hold, one a rank.
+        seconds: of F, I and W, each one per rank.
+        limit: the activations that a rank may hold, one per rank.
     """
 
     num_microbatches: int

@@ -1,4 +1,4 @@
-"""ZB-V: zero bubble on a V of two stages a rank, with the memory of 1F1B (arXiv 2401.10241, section 6).
+"""ZB-V: zero bubble on a V of two stages per rank, with the memory of 1F1B (arXiv 2401.10241, section 6).
 
 For other costs than F = I = W it is searched as sail-sg's zero-bubble repository does: a warm-up, then one I and one F
 a rank in turn, chosen by what has arrived, with a W wherever it fits into a wait or memory asks for it. A wait may stay

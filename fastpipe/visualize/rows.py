@@ -1,4 +1,4 @@
-"""One panel of the picture: a row a rank, bars as a few collections.
+"""One panel of the picture: a row per rank, bars as a few collections.
 
 Text is written into bars only where it fits, as a few paths rather than thousands of text objects. Bars that are
 narrower than pixels are pixels: each has the mean colour of what it covers.

@@ -105,7 +105,7 @@ def test_the_placements_share_what_the_exact_solver_may_take(monkeypatch: pytest
         "exact": True,
     }
     plan(COSTS, **options)
-    assert given == [exact.SECONDS] * 3  # a loop of one and of two stages a rank, and a V
+    assert given == [exact.SECONDS] * 3  # a loop of one and of two stages per rank, and a V
     given.clear()
     monkeypatch.setattr(Clock, "left", lambda clock: math.inf if clock.limit is None else clock.limit)
     plan(COSTS, **options, time_limit=600.0)

@@ -20,6 +20,7 @@ from fastpipe.runtime.common.failure import (
     cause_text,
     failure_of,
     first_line,
+    listed,
     logged,
     lost_peer,
 )
@@ -32,6 +33,7 @@ from fastpipe.runtime.common.modules import (
     grad_dtype_of,
     has_grad_dtype,
     keep_buffers,
+    keep_state,
     set_grad_dtype,
     walked,
     zero_grad_of,
@@ -47,6 +49,7 @@ from fastpipe.runtime.common.tensors import (
     digest_of,
     flat,
     handed_over,
+    is_block_mask,
     is_dtensor,
     local_part,
     specs_of,
@@ -55,8 +58,12 @@ from fastpipe.runtime.common.tensors import (
 )
 from fastpipe.runtime.common.torch_private import children_of, parameters_of, pytree, version_of
 from fastpipe.runtime.common.waits import (
+    EXIT_SECONDS,
+    LATE_SECONDS,
     LOOK_SECONDS,
+    PLACES_SECONDS,
     SECONDS,
+    SHORT_EXIT_SECONDS,
     Patience,
     PatientStore,
     aside,

@@ -139,6 +139,12 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_block_mask(value: Any) -> bool:
+    """Whether it is FlexAttention's BlockMask. Does not import it, which takes a second."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return module is not None and isinstance(value, module.BlockMask)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This process's shard of a DTensor; any other tensor itself."""
     with torch.no_grad():

@@ -19,6 +19,14 @@ from fastpipe.runtime.common.failure import Failure, FailureError, lost_peer
 LOOK_SECONDS = 0.1
 """The longest pause, in seconds."""
 _PAUSE_SECONDS = 0.001
+EXIT_SECONDS = 1.0
+"""How long to wait for the exit that may explain a lost connection or store: the kernel reports it a little later."""
+SHORT_EXIT_SECONDS = 0.5
+"""The same where the other ranks wait meanwhile: in the construction of a pipeline, and within a mesh's stages."""
+LATE_SECONDS = 2.0
+"""How long a result that is already on its way is awaited, after its deadline or its sender's exit."""
+PLACES_SECONDS = 1.0
+"""How long other ranks have to write where they are, before a slow step is reported."""
 
 
 def pauses(seconds: float) -> Iterator[float]:

@@ -36,6 +36,11 @@ class Control(ABC):
     remark = ""
     elsewhere: Sequence[Reply] = ()
 
+    @property
+    def dead(self) -> list[Failure]:
+        """The processes that have exited, by rank; from any thread. In a mesh also those of other pipelines."""
+        return []
+
     @abstractmethod
     def setup(self, message: Reply) -> list[Reply]:
         """The first exchange.

@@ -63,9 +63,8 @@ class Gather(ABC):
     def late(self, missing: Sequence[int], step: int, phase: str) -> FailureError:
         """The error for processes that run and do not answer."""
         ranks = ", ".join(map(str, missing))
-        place, advice = f"the {phase} of step {step}", "call step and eval_step on every rank"
-        if step == 0:
-            place, advice = "the construction of the pipeline", "build it on every rank, all with the same group"
+        advice = "call step and eval_step on every rank" if step else "build it on every rank, all with the same group"
+        place = _place(step, phase)
         cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = None if self.suspected is None else self.suspected.rank
         return FailureError(Failure(suspected if suspected in missing else missing[0], cause, is_fatal=True))
@@ -184,6 +183,13 @@ class StoreGather(Gather):
             self.store.delete_key(self.written.pop(0)[1])
 
 
+def _place(step: int, phase: str) -> str:
+    """A phase in words."""
+    if step == 0:
+        return "the construction of the pipeline"
+    return f"the {phase if phase in ('start', 'end') else 'preparation'} of step {step}"
+
+
 def _key(step: int, phase: str, rank: int | None) -> str:
     return f"{step}/{phase}/{rank}"
 
@@ -234,11 +240,10 @@ class SharedMemoryGather(Gather):
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """Exchange messages. Each begins with its process's step and phase, which must be equal on all."""
-        place = f"{phase} of step {step}"
-        self._native.post(f"{place}\n{json.dumps(message)}".encode())
+        self._native.post(f"{step} {phase}\n{json.dumps(message)}".encode())
         try:
             self._wait(step, phase)
-            return [self._read(rank, place, text) for rank, text in enumerate(self._native.messages())]
+            return [self._read(rank, step, phase, text) for rank, text in enumerate(self._native.messages())]
         except FailureError:
             raise
         except RuntimeError as error:
@@ -253,13 +258,15 @@ class SharedMemoryGather(Gather):
             if missing := deadline.passed(self._native.missing):
                 raise self.late(missing, step, phase)
 
-    def _read(self, rank: int, place: str, text: bytes | None) -> Reply:
+    def _read(self, rank: int, step: int, phase: str, text: bytes | None) -> Reply:
         if text is None:
             raise FailureError(Failure(rank, DIED, is_fatal=True))
         found, _, content = text.decode().partition("\n")
-        if found != place:
+        if found != f"{step} {phase}":
+            their_step, _, their_phase = found.partition(" ")
             cause = (
-                f"rank {rank} did not reach the {place}: it is at the {found}; call step and eval_step on every rank"
+                f"rank {rank} did not reach {_place(step, phase)}: it is at {_place(int(their_step), their_phase)}; "
+                "build pipelines, and call step and eval_step, in the same order on every rank"
             )
             raise FailureError(Failure(rank, cause, is_fatal=True))
         reply: Reply = json.loads(content)

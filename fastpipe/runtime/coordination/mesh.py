@@ -17,14 +17,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastpipe.runtime.common import Failure, FailureError, pauses
+from fastpipe.runtime.common import SHORT_EXIT_SECONDS, Failure, FailureError, pauses
 from fastpipe.runtime.coordination.control import Control, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import StoreGather
 from fastpipe.runtime.coordination.processes import Processes
 
-_GRACE_SECONDS = 0.5
-"""Within which the end of a process is detected after its connections closed."""
 _TORCH_ERRORS = ("RuntimeError", "Dist")
 """How the causes begin that a collective with a lost process raises."""
 
@@ -88,7 +86,7 @@ class MeshControl(Control):
             return self._placed(self._whole.publish(self._numbered(failure)))
         if failure.cause.startswith(_TORCH_ERRORS) and not failure.is_fatal:
             # a process that exits closes its connections first
-            for pause in pauses(_GRACE_SECONDS):
+            for pause in pauses(SHORT_EXIT_SECONDS):
                 if self._whole.lost() is not None:
                     break
                 time.sleep(pause)
@@ -119,9 +117,13 @@ class MeshControl(Control):
         # it belongs to the steps, which hold this control
         self._on_failure = lambda failure: None
 
+    @property
+    def dead(self) -> list[Failure]:
+        """See `Control.dead`."""
+        return list(map(self._placed, self._whole.dead))
+
     def _dead(self) -> list[Failure]:
-        placed = map(self._placed, self._whole.dead)
-        return [failure for failure in placed if failure.pipeline == self._pipelines[self._pipeline]]
+        return [failure for failure in self.dead if failure.pipeline == self._pipelines[self._pipeline]]
 
     def _placed(self, failure: Failure) -> Failure:
         """With a rank of a pipeline instead of a process's number."""

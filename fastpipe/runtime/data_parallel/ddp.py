@@ -34,13 +34,14 @@ from fastpipe.runtime.common import (
     FailureError,
     grad_dtype_of,
     has_grad_dtype,
+    listed,
     parameters_of,
     torch_private,
     version_of,
     walked,
     zero_grad_of,
 )
-from fastpipe.runtime.data_parallel.interface import DataParallel, listed
+from fastpipe.runtime.data_parallel.interface import DataParallel
 
 
 class FlatBucket:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import Failure, FailureError, parameters_of, torch_private, walked
-from fastpipe.runtime.data_parallel.interface import DataParallel, listed
+from fastpipe.runtime.common import Failure, FailureError, listed, parameters_of, torch_private, walked
+from fastpipe.runtime.data_parallel.interface import DataParallel
 
 _HELD_BACK = {
     "post_forward_mesh_info": None,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, parameters_of
+from fastpipe.runtime.common import children_of, listed, parameters_of
 
 
 class DataParallel(ABC):
@@ -148,10 +148,3 @@ class DataParallel(ABC):
     def put_aside(self) -> Callable[[], None]:
         """Save unreduced gradients that are not in ``.grad``; returns a function that restores them."""
         return lambda: None
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few names."""
-    if not names:
-        return "none"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -21,7 +21,7 @@ from fastpipe.runtime.common import cause_text, pytree, torch_private
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome
 from fastpipe.runtime.model import NoCopies, StageCopies
 from fastpipe.runtime.stage import Stage, StageWork
-from fastpipe.runtime.transport import Loopback, ProcessGroups, Transport
+from fastpipe.runtime.transport import Transport
 
 
 class CudaGraph:
@@ -62,19 +62,19 @@ def why_not(
     device: torch.device,
     ranks: Mapping[int, Mapping[int, Stage]],
     transport: Transport,
-    replicas: StageCopies,
+    copies: StageCopies,
 ) -> str:
     """Why no step of a pipeline can be recorded; empty if steps can be. ``ranks`` has the stages of local ranks."""
     if device.type not in RECORDINGS:
         return f"the stages compute on {device.type}, which cannot record work; put them on cuda"
     if len(ranks) > 1:
         return "several ranks are threads of this process, and a recording has one thread; start one process per rank"
-    if not isinstance(transport, Loopback | ProcessGroups):
+    if not transport.is_recordable:
         return (
             f"the messages of transport {transport.kind!r} have numbers, which a replay would repeat; use "
             "transport='process_group'"
         )
-    if not isinstance(replicas, NoCopies):
+    if not isinstance(copies, NoCopies):
         return "gradients of weights that several ranks hold are summed by the host after every step"
     if any(stage.parallel is not None for held in ranks.values() for stage in held.values()):
         return "the stages' replicas average gradients, and the host exchanges whether the step failed on one of them"

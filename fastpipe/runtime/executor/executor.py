@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,12 @@ class Executor(ABC):
     Args:
         pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
+
+    Attributes:
+        is_native: whether C++ runs the program.
     """
 
+    is_native: ClassVar[bool] = False
     program: Program
     rank: int
     stages: Mapping[int, Stage]

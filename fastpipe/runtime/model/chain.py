@@ -344,7 +344,7 @@ def as_layers(stages: Any) -> Layers | None:
             kind = type(stages)
             raise ValueError(
                 f"model: {kind.__name__} is a {kind.__mro__[1].__name__} with a forward of its own, which its members "
-                "one after the other would leave out; hand over its layers as a list"
+                "one after the other would leave out; pass its layers as a list"
             )
         # under their names, which may not be numbers
         modules: Any = children_of(stages)

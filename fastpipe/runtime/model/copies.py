@@ -223,8 +223,8 @@ def check_told(replies: Sequence[Changes]) -> None:
                 given, _ = replies[other].get(name, (None, []))
                 if given != digest and name.startswith(FROZEN):
                     raise ValueError(
-                        f"{name} is not the same on ranks {rank} and {other}, which both have the weight: set it alike "
-                        "on every rank"
+                        f"{name} differs between ranks {rank} and {other}, which both hold the weight: set the same "
+                        "value on every rank"
                     )
                 if given != digest:
                     how = "was not" if given is None else "has other values, shape or dtype"

@@ -80,8 +80,8 @@ def check_alike(found: Sequence[Mapping[str, str]]) -> None:
     for name, kind in ((name, kind) for part in found for name, kind in part.items()):
         if kinds.setdefault(name, kind) != kind:
             raise ValueError(
-                f"stages: of those that share the tied weight {name} one is in {kinds[name] or 'no wrapper'} and "
-                f"another in {kind or 'no wrapper'}; wrap all of them alike"
+                f"stages: one stage with the tied weight {name} is in {kinds[name] or 'no wrapper'} but another in "
+                f"{kind or 'no wrapper'}; use one wrapper for all of them"
             )
 
 

@@ -109,7 +109,7 @@ def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
                 continue
             if parameter.shape != first.shape or parameter.dtype != first.dtype:
                 raise ValueError(
-                    f"tied: {name} is {parameter.dtype} {tuple(parameter.shape)} and {tie.names[0]} is {first.dtype} "
+                    f"tied: {name} is {parameter.dtype} {tuple(parameter.shape)} but {tie.names[0]} is {first.dtype} "
                     f"{tuple(first.shape)}; tied weights need equal dtypes and shapes"
                 )
             if not sharded or stage == tie.stages[0]:

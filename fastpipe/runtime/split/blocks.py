@@ -53,7 +53,7 @@ class Blocks(nn.ModuleList):
         """Run a block on the hidden states; return them unchanged for a block of another stage."""
         if self._entered and hidden is not self.hidden:
             raise ValueError(
-                "split: this model changes the hidden states between its blocks; hand over its layers as "
+                "split: this model changes the hidden states between its blocks; pass its layers as "
                 "a list, written so that each takes what the one before it returns"
             )
         self._entered = True

@@ -20,7 +20,7 @@ from fastpipe.runtime.split.blocks import shallow
 _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments of a module beside the previous one's output, by position and by name; equal in every step."""
-_INSTEAD = "hand over the model's layers as a list, each of which takes what the one before it returns"
+_INSTEAD = "pass the model's layers as a list, each of which takes what the one before it returns"
 
 
 @dataclass
@@ -220,7 +220,7 @@ class RowStage(WholeNames):
             model(*args, **kwargs)
         except _Reached as reached:
             return reached.value
-        raise ValueError("split: the model's forward ended before its first block; hand over its layers as a list")
+        raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
 
 
 class _Reached(BaseException):

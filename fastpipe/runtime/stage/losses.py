@@ -182,7 +182,7 @@ def add_loss(value: torch.Tensor, name: str = "added") -> None:
         RuntimeError: outside of a pipeline's step and of `AddedLosses`, when gradients are on.
     """
     if not isinstance(name, str):
-        raise TypeError(f"add_loss: name = {name!r}: give a text")
+        raise TypeError(f"add_loss: name = {name!r}: pass a str")
     losses = _open.losses
     if torch_private.graph_task() != -1 and (losses is None or torch_private.is_recomputing()):
         return  # this was added in the forward

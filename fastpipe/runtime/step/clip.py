@@ -95,8 +95,8 @@ class Merged:
             one, other = gathered[first].item(), gathered[at].item()
             if one != other and not (math.isnan(one) and math.isnan(other)):
                 raise ValueError(
-                    f"the ranks that hold {norm.name} have different gradients of it: norm {one:g} on rank "
-                    f"{norm.rank}, {other:g} on rank {rank}; change gradients on all holders alike"
+                    f"the gradient of {norm.name} has norm {one:g} on rank {norm.rank} but {other:g} on rank {rank}: "
+                    "make the same changes to it on every rank that holds the parameter"
                 )
         return gathered[self._order]
 

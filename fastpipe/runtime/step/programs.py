@@ -200,7 +200,7 @@ def options_with_stages(
             )
         found = len(schedule.placement.stages_of(0))
         if stages_per_rank not in (None, found):
-            raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages a rank")
+            raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages per rank")
         return chosen
     family = find(schedule)
     if stages_per_rank is None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 
 from fastpipe.program import ChannelKind, Instruction, Op, Program
-from fastpipe.runtime.common import ForkGuard, logged, torch_private
+from fastpipe.runtime.common import PLACES_SECONDS, ForkGuard, logged, torch_private
 from fastpipe.runtime.coordination import Control
 from fastpipe.runtime.executor import LocalRanks
 
@@ -22,7 +22,6 @@ RECENT = 10
 """The number of earlier instructions in a text."""
 MAX_RANKS = 64
 """The number of ranks in a text."""
-_GRACE_SECONDS = 1.0
 _COLLECTIVES = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
 
@@ -108,7 +107,7 @@ class Watchdog:
             return
         self._due = 2 * seconds
         self._control.put_place(step, bool(phase), self._text())
-        if not phase or self.thread.stop.wait(min(_GRACE_SECONDS, self._warn_after / 4)) or since != self._since:
+        if not phase or self.thread.stop.wait(min(PLACES_SECONDS, self._warn_after / 4)) or since != self._since:
             return
         first, lines = self._report("")
         if first == self._control.rank:

@@ -150,6 +150,8 @@ class Loopback(Transport):
 
     kind = "loopback"
     lanes: Lanes = "directed"
+    is_local = True
+    is_recordable = True
 
     def __init__(self, lanes: str = "directed", delay: float = 0.0) -> None:
         if lanes not in ("directed", "pair"):

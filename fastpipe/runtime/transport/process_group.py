@@ -77,11 +77,15 @@ def write_header(specs: Specs | None) -> torch.Tensor:
     numbers = [_POISON, 0] if specs is None else [_GOOD, len(specs)]
     for spec in specs or ():
         if spec.dtype not in _DTYPES:
-            raise ValueError(f"a stage hands on a tensor of {spec.dtype}, which cannot be sent; convert it")
+            raise ValueError(
+                f"a message to another stage has a tensor of {spec.dtype}, which cannot be sent: convert it to an "
+                "ordinary floating-point, complex, integer or bool dtype, such as torch.float32"
+            )
         numbers += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.size), *spec.size, *spec.stride]
     if len(numbers) > HEADER:
         raise ValueError(
-            f"a stage hands on {len(specs or ())} tensors, more than a header describes; join some of them"
+            f"a message to another stage has {len(specs or ())} tensors, more than a header describes; join "
+            "some of them"
         )
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
 
@@ -304,6 +308,8 @@ class ProcessGroups(Transport):
 
     kind = "process_group"
     lanes = "directed"
+    needs_queues = True
+    is_recordable = True
 
     def __init__(self, member: Membership, timeout: float = 600) -> None:
         self.rank = member.rank
@@ -364,13 +370,7 @@ class ProcessGroups(Transport):
         wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self.timeout, self.device)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange tensors of the same specs with another rank, between steps; returns the peer's.
-
-        Used for the copies of a stage on two ranks, and for tied weights.
-
-        Raises:
-            FailureError: when the peer is dead or silent.
-        """
+        """See `Transport.exchange`."""
         low, high = sorted((self.rank, peer))
         self._connect([(0, low, high), (1, high, low)])
         out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]

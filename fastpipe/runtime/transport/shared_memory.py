@@ -38,6 +38,7 @@ class SharedMemory(Transport):
 
     kind = "shared_memory"
     lanes = "directed"
+    has_endpoint = False
 
     def __init__(self, link: Any, member: Membership, timeout: float) -> None:
         self.link = link
@@ -57,7 +58,7 @@ class SharedMemory(Transport):
         return channels, [np.ascontiguousarray(of_rank.columns) for of_rank in program]
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `ProcessGroups.exchange`."""
+        """See `Transport.exchange`."""
         try:
             group = self._exchange_group()
         except RuntimeError as error:
