@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     pipeline.add_argument("--executor", default="auto", choices=["auto", "native", "python"], help="what runs it")
     pipeline.add_argument("--device", default="auto", choices=DEVICES, help="a GPU a process, or the CPU")
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=positive(int), default=8, help="at least one a stage")
+    model.add_argument("--layers", type=positive(int), default=8, help="at least one per stage")
     model.add_argument("--width", type=positive(int), default=160, help="a multiple of 32")
     model.add_argument("--context", type=positive(int), default=128, help="how many bytes it sees at once")
     training = parser.add_argument_group("training")

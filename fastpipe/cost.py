@@ -78,10 +78,10 @@ class CostModel:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple) and len(value) != num_stages:
-                raise ValueError(f"{field.name} has {len(value)} values for {num_stages} stages: give one a stage")
+                raise ValueError(f"{field.name} has {len(value)} values for {num_stages} stages: give one per stage")
 
     def per_stage(self, name: str, num_stages: int) -> npt.NDArray[np.float64]:
-        """The attribute called ``name`` as one number a stage: what is not given is found, I and B recompute."""
+        """The attribute called ``name`` as one number per stage: what is not given is found, I and B recompute."""
         found = {"backward": self._backward, "backward_input": self._backward_input, "kept_bytes": self._kept_bytes}
         if name in found:
             return np.array([found[name](stage) for stage in range(num_stages)], dtype=np.float64)

@@ -40,7 +40,6 @@ def streams_share(program: Program, queues: int | None) -> bool:
     queues; nothing better can be had.
 
     Args:
-        program: what the ranks run.
         queues: how many hardware queues there are; None where each stream has its own.
 
     Raises:
@@ -86,8 +85,6 @@ class _Rank:
     """What one rank waits for, in order.
 
     Args:
-        program: its own.
-        lanes: the lane of every channel.
         together: the transfers that it begins side by side, and which of them are one operation; None where each is
             one by itself.
         late: whether receives begin at their waits.

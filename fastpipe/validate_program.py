@@ -83,7 +83,7 @@ def _validate(program: Program, lanes: Lanes, numbers: list[int]) -> None:
         _check_end(program, lanes, numbers, late)
 
 
-def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False, one_queue: bool = False) -> None:
+def _check_end(program: Program, lanes: Lanes, numbers: list[int], late: bool = False) -> None:
     """Run it to its end."""
     outcome = Machine(program, lanes, late=late).run()
     if outcome.blocked:
@@ -199,7 +199,7 @@ class _RankCheck:
         kind = self.program.channels[instruction.channel].kind
         stage = instruction.stage
         if instruction.op in (Op.SEND, Op.WAIT_SEND):
-            stage += 1 if kind == ChannelKind.ACTIVATION else -1
+            stage += kind.direction
         return kind, stage, instruction.microbatch
 
     def _occupy(self, full: bool) -> None:
@@ -282,8 +282,7 @@ class _RankCheck:
                 self.happened.add((event, part.stage, part.microbatch))
             target = feeds(part.kind, part.stage, num_stages)
             if target != NONE:
-                kind = ChannelKind.ACTIVATION if Event.FORWARD in produces(part.kind) else ChannelKind.GRADIENT
-                self.unsent[kind, target, part.microbatch] = self.position
+                self.unsent[ChannelKind.of(part.kind), target, part.microbatch] = self.position
 
     def _check_need(self, event: Event, stage: int, own: int, microbatch: int) -> None:
         if stage == own:
@@ -355,9 +354,7 @@ def _describe_cycle(program: Program, outcome: Outcome, lanes: Sequence[int]) ->
     """Follow who waits for whom from any blocked rank until a transfer comes again.
 
     Args:
-        program: what was run.
         outcome: of a run that got stuck, of a program in which every send has its receive.
-        lanes: the lane of every channel.
     """
     path: list[Transfer] = []
     lines: list[str] = []

@@ -140,6 +140,10 @@ def paired(cases: Iterable[tuple[Any, ...] | str]) -> list[tuple[Any, ...]]:
     return [(*case, executor) for case, executor in zip(values, itertools.cycle(["native", "python"]), strict=False)]
 
 
+BOTH = pytest.mark.parametrize("executor", ["native", "python"], indirect=True)
+"""For a test between processes, which has one of the executors otherwise."""
+
+
 @pytest.fixture(params=["python", "native"])
 def executor(request: pytest.FixtureRequest) -> str:
     """Each of the executors."""

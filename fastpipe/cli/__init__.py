@@ -23,9 +23,6 @@ _PIPE_CLOSED = 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Args:
-        arguments: what follows the command's name; those of the process unless given.
-
     Returns:
         The exit status: 0, or 2 for bad input.
     """

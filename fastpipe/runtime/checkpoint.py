@@ -93,8 +93,6 @@ def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> 
     """Empty tensors for the optimizer state that a checkpoint has.
 
     Args:
-        optimizers: the optimizers to load.
-        names: of their parameters.
         saved: the checkpoint's metadata by flattened key.
 
     Raises:
@@ -388,7 +386,7 @@ def save_checkpoint(
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read.
     """
-    optimizers = _listed(optimizer)
+    optimizers = _as_optimizers(optimizer)
     state: dict[str, Any] = {}
     call, step = f"save_checkpoint of {_shown(path)}", pipe.step_count
 
@@ -499,7 +497,7 @@ def load_checkpoint(
             others none.
         StepError: if another rank cannot load.
     """
-    optimizers = _listed(optimizer)
+    optimizers = _as_optimizers(optimizer)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
@@ -538,7 +536,7 @@ def load_checkpoint(
     return state["extra"][0] if "extra" in state else None
 
 
-def _listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
+def _as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -593,7 +591,14 @@ def _check_model(state: Mapping[str, Any], saved: Mapping[str, Any], path: str |
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         there = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         if shape != there:
-            raise ValueError(f"{key} has shape {shape} here and {there} in the checkpoint {os.fspath(path)}")
+            raise ValueError(
+                f"{key} is {_shape_text(shape)} in the pipeline but {_shape_text(there)} in the checkpoint "
+                f"{os.fspath(path)}: build the pipeline of the same model"
+            )
+
+
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else f"a tensor of shape {shape}"
 
 
 def _check_all_taken(saved: Mapping[str, Any], replies: Sequence[Reply], path: str | os.PathLike[str]) -> None:

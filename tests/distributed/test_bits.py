@@ -8,7 +8,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime.common.tensors import bytes_of
-from tests.conftest import WAYS, skip_without_native
+from tests.conftest import WAYS, paired, skip_without_native
 from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES, squared
@@ -26,7 +26,7 @@ def compare(
 
 # Both executors run every schedule over loopback (tests/runtime/test_bits.py). Here the native one does again, and the
 # Python one, which gives c10d the same transfers, one schedule of a kind: a line, a loop, a V, two routes. Two ranks,
-# whose neighbours to both sides are one, have these by the native one alone; both have every boundary, below.
+# whose neighbours to both sides are one, have these by the native one alone; the boundaries below are by both in turn.
 OF_A_KIND = ("1f1b", "interleaved_zb", "dualpipev", "dualpipe")
 
 
@@ -102,6 +102,6 @@ def test_every_dtype(transport: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(hand_over_every_dtype, executor, transport)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "executor"), paired(CASES), indirect=["executor"])
 def test_every_boundary(case: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(compare, case, "dualpipev", 5, executor)

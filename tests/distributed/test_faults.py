@@ -121,7 +121,7 @@ def train(case: Case) -> Seen:
     layers = [Fault(nn.Linear(4, 4), -1, ValueError) for _ in range(2 * case.size)]
     layers[case.victim] = Fault(layers[case.victim].module, at_call, error, backward=case.phase == "backward")
     timeout = STOPPED_TIMEOUT if case.fault == "stop" else PATIENCE
-    # two layers a stage in a schedule with one stage a rank
+    # two layers per stage in a schedule with one stage per rank
     if case.schedule == "1f1b":
         layers = layers[: case.size]
     options = {"executor": case.executor, "transport": case.transport, "timeout": timeout}
@@ -163,7 +163,7 @@ def classify(case: Case, seen: dict[int, Seen], undisturbed: list[float]) -> str
         goes_on = all(not one.again and len(one.losses) > 1 for one in survivors) or case.fault == "skipped step"
         return EXPECTED[case.fault] if goes_on else f"refused, then: {survivors}"
     if all(one.kind == "StepError" and one.rank == case.victim for one in others):
-        if all("build it again" in one.text and "build it again" in one.again for one in others):
+        if all("build a new one" in one.text and "build a new one" in one.again for one in others):
             return EXPECTED["stop" if case.fault == "stop" else "kill"]
         if all([one.losses[0], one.losses[-1]] == [undisturbed[0], undisturbed[2]] for one in survivors):
             return EXPECTED["raise"]
@@ -188,19 +188,8 @@ def losses_of(case: Case) -> list[float]:
     return [float(pipe.step(x, target=target).loss) for x, target in map(batch, range(3))]
 
 
-QUICK = [
-    Case("nasty exception", "backward", "zbv", "native", "shared_memory", 2),
-    Case("exit", "forward", "1f1b", "python", "process_group", 2),
-    Case("NaN", "backward", "1f1b", "native", "shared_memory", 2),
-    Case("skipped step", "call", "dualpipev", "native", "process_group", 2),
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*QUICK, *(pytest.param(case, marks=pytest.mark.nightly) for case in all_cases() if case not in QUICK)],
-    ids=lambda case: "-".join(map(str, case)),
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: "-".join(map(str, case)))
 def test_a_fault_is_named_waited_for_or_refused(case: Case) -> None:
     if case.executor == "native":
         skip_without_native()

@@ -1,9 +1,7 @@
 """What only several processes show: who takes which input, who is told what, and what all have alike."""
 
-import gc
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.stage.stage import Chain
 from tests import scripts
-from tests.conftest import WAYS
+from tests.conftest import BOTH, WAYS
 from tests.distributed.ranks import GroupOf, ranks
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Block, squared
@@ -121,6 +119,7 @@ def make_mistakes(executor: str) -> dict[str, Any]:
     return found
 
 
+@BOTH
 def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str, group_of: GroupOf) -> None:
     zero, one = group_of(2).run(make_mistakes, executor)
 
@@ -293,40 +292,12 @@ def fail_upstream(executor: str) -> tuple[str, str, int | None]:
     return answer
 
 
+@BOTH
 def test_who_chokes_on_stand_ins_names_the_true_reason(executor: str, group_of: GroupOf) -> None:
     answers = group_of(4).run(fail_upstream, executor)
     assert answers[0][0] == "OSError"
     for answer in answers[1:]:
         assert answer[0] == "StepError" and answer[2] == 0 and "the true reason" in answer[1], answer
-
-
-def num_threads() -> int:
-    """Those that stay: a question to the store has a thread of its own, which may not have ended yet."""
-    asking = ("fastpipe-ask", "fastpipe-gather", "fastpipe-look")
-    return sum(thread.name not in asking for thread in threading.enumerate())
-
-
-def count_leftovers(executor: str) -> list[int]:
-    """Threads and descriptors after pipelines have come and gone, and after many steps."""
-    x, y = batch()
-    found = []
-    for number in range(6):
-        pipe = pipeline(executor)
-        for _ in range(40 if number == 3 else 2):
-            pipe.step(x, target=y)
-        if number in (2, 3):
-            found += [num_threads(), len(os.listdir("/proc/self/fd"))]
-        del pipe
-        gc.collect()
-        dist.barrier()
-    return [*found, num_threads(), len(os.listdir("/proc/self/fd"))]
-
-
-def test_nothing_is_left_of_dropped_pipelines(executor: str) -> None:
-    with ranks(2) as group:
-        for threads, files, more_threads, more_files, last_threads, last_files in group.run(count_leftovers, executor):
-            assert more_threads <= threads and more_files <= files
-            assert last_threads < threads and last_files < files
 
 
 def in_halves(executor: str) -> None:

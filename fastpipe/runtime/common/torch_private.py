@@ -269,9 +269,6 @@ def unregistered_group(store: Any, rank: int, size: int, backends: Mapping[torch
     """A group that is not registered with `torch.distributed`: it ends with its last reference.
 
     Args:
-        store: of the group.
-        rank: of this process in it.
-        size: number of processes.
         backends: by device, the type of the backend and the backend.
     """
     group = dist.ProcessGroup(store, rank, size)
@@ -360,7 +357,6 @@ def sync_buffers(wrapper: Any, *, as_known: bool) -> None:
     """Broadcast the first replica's buffers, if the wrapper would do so in its next forward.
 
     Args:
-        wrapper: the DistributedDataParallel.
         as_known: send the buffers of the last broadcast; else the current ones.
     """
     if wrapper._check_sync_bufs_pre_fwd():

@@ -59,9 +59,6 @@ def name_attempt(store: Any, rank: int, size: int, timeout: float) -> str:
 
     Args:
         store: shared by the processes, and by those of earlier attempts.
-        rank: of this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
 
     Raises:
         FailureError: if a process does not come in time.

@@ -17,14 +17,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastpipe.runtime.common import Failure, FailureError, pauses
+from fastpipe.runtime.common import SHORT_EXIT_SECONDS, Failure, FailureError, pauses
 from fastpipe.runtime.coordination.control import Control, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import StoreGather
 from fastpipe.runtime.coordination.processes import Processes
 
-_GRACE_SECONDS = 0.5
-"""Within which the end of a process is detected after its connections closed."""
 _TORCH_ERRORS = ("RuntimeError", "Dist")
 """How the causes begin that a collective with a lost process raises."""
 
@@ -34,10 +32,8 @@ class MeshControl(Control):
 
     Args:
         whole: of all processes, pipeline after pipeline, each in the order of its ranks.
-        store: shared by the processes of this pipeline, with its own prefix.
         pipelines: where each pipeline is in the mesh, as text.
         size: the number of ranks of a pipeline.
-        timeout: seconds to wait for the others.
     """
 
     def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:
@@ -90,7 +86,7 @@ class MeshControl(Control):
             return self._placed(self._whole.publish(self._numbered(failure)))
         if failure.cause.startswith(_TORCH_ERRORS) and not failure.is_fatal:
             # a process that exits closes its connections first
-            for pause in pauses(_GRACE_SECONDS):
+            for pause in pauses(SHORT_EXIT_SECONDS):
                 if self._whole.lost() is not None:
                     break
                 time.sleep(pause)

@@ -34,21 +34,19 @@ from fastpipe.runtime.common import (
     FailureError,
     grad_dtype_of,
     has_grad_dtype,
+    listed,
     parameters_of,
     torch_private,
     version_of,
     walked,
     zero_grad_of,
 )
-from fastpipe.runtime.data_parallel.interface import DataParallel, listed
+from fastpipe.runtime.data_parallel.interface import DataParallel
 
 
 class FlatBucket:
     """A bucket for gradients whose dtype differs from their parameters'; the reducer's buckets have the parameters'
     dtype.
-
-    Args:
-        parameters: their gradients lie in the bucket one after the other.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -91,7 +89,6 @@ class Average:
     """The average of one step.
 
     Args:
-        wrapper: has the parameters, group and communication hook.
         in_place: maps a parameter of the reducer to the one in use.
     """
 
@@ -228,12 +225,7 @@ def _wait_for(future: Any, deadline: float) -> Any:
 
 
 class Reduced:
-    """The parameters of one wrapper.
-
-    Args:
-        wrapper: the DistributedDataParallel.
-        stage: the stage's index, for messages.
-    """
+    """The parameters of one wrapper."""
 
     def __init__(self, wrapper: DistributedDataParallel, stage: int) -> None:
         self.wrapper: Any = wrapper
@@ -331,12 +323,7 @@ class Reduced:
 
 
 class Replicated(DataParallel):
-    """Every replica has the whole stage.
-
-    Args:
-        wrappers: the DistributedDataParallel of the stage, usually one.
-        stage: the stage's index, for messages.
-    """
+    """Every replica has the whole stage."""
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel], stage: int) -> None:
         self.wrappers = wrappers

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, parameters_of
+from fastpipe.runtime.common import children_of, listed, parameters_of
 
 
 class DataParallel(ABC):
@@ -52,10 +52,6 @@ class DataParallel(ABC):
 
     def check_covers(self, module: nn.Module, stage: int) -> None:
         """Refuse parameters outside of the wrapped modules, which would not be averaged.
-
-        Args:
-            module: of the stage.
-            stage: its index.
 
         Raises:
             ValueError: with the names and a remedy.
@@ -123,7 +119,6 @@ class DataParallel(ABC):
         """End a step: wait for the reduction, and enable the wrapper's hooks.
 
         Args:
-            failed: the step failed on this rank.
             deadline: for the other replicas, on the monotonic clock.
 
         Raises:
@@ -157,10 +152,3 @@ class DataParallel(ABC):
     def put_aside(self) -> Callable[[], None]:
         """Save unreduced gradients that are not in ``.grad``; returns a function that restores them."""
         return lambda: None
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few names."""
-    if not names:
-        return "none"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -62,7 +62,6 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
     """Wrap modules with parameters in DistributedDataParallel, also frozen ones, which may be unfrozen later.
 
     Args:
-        modules: by stage.
         group: of the replicas: a process group, or a DeviceMesh of one dimension.
 
     Raises:
@@ -78,7 +77,10 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
         raise ValueError(f"data_parallel = {group!r}: give a process group, or a DeviceMesh such as mesh['dp']")
     for stage, module in modules.items():
         if find_data_parallel(module, stage) is not None:
-            raise ValueError(f"data_parallel: stage {stage} has replicas already; leave out one of the two")
+            raise ValueError(
+                f"data_parallel: stage {stage} is already wrapped in DistributedDataParallel or fully_shard; omit "
+                "data_parallel= or the wrapper"
+            )
     return {stage: _wrapped(module, group) for stage, module in modules.items()}
 
 

@@ -210,8 +210,6 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     Args:
         function: called again in the backward.
         module: the buffers that the function may change.
-        args: positional arguments.
-        kwargs: keyword arguments.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -354,7 +352,7 @@ def as_layers(stages: Any) -> Layers | None:
             kind = type(stages)
             raise ValueError(
                 f"model: {kind.__name__} is a {kind.__mro__[1].__name__} with a forward of its own, which its members "
-                "one after the other would leave out; hand over its layers as a list"
+                "one after the other would leave out; pass its layers as a list"
             )
         # under their names, which may not be numbers
         modules: Any = children_of(stages)
@@ -477,7 +475,6 @@ def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str
 
     Args:
         module: of a stage; of a chain the first layer counts.
-        args: the positional arguments.
         names: the names of the keyword arguments.
     """
     layer = next(iter(module.children()), module) if isinstance(module, Chain) else module

@@ -84,8 +84,8 @@ def check_alike(found: Sequence[Mapping[str, str]]) -> None:
     for name, kind in ((name, kind) for part in found for name, kind in part.items()):
         if kinds.setdefault(name, kind) != kind:
             raise ValueError(
-                f"stages: of those that share the tied weight {name} one is in {kinds[name] or 'no wrapper'} and "
-                f"another in {kind or 'no wrapper'}; wrap all of them alike"
+                f"stages: one stage with the tied weight {name} is in {kinds[name] or 'no wrapper'} but another in "
+                f"{kind or 'no wrapper'}; use one wrapper for all of them"
             )
 
 
@@ -132,15 +132,7 @@ def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 class Shared:
-    """One weight on this process: a Parameter, and an alias for every later stage.
-
-    Args:
-        tie: its names.
-        places: its places in every local stage.
-
-    Attributes:
-        agreed: the Parameter that is equal on all processes of the weight.
-    """
+    """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage."""
 
     def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
         self.tie = tie

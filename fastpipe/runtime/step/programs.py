@@ -28,7 +28,6 @@ class Programs:
 
     Args:
         schedule: a name, or a schedule.
-        num_ranks: the number of ranks.
         options: the options of a named schedule.
         stage_to_rank: the rank of every stage. Default: the schedule's.
         lanes: operations that the transport executes in order.
@@ -205,7 +204,7 @@ def options_with_stages(
             )
         found = len(schedule.placement.stages_of(0))
         if stages_per_rank not in (None, found):
-            raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages a rank")
+            raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages per rank")
         return chosen
     family = find(schedule)
     if stages_per_rank is None:

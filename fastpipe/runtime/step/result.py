@@ -214,13 +214,7 @@ class StepOutputs:
 
 
 class OutputExchange:
-    """Exchanges the values of a step between processes.
-
-    Args:
-        control: the connection to the other processes.
-        device: the device of the stages.
-        events: of that device.
-    """
+    """Exchanges the values of a step between processes."""
 
     def __init__(self, control: Control, device: torch.device, events: DeviceEvents) -> None:
         self._control, self._device, self._events = control, device, events

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from fastpipe.action import NONE, Action
 from fastpipe.program import ChannelKind, Instruction, Op, Program
-from fastpipe.runtime.common import ForkGuard, logged, torch_private
+from fastpipe.runtime.common import PLACES_SECONDS, ForkGuard, logged, torch_private
 from fastpipe.runtime.coordination import Control
 from fastpipe.runtime.executor import LocalRanks
 
@@ -24,7 +24,6 @@ RECENT, RECORDED = 10, 100
 _LONGEST_PERIOD = 25
 MAX_RANKS = 64
 """The number of ranks in a text."""
-_GRACE_SECONDS = 1.0
 _COLLECTIVES = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
 
@@ -115,11 +114,6 @@ class Watchdog:
     writes into the store what it does. The lowest rank that is within a call logs what all have written, and again
     each time the duration has doubled.
 
-    Args:
-        control: the exchange with the other processes.
-        ranks: the local ranks.
-        warn_after: seconds.
-
     Attributes:
         phase: what the current call does now.
         thread: to be closed.
@@ -153,7 +147,7 @@ class Watchdog:
             return
         self._due = 2 * seconds
         self._control.put_place(step, bool(phase), self._text())
-        if not phase or self.thread.stop.wait(min(_GRACE_SECONDS, self._warn_after / 4)) or since != self._since:
+        if not phase or self.thread.stop.wait(min(PLACES_SECONDS, self._warn_after / 4)) or since != self._since:
             return
         first, lines = self._report("")
         if first == self._control.rank:

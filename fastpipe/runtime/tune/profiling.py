@@ -23,7 +23,7 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors, children_of, cuda_devices, keep_buffers, pytree, time_when_idle
+from fastpipe.runtime.common import Tensors, children_of, cuda_devices, keep_state, pytree, time_when_idle
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import Chain, chosen
@@ -36,16 +36,11 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class Unit:
-    """Costs of a stage or a layer for one microbatch.
+    """Costs of a stage or a layer for one microbatch, in seconds and bytes.
 
     Attributes:
-        forward: seconds.
-        backward_input: seconds.
-        backward_weight: seconds.
         held: bytes kept from the forward to the end of the backward: tensors saved by autograd, inputs and outputs,
             without parameters and buffers.
-        output: bytes of its output.
-        parameters: bytes of its parameters.
         rows: of the first input; 0 without a tensor.
     """
 
@@ -62,9 +57,7 @@ class Meters:
     """Meters on the stages of this process.
 
     Args:
-        stages: the local ones.
         by_layer: whether each layer of a stage is measured separately.
-        trains: whether there are backwards.
 
     Attributes:
         units: by stage, the costs of its layers in order, or of the whole stage.
@@ -120,17 +113,7 @@ def _place(at_start: bool, at_end: bool) -> tuple[int, int]:
 
 
 class _Probe:
-    """A part of a stage, run as a stage of its own on one microbatch.
-
-    Args:
-        stage: the whole stage, whose work has the targets.
-        part: the part.
-        args: of the part.
-        kwargs: of the whole stage.
-
-    Attributes:
-        outputs: of the part.
-    """
+    """A part of a stage, run as a stage of its own on one microbatch."""
 
     def __init__(self, stage: Stage, part: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.part = part
@@ -147,14 +130,14 @@ class _Probe:
         """Context that restores gradients and buffers."""
         module = self.part.module
         grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        restore_buffers = keep_buffers([module])
+        restore_state = keep_state([module])
         for parameter, _ in grads:
             parameter.grad = None
         try:
             yield
         finally:
             self.part.end()
-            restore_buffers()
+            restore_state()
             for parameter, grad in grads:
                 parameter.grad = grad
 
@@ -227,9 +210,7 @@ class Measured:
     """The measurements, the same on every process.
 
     Attributes:
-        timelines: of the traced steps.
         units: by stage, the costs of its parts.
-        num_microbatches: of a step.
     """
 
     timelines: Sequence[Timeline]
@@ -346,7 +327,7 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
 def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
     """Context that restores gradients, buffers, random generators and the step count."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    restore_buffers = keep_buffers(modules)
+    restore_state = keep_state(modules)
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     step_count = steps.random.step_count
     for parameter in parameters:
@@ -357,7 +338,7 @@ def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter]
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
-        restore_buffers()
+        restore_state()
         steps.random.step_count = step_count
 
 
