@@ -133,8 +133,8 @@ class MemoryCheckpoint:
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
             hosts.extend(other["host"] for other in found)
-            job = f"{found[0]['job']} of {self._size}"
-            self._folder = Path(folder) / f"fastpipe-{os.geteuid()}-{_digest(host_name())}-{_digest(job)}"
+            first = found[0]["job"]
+            self._folder = Path(folder) / f"fastpipe-{os.geteuid()}-{_digest(host_name())}-{_digest(first)}"
 
         def then(replies: Sequence[Reply]) -> None:
             check_all_optimize(replies)
@@ -251,16 +251,18 @@ class MemoryCheckpoint:
                 "name: this script has a MemoryCheckpoint already; close it, or give each a name of its own"
             )
         for agent in self._folder.parent.glob(f"{self._folder.name.rpartition('-')[0]}-*/agent.*.*"):
-            _, pid, started = agent.name.split(".")
-            if agent.parent != self._folder and torch_private.start_of_process(int(pid)) != started:
+            _, pid, started = agent.name.split(".", 2)
+            others = agent.parent != self._folder and _is_private(agent.parent)
+            if others and torch_private.start_of_process(int(pid)) != started:
                 _remove(agent.parent)
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir(mode=0o700)
-        status = self._folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        if not _is_private(self._folder):
             raise ValueError(f"{self._folder} is not this user's private folder; remove it, or give another folder=")
         if shares_store() and (started := torch_private.start_of_process(os.getppid())):
             (self._folder / f"agent.{os.getppid()}.{started}").touch(mode=0o600)
+        # without a `load`, older files must not look newer than those of this attempt
+        self._generation = max((generation for (_, generation), _ in _complete(self._folder)), default=0)
         _open[self._folder] = self
         return {}
 
@@ -307,19 +309,17 @@ class MemoryCheckpoint:
                 }
                 for rank, wanted in enumerate(tables)
             ]
-            if not all(usable):
-                rank = usable.index({})
-                self._say("generation %d in memory is not used: rank %d has no copy that fits", generation, rank)
-            elif max(copy[2] for copy in usable[0].values()) < disk:
+            why = f"rank {usable.index({})} has no copy that fits" if {} in usable else ""
+            if not why and max(copy[2] for copy in usable[0].values()) < disk:
                 break
-            else:
+            if not why:
                 memory = self._fetch(usable, visible)
                 whole = [answer["whole"] for answer in self._gather({"whole": _is_unaltered(memory)})]
                 if all(whole):
                     chosen = generation
                     break
-                rank = whole.index(False)
-                self._say("generation %d in memory is not used: the copy of rank %d is altered", generation, rank)
+                why = f"the copy of rank {whole.index(False)} is altered"
+            logger.warning("generation %d in memory is not used: %s", generation, why)
         self._generation = max(chosen, 0)
         # ranks may have got further than the generation that all have
         for (_, generation), path in visible.items():
@@ -345,10 +345,6 @@ class MemoryCheckpoint:
         for work in works:
             work.wait()
         return memory
-
-    def _say(self, text: str, *values: Any) -> None:
-        if self._rank == 0:
-            logger.warning(text, *values)
 
     def _read(self, memory: Tensor) -> dict[str, Any]:
         """A state as of `whole_state`, for `restore`."""
@@ -534,6 +530,11 @@ def _complete(folder: Path) -> Iterable[tuple[tuple[int, int], Path]]:
             yield (int(rank), int(generation)), path
 
 
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
 def _remove(folder: Path) -> None:
     """Remove a folder of copies; other processes may do so, too."""
     with contextlib.suppress(OSError):
@@ -617,8 +618,8 @@ class _PlainReader(pickle.Unpickler):
         if module == "collections" and name in ("Counter", "OrderedDict"):  # of learning-rate schedulers
             return super().find_class(module, name)
         raise ValueError(
-            f"extra has a {module}.{name}, which is not copied, since reading it could execute code: give numbers, "
-            "texts, tuples, lists and dicts"
+            f"extra, or a group of the optimizer, has a {module}.{name}, which is not copied, since reading it could "
+            "execute code: give numbers, texts, tuples, lists and dicts"
         )
 
 

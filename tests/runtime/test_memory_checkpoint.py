@@ -56,6 +56,18 @@ def test_training_goes_on(optimizer: Callable[[Any], Any], tmp_path: Path) -> No
     assert files(tmp_path) == []
 
 
+def test_who_does_not_load_leaves_no_older_copy_that_looks_newer(tmp_path: Path) -> None:
+    _, _, memory = make(tmp_path)
+    for _ in range(3):
+        memory.save({"attempt": 1})
+    del memory
+    _, _, memory = make(tmp_path)
+    for _ in range(2):
+        memory.save({"attempt": 2})
+    assert [path.name for path in files(tmp_path)] == ["0-4", "0-5"] and memory.load() == {"attempt": 2}
+    memory.close()
+
+
 class Killed(BaseException):
     """Where a process would have ended."""
 
@@ -132,7 +144,7 @@ def with_foreign_folder(folder: Path) -> None:
             "there is no such folder",
         ),
         (lambda folder: [make(folder), make(folder)], "name: this script has a MemoryCheckpoint already"),
-        (lambda folder: make(folder)[2].save(torch.device("cpu")), r"extra has a torch\.device, which is not copied"),
+        (lambda folder: make(folder)[2].save(torch.device("cpu")), r"has a torch\.device, which is not copied"),
         (with_foreign_folder, "is not this user's private folder"),
     ],
 )
@@ -150,7 +162,7 @@ def test_nothing_is_executed_that_is_in_a_file() -> None:
         def __reduce__(self) -> Any:
             return os.system, ("exit 1",)
 
-    with pytest.raises(ValueError, match="extra has a (posix|os).system"):
+    with pytest.raises(ValueError, match="has a (posix|os).system"):
         memory_checkpoint._read_plain(memory_checkpoint.pickle.dumps(Evil()))
 
 
@@ -163,7 +175,7 @@ def test_copies_of_jobs_that_have_ended_are_removed(tmp_path: Path) -> None:
     started = {pid: torch_private.start_of_process(pid) for pid in (ended.pid, os.getpid())}
     ended.communicate(b"\n")
     for pid, start in started.items():
-        (tmp_path / f"{prefix}-{pid}").mkdir()
+        (tmp_path / f"{prefix}-{pid}").mkdir(mode=0o700)
         for name in ("0-1", "0.writing", f"agent.{pid}.{start}"):
             (tmp_path / f"{prefix}-{pid}" / name).touch()
     memory.close()
