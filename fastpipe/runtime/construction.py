@@ -76,6 +76,7 @@ from fastpipe.runtime.stage import (
     Stage,
     TreespecCache,
     checked_contexts,
+    held_tensors,
     pair_policy,
 )
 from fastpipe.runtime.step import Programs, Steps, options_with_stages
@@ -323,6 +324,7 @@ def build_stages(
     stages: dict[int, dict[int, Stage]] = {}
     for rank, held in by_rank.items():
         stages[rank] = {}
+        kept = held_tensors(placement, model.cache_carried)
         for index, module in held.items():
             recompute = way_of(model.recompute, index, module)
             stage = Stage(index, module, placement.num_stages, loss_fn, recompute, request.contexts)
@@ -330,6 +332,7 @@ def build_stages(
                 len(set(r[index : index + 2])) > 1 for r in placement.routes
             ):
                 stage.why_one_tensor = why_too_few() or ""
+            stage.held = kept
             stages[rank][index] = _equipped(stage, model, world.device)
     movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied, bool(on_meta))

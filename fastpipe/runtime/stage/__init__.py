@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors
 from fastpipe.runtime.stage.context import ContextFactory, checked_contexts, current, last_microbatches
+from fastpipe.runtime.stage.held import held_tensors
 from fastpipe.runtime.stage.losses import (
     AddedLosses,
     NoLoss,
@@ -57,6 +58,7 @@ __all__ = [
     "describe_random",
     "detached",
     "from_tensors",
+    "held_tensors",
     "last_microbatches",
     "loss_and_metrics",
     "microbatch_seed",
