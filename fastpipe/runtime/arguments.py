@@ -46,6 +46,7 @@ class ModelArguments:
     fused_weight_grad: bool
     data_parallel: Any
     device: str | torch.device | None
+    cache_carried: bool
 
     def check(self) -> None:
         """Check what does not depend on the model.
@@ -56,6 +57,7 @@ class ModelArguments:
         check_policy(self.recompute)
         check_grad_dtype(self.grad_dtype)
         _check_switch("fused_weight_grad", self.fused_weight_grad)
+        _check_switch("cache_carried", self.cache_carried)
         groups = [] if self.tied is None else self.tied
         if not (_is_list(groups) and all(isinstance(names, str | Sequence) for names in groups)):
             raise ValueError(f"tied = {self.tied!r}: give a list of groups of names, as in [('0.weight', '11.weight')]")
@@ -352,6 +354,7 @@ class Arguments:
         values = {"transport": where} if isinstance(where, str) and where != "auto" else {}
         values |= {"loss_reduction": reduction} if isinstance(reduction, str) and reduction != "mean" else {}
         values |= {"grad_dtype": str(self.model.grad_dtype)} if self.model.grad_dtype is not None else {}
+        values |= {"cache_carried": "True"} if self.model.cache_carried else {}
         return values
 
 
