@@ -18,7 +18,7 @@ def compare(case: str, schedule: str, executor: str, transport: str) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "executor"),
-    paired(["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "chimera"]),
+    paired(["interleaved_zb", "dualpipev", "dualpipe"]),
     indirect=["executor"],
 )
 def test_added_losses_and_metrics(schedule: str, executor: str, group_of: GroupOf) -> None:
