@@ -139,11 +139,11 @@ def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:
     for _ in range(2):
         pipe.step(x, target=y)
     owner, name = {
-        "before_step": (pipe._steps.replicas, "before_step"),
+        "before_step": (pipe._steps.copies, "before_step"),
         "stage_works": (steps, "stage_works"),
         "report": (pipe._steps, "_report"),
         "metric": (pipe._steps, "_report"),
-        "after_step": (pipe._steps.replicas, "after_step"),
+        "after_step": (pipe._steps.copies, "after_step"),
     }[place]
     real = getattr(owner, name)
     if pipe.rank == 1 and place == "metric":

@@ -86,7 +86,7 @@ def test_a_failure_is_one_record_on_every_way() -> None:
     error = failure.error()
     place = (error.rank, error.stage, error.action, error.microbatch, error.cause)
     assert place == (1, 3, "3F0", 0, "Boom: now")
-    assert str(error).endswith("action 3F0, microbatch 0: Boom: now; the pipeline cannot go on: build it again")
+    assert str(error).endswith("action 3F0, microbatch 0: Boom: now; the pipeline is closed; build a new one")
     assert str(Failure(1, "no memory").error("refused its input")) == "rank 1 refused its input: no memory"
     assert failure_of(ValueError("two\nlines"), 2) == Failure(2, "ValueError: two")
 

@@ -333,7 +333,7 @@ class Detached(Adds):
         (lambda: Adds(lambda y: 1.0), ValueError, r"add_loss\('added'\): give a floating-point tensor .* not a float"),
         (lambda: Adds(lambda y: y), ValueError, r"not a tensor of shape \(2, 6\)"),
         (lambda: Adds(lambda y: y.argmax()), ValueError, "and torch.int64"),
-        (lambda: Adds(torch.mean, name=3), TypeError, "name = 3: give a text"),
+        (lambda: Adds(torch.mean, name=3), TypeError, "name = 3: pass a str"),
         (lambda: Detached(torch.mean), ValueError, "stage 1 adds a loss .* no output of the stage requires one"),
         (lambda: Reentrant(), ValueError, "use use_reentrant=False"),
     ],

@@ -22,7 +22,7 @@ CLASSES = [
     "ScheduleZBVZeroBubble",
     "ScheduleDualPipeV",
 ]
-"""Those that can dump: torch's schedules of one stage a rank cannot."""
+"""Those that can dump: torch's schedules of one stage per rank cannot."""
 OURS = ["gpipe", "1f1b", "interleaved_1f1b", "dualpipev"]
 
 

@@ -118,7 +118,7 @@ def test_costs_come_from_a_file_and_the_command_line_goes_over_them(capsys: Any,
 
 
 def test_a_generator_gets_the_costs_of_the_file_too(capsys: Any, tmp_path: Path) -> None:
-    """Also those by stage where it takes one a rank; and of a stage where two schedules share a model."""
+    """Also those by stage where it takes one per rank; and of a stage where two schedules share a model."""
     path = tmp_path / "costs.json"
     costs = {"forward": [4, 1, 1, 1], "backward_input": 3, "comm": 0.5}
     path.write_text(json.dumps(costs))

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import Tensors, is_dtensor, pytree
+from fastpipe.runtime.common import Tensors, is_block_mask, is_dtensor, pytree
 from fastpipe.runtime.model import as_arguments
 
 _FACTORIES = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
@@ -213,7 +213,7 @@ def to_tensors(
             return (value,)
         if type(value) in (tuple, list) and _is_plain(value):
             return tuple(value)
-    leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)))
+    leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=is_block_mask)
     kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tensors = {id(tensor): tensor for tensor in found}
@@ -225,6 +225,11 @@ def to_tensors(
         text = _structure_text(structure, kinds, places, spreads) + _END + _json([to_data(value) for value in values])
     except (TypeError, ValueError) as error:
         names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
+        if any(map(is_block_mask, values)):
+            raise ValueError(
+                f"stage {stage} returned or carries a BlockMask, whose mask_mod is a function and cannot be sent: give "
+                "the mask to step by keyword, as every stage whose forward names it gets it, or make it in each stage"
+            ) from error
         raise ValueError(
             f"stage {stage} returned a {names or 'tree'} that cannot be sent to the next stage ({error}): return "
             "tensors, None, numbers, text, and tuples, lists or dicts of them; or register its class by "
