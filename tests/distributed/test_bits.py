@@ -12,7 +12,7 @@ from tests.conftest import WAYS, paired, skip_without_native
 from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES, squared
-from tests.runtime.test_bits import COMBINATIONS
+from tests.runtime.test_bits import COMBINATIONS, OF_A_KIND
 from tests.runtime.test_held import batch, grads_of, pipeline
 
 
@@ -26,9 +26,8 @@ def compare(
 
 
 # Both executors run every schedule over loopback (tests/runtime/test_bits.py). Here the native one does again, and the
-# Python one, which gives c10d the same transfers, one schedule of a kind: a line, a loop, a V, two routes. Two ranks,
+# Python one, which gives c10d the same transfers, one schedule of a kind. Two ranks,
 # whose neighbours to both sides are one, have these by the native one alone; the boundaries below are by both in turn.
-OF_A_KIND = ("1f1b", "interleaved_zb", "dualpipev", "dualpipe")
 
 
 @pytest.mark.parametrize(
