@@ -50,6 +50,8 @@ def describe(
         lines.append("random      " + describe_random(seed))
     lines += [f"replicas    {text}" for text in replica_texts(stages)]
     lines += [f"recompute   {text}" for text in recompute_texts(stages)]
+    if any(stage.held is not None and stage.held.with_gradient for stage in stages):
+        lines.append("carried     once to each rank; gradients are summed on a rank, latest stage first")
     if schedule.splits_backward:
         lines.append("backward    " + split_text(stages))
     return "\n".join(lines)

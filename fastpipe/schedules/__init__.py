@@ -78,11 +78,7 @@ def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, **options
 
 
 def find(name: str) -> Family:
-    """The family called ``name``.
-
-    Raises:
-        ValueError: naming those there are.
-    """
+    """The family called ``name``."""
     if not isinstance(name, str):
         raise TypeError(
             f"schedule name: expected a str, found {type(name).__name__} {getattr(name, '__name__', name)}; give the "

@@ -141,11 +141,7 @@ def _check_alike(replies: Sequence[Reply]) -> None:
 
 
 def check_seeds(seeds: Sequence[int | None]) -> None:
-    """Refuse different seeds on the ranks; None stands for torch's own generators.
-
-    Raises:
-        ValueError: listing the seeds by rank.
-    """
+    """Refuse different seeds on the ranks; None stands for torch's own generators."""
     if len(set(seeds)) > 1:
         listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
         raise ValueError(

@@ -23,9 +23,6 @@ from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import StoreGather
 from fastpipe.runtime.coordination.processes import Processes
 
-_TORCH_ERRORS = ("RuntimeError", "Dist")
-"""How the causes begin that a collective with a lost process raises."""
-
 
 class MeshControl(Control):
     """Control of one pipeline of a mesh.
@@ -84,8 +81,8 @@ class MeshControl(Control):
         """Report a failure; in a step it ends all pipelines, this one included."""
         if not self.step:
             return self._placed(self._whole.publish(self._numbered(failure)))
-        if failure.cause.startswith(_TORCH_ERRORS) and not failure.is_fatal:
-            # a process that exits closes its connections first
+        if not failure.is_fatal:
+            # a collective may have raised because a process exits, which closes its connections first
             for pause in pauses(SHORT_EXIT_SECONDS):
                 if self._whole.lost() is not None:
                     break

@@ -490,11 +490,7 @@ class Replicated(DataParallel):
 
 
 def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
-    """Refuse options that depend on hooks in the backward.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse options that depend on hooks in the backward."""
     sparse = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     refused = {
         "mixed_precision": wrapper.mixed_precision is not None,

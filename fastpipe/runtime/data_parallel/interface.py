@@ -51,11 +51,7 @@ class DataParallel(ABC):
         """The wrapped modules of the stage; the wrapper handles all that is in them."""
 
     def check_covers(self, module: nn.Module, stage: int) -> None:
-        """Refuse parameters outside of the wrapped modules, which would not be averaged.
-
-        Raises:
-            ValueError: with the names and a remedy.
-        """
+        """Refuse parameters outside of the wrapped modules, which would not be averaged."""
         wrapped = set(self.wrapped)
         if module in wrapped or self.num_replicas == 1:
             return

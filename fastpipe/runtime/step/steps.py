@@ -372,11 +372,7 @@ class Steps:
         return inputs, replies
 
     def check_filled(self) -> None:
-        """Refuse to use stages that were built on meta and have no values.
-
-        Raises:
-            ValueError: naming the tensor and the remedy.
-        """
+        """Refuse to use stages that were built on meta and have no values."""
         if self.unfilled is not None:
             self.unfilled.check()
 
