@@ -353,9 +353,9 @@ def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     for name in batch:
         if rows[name] != rows[batch[0]]:
             raise ValueError(
-                f"{name} has {rows[name]} rows (dimension 0) but {batch[0]} has {rows[batch[0]]}: give an "
-                "input whose number of rows differs from the batch's a rule in split=: 'replicate' to share it between "
-                "all microbatches, a dimension, or a function"
+                f"{name} has {rows[name]} rows (dimension 0) but {batch[0]} has {rows[batch[0]]}: give the same number, "
+                f"or a rule for {name} in split=: 'replicate' to share it between all microbatches, a dimension, or a "
+                "function"
             )
     cut = [name for name, found in whole.items() if name in batch or found[1] == RULE]
     first = batch[0] if batch else next(iter(cut), "")
