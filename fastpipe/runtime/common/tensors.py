@@ -19,8 +19,6 @@ class TensorSpec(NamedTuple):
     """Dtype, shape and strides of a tensor.
 
     Attributes:
-        dtype: its element type.
-        size: its shape.
         stride: its strides, in elements; dense, so that its memory is a block of ``numel`` elements.
         requires_grad: whether the receiver makes it require a gradient.
     """

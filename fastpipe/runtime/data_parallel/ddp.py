@@ -1,4 +1,4 @@
-"""Stages in DistributedDataParallel: buckets are averaged once a step, by the wrapper's communication hook.
+"""Stages in DistributedDataParallel: buckets are averaged once per step, by the wrapper's communication hook.
 
 DDP's reducer expects one hook call per parameter, in the backward that it is prepared for. A pipeline has no such
 backward: a stage's last I and last W may have other actions between them. And the end of that backward would wait for
@@ -34,21 +34,19 @@ from fastpipe.runtime.common import (
     FailureError,
     grad_dtype_of,
     has_grad_dtype,
+    listed,
     parameters_of,
     torch_private,
     version_of,
     walked,
     zero_grad_of,
 )
-from fastpipe.runtime.data_parallel.interface import DataParallel, listed
+from fastpipe.runtime.data_parallel.interface import DataParallel
 
 
 class FlatBucket:
     """A bucket for gradients whose dtype differs from their parameters'; the reducer's buckets have the parameters'
     dtype.
-
-    Args:
-        parameters: their gradients lie in the bucket one after the other.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -91,7 +89,6 @@ class Average:
     """The average of one step.
 
     Args:
-        wrapper: has the parameters, group and communication hook.
         in_place: maps a parameter of the reducer to the one in use.
     """
 
@@ -228,12 +225,7 @@ def _wait_for(future: Any, deadline: float) -> Any:
 
 
 class Reduced:
-    """The parameters of one wrapper.
-
-    Args:
-        wrapper: the DistributedDataParallel.
-        stage: the stage's index, for messages.
-    """
+    """The parameters of one wrapper."""
 
     def __init__(self, wrapper: DistributedDataParallel, stage: int) -> None:
         self.wrapper: Any = wrapper
@@ -331,12 +323,7 @@ class Reduced:
 
 
 class Replicated(DataParallel):
-    """Every replica has the whole stage.
-
-    Args:
-        wrappers: the DistributedDataParallel of the stage, usually one.
-        stage: the stage's index, for messages.
-    """
+    """Every replica has the whole stage."""
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel], stage: int) -> None:
         self.wrappers = wrappers
@@ -503,11 +490,7 @@ class Replicated(DataParallel):
 
 
 def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
-    """Refuse options that depend on hooks in the backward.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse options that depend on hooks in the backward."""
     sparse = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     refused = {
         "mixed_precision": wrapper.mixed_precision is not None,
@@ -519,5 +502,5 @@ def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
         if found:
             raise ValueError(
                 f"stages: the DistributedDataParallel of stage {stage} has {option}, which a pipeline cannot keep, as "
-                "gradients are reduced once a step; leave it out"
+                "gradients are reduced once per step; leave it out"
             )

@@ -79,14 +79,20 @@ class Stage:
     """One slice of the model.
 
     Args:
-        index: index of the stage.
         module: the slice.
-        num_stages: number of stages of the model.
         loss_fn: ``loss_fn(output, target)`` on the last stage.
         recompute: what is recomputed in the backward; see `fastpipe.runtime.model.chain`.
         contexts: the user's contexts for F, and for B, I and W.
+        fused_weight_grad: whether W adds to gradients in one kernel.
+        grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
+        mesh: the pipeline's; None without one.
+        treespecs: treespecs that it sends and receives, on a device with streams; None elsewhere.
+        why_one_tensor: why it may return only one tensor; empty if it may return more.
+        wrapped: whether stages with parameters are wrapped for data parallelism.
+        held: what its rank holds for several stages; None where no rank has several of a route.
 
     Attributes:
+        bare: whether it is not wrapped only because it has no parameters.
         accepts: keyword arguments that the module's forward takes; None for any.
         later: those that later stages take; None for any.
         context: the current action and the user's contexts.
@@ -99,13 +105,7 @@ class Stage:
         parallel: data parallelism of the stage; None if its module is not wrapped.
         modules: the layers of a chain, or the one module.
         fuses: whether it has a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
-        plans: treespecs that it sends and receives, on a device with streams; None elsewhere.
-        why_one_tensor: why it may return only one tensor; empty if it may return more.
         leave_mesh: called on a rank that drains a failed step, before it joins a collective of its replicas.
-        bare: whether it was to be wrapped for data parallelism and has no parameters.
-        mesh: the pipeline's; None without one.
-        held: what its rank holds for several stages; None where no rank has several of a route.
-        grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
     """
 
     def __init__(
@@ -116,6 +116,14 @@ class Stage:
         loss_fn: LossFunction | None = None,
         recompute: str = NONE,
         contexts: tuple[ContextFactory | None, ContextFactory | None] = (None, None),
+        *,
+        fused_weight_grad: bool = False,
+        grad_dtype: torch.dtype | None = None,
+        mesh: Any = None,
+        treespecs: TreespecCache | None = None,
+        why_one_tensor: str = "",
+        wrapped: bool = False,
+        held: HeldTensors | None = None,
     ) -> None:
         self.index = index
         self.module = module
@@ -124,15 +132,15 @@ class Stage:
         self.losses = StageLosses(index, self.is_last, loss_fn)
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
-        self.plans: TreespecCache | None = None
-        self.why_one_tensor = ""
+        self.fused_weight_grad = fused_weight_grad
+        self.grad_dtype = grad_dtype
+        self.mesh = mesh
+        self.treespecs = treespecs
+        self.why_one_tensor = why_one_tensor
+        self.bare = wrapped and self.parallel is None
         self.leave_mesh: Callable[[], None] = _stay
-        self.bare = False
-        self.mesh: Any = None
-        self.held: HeldTensors | None = None
+        self.held = held
         self._visit: Visit | None = None
-        self.grad_dtype: torch.dtype | None = None
-        self.fused_weight_grad = False
         self.context = ActionContext(index, *contexts)
         self.later: frozenset[str] | None = None
         self.running: int | None = None
@@ -209,7 +217,7 @@ class Stage:
         value, values = apart(output)
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
-        make = treespec_tensor if self.plans is None else partial(self.plans.make, microbatch)
+        make = treespec_tensor if self.treespecs is None else partial(self.treespecs.make, microbatch)
         tensors = to_tensors(value, carried, self.index, make, self.mesh, self._visit)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
@@ -223,7 +231,7 @@ class Stage:
         self._visit = None if self.held is None else Visit(self.held, self.index, microbatch)
         if self.work.args is not None:
             return self.work.args[microbatch], {}
-        read = treespec_text if self.plans is None else partial(self.plans.read, microbatch)
+        read = treespec_text if self.treespecs is None else partial(self.treespecs.read, microbatch)
         return from_tensors(inputs, read, self.mesh, self._visit)
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -451,8 +459,8 @@ class Stage:
         """
         if announce:
             self._split_report = SplitReport()
-        if self.plans is not None:
-            self.plans.begin(signature, announce)
+        if self.treespecs is not None:
+            self.treespecs.begin(signature, announce)
 
     def end(self) -> None:
         """Release the state of a step, including the batch."""

@@ -33,11 +33,7 @@ def is_asked(rules: Rules, key: str | int) -> bool:
 
 
 def check_split_and_merge(splitting: Any, merging: Any) -> None:
-    """Refuse invalid rules.
-
-    Raises:
-        ValueError: with what to give.
-    """
+    """Refuse invalid rules."""
     for name, rules in (("split", splitting), ("merge", merging)):
         named = rules if isinstance(rules, Mapping) else {None: rules}
         for key, rule in named.items():
@@ -109,14 +105,9 @@ def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[A
     if len(values) != num_microbatches:
         or_pass = f", or pass num_microbatches={len(values)} to step" if values else ""
         raise ValueError(
-            f"{name} has {len(values)} microbatches and num_microbatches = {num_microbatches}: give as many{or_pass}"
+            f"{name} has {len(values)} microbatches but num_microbatches = {num_microbatches}: pass as many{or_pass}"
         )
     return values
-
-
-def has_single_row(tensor: torch.Tensor) -> bool:
-    """Whether all microbatches can share it: it broadcasts over the rows of a batch."""
-    return tensor.dim() == 0 or tensor.shape[0] == 1
 
 
 def _split_leaf(
@@ -131,7 +122,7 @@ def _split_leaf(
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
             f"or say how to split it with split={{{key!r}: function}}"
         )
-    if shares_single_rows and has_single_row(leaf):
+    if shares_single_rows and (leaf.dim() == 0 or leaf.shape[0] == 1):
         return [leaf] * num_microbatches
     if leaf.layout is not torch.strided:
         raise ValueError(
@@ -145,8 +136,8 @@ def _split_leaf(
         )
     if leaf.shape[dim] < num_microbatches:
         raise ValueError(
-            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) and num_microbatches = "
-            f"{num_microbatches}: give at least one row a microbatch"
+            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
+            f"{num_microbatches}: give at least one row per microbatch"
         )
     if leaf.requires_grad or type(leaf) is not torch.Tensor:
         return leaf.tensor_split(num_microbatches, dim)
@@ -306,11 +297,7 @@ def _rebuilt(like: Any, children: list[Any]) -> Any:
 
 
 def check_merge_rules(output: Any, rules: Rules) -> None:
-    """Refuse a rule for an output that does not exist.
-
-    Raises:
-        ValueError: naming the rule and the outputs.
-    """
+    """Refuse a rule for an output that does not exist."""
     if not isinstance(rules, Mapping):
         return
     keys = _keys_of(output) or [0]
