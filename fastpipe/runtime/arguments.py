@@ -245,7 +245,7 @@ class ExecutionArguments:
                 "init_device_mesh(device_type, sizes, mesh_dim_names=('pp', 'tp')) makes one"
             )
         if self.group is not None:
-            raise ValueError("mesh and group: both say which processes are the pipeline's; leave out group")
+            raise ValueError("mesh and group: both name the pipeline's processes; omit group")
         return self.mesh["pp"]
 
     def other_dimensions(self) -> dict[str, int]:

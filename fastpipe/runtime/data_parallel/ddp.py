@@ -270,7 +270,7 @@ class Reduced:
         names = [name for name, p in self.wrapper.module.named_parameters() if id(p) in ids and name not in ignored]
         if names and torch_private.has_comm_hook(self.wrapper):
             raise ValueError(
-                f"data_parallel: stage {self.stage} has parameters to train that it did not have before, "
+                f"data_parallel: stage {self.stage} has trainable parameters that it did not have before, "
                 f"{listed(names)}, and its DistributedDataParallel has a communication hook, which may depend on the "
                 "old buckets; build a new Pipeline"
             )
@@ -301,8 +301,8 @@ class Reduced:
         dist.all_gather(everywhere, own, group=group)
         if not all(torch.equal(other, own) for other in everywhere):
             raise ValueError(
-                f"data_parallel: the replicas of stage {self.stage} do not have the same new parameters to train, "
-                f"here {listed(self.missed())}; unfreeze, exchange or append layers in all replicas alike"
+                f"data_parallel: the replicas of stage {self.stage} do not have the same new parameters, "
+                f"here {listed(self.missed())}; unfreeze, exchange or append the same layers in all replicas"
             )
 
     def _broadcast(self) -> None:
@@ -380,7 +380,7 @@ class Replicated(DataParallel):
                     f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have trainable "
                     "parameters that were not trainable when it was wrapped, here "
                     f"{listed(self._reduced[wrapper].missed())}; unfreeze, exchange or append "
-                    "layers in all replicas alike"
+                    "the same layers in all replicas"
                 )
         found = [wrapper for wrapper, count in missing.items() if count]
         for wrapper in found:
@@ -456,7 +456,7 @@ class Replicated(DataParallel):
         if num_asking:
             cause = (
                 f"data_parallel: {num_asking} of {self.num_replicas} replicas have new trainable parameters since the "
-                "last step, and this one has none; unfreeze, exchange or append layers in all replicas alike"
+                "last step, and this one has none; unfreeze, exchange or append the same layers in all replicas"
             )
             raise FailureError(Failure(None, cause))
         if num_failed:

@@ -420,7 +420,7 @@ def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapp
     if way == LAYERS:
         raise ValueError(
             f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, without a list of layers; "
-            "use 'full', give the model's layers as a list, or have it use torch.utils.checkpoint itself "
+            "use 'full', give the model's layers as a list, or use torch.utils.checkpoint within it "
             "(models of Hugging Face: model.gradient_checkpointing_enable() before the split)"
         )
     if wrapper is not None:

@@ -221,8 +221,8 @@ class SharedShards(Shared):
         for stage, alias in self.aliases.items():
             if local_part(alias).shape != local_part(self.parameter).shape:
                 raise ValueError(
-                    f"tied: {tie.names[0]} is sharded in another way in stage {stage} than in stage {self.stages[0]}; "
-                    "apply fully_shard to both alike"
+                    f"tied: {tie.names[0]} is sharded differently in stages {stage} and {self.stages[0]}; "
+                    "apply fully_shard with the same arguments to both"
                 )
 
     def adopt(self) -> None:

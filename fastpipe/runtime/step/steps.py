@@ -471,7 +471,7 @@ class Steps:
         check_given([reply["kwargs"] for reply in replies])
         for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
             raise ValueError(
-                f"split[{name!r}]: no stage's forward takes such an argument by name; name one that it takes, the "
+                f"split[{name!r}]: no stage's forward has a parameter of this name; use one that it has, the "
                 "position of an input, 'target' or 'output_grad'"
             )
         check_batches([reply.get("batch", {}) for reply in replies])
