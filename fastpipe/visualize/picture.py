@@ -58,8 +58,7 @@ def plot(
         ValueError: for a suffix that is no format, or a width that is none.
     """
     path = canvas.checked_path(path)
-    if not (isinstance(width, Real) and 2 <= float(width) <= 200):  # the margins take less, and no viewer opens more
-        raise ValueError(f"width = {width!r}: give 2 to 200 inches")
+    _check_width(width)
     shown = [timeline] if against is None else [timeline, against]
     height = row_height or min(0.42, max(0.13, 6.5 / max(t.program.num_ranks for t in shown)))
     figure, panels = _layout(shown, width, height, dpi)
@@ -70,6 +69,12 @@ def plot(
         panel.axes.set_xlabel(f"time ({panel.unit})", color=canvas.INK)
     _head(figure, title or _title(shown), canvas.legend_handles(shown, critical_path=critical_path, transfers=lines))
     return canvas.save(figure, path, dpi)
+
+
+def _check_width(width: Any) -> None:
+    """Refuse a width that the margins take, or that no viewer opens."""
+    if not (isinstance(width, Real) and 2 <= float(width) <= 200):
+        raise ValueError(f"width = {width!r}: give 2 to 200 inches")
 
 
 def _layout(shown: Sequence[Timeline], width: float, row_height: float, dpi: int) -> tuple[Figure, list[Panel]]:
