@@ -406,7 +406,7 @@ def save_checkpoint(
         if not asynchronous:
             return pipe._steps.attend(lambda: write(state, group))
         # it is used in the background, as the script uses the other one
-        pipe._steps.attend(lambda: _make_side_group(group, pipe._world.timeout))
+        pipe._steps.attend(lambda: _make_side_group(group, pipe._steps.ranks.timeout))
 
     pipe._steps.all_gather(call, gather, attend)
     if not asynchronous:
