@@ -13,8 +13,9 @@ TORCH_CUDA ?= torch==2.11.0
 RANKS ?= 4
 ARGS ?=
 # The tests: which (files or folders; by default what the target says), over how many processes, and the nightly's order.
+# More processes than cores: tests wait half of their time, for other processes and for timeouts.
 TESTS ?=
-WORKERS ?= 2
+WORKERS ?= 4
 SEED ?= $(shell date +%s)
 
 BIN := $(VENV)/bin

@@ -6,7 +6,7 @@ python benchmarks/plan_quality.py --against before.json
 python benchmarks/plan_quality.py --proved               # waves where the optimum is known
 
 A case is a number of ranks and microbatches, costs of F, I and W, the latency of a hop, a memory and an objective. Its
-opponents are made and timed apart from the planner: every schedule of the registry with one to four stages a rank, as
+opponents are made and timed apart from the planner: every schedule of the registry with one to four stages per rank, as
 it is by default and made for the costs and the memory, the searched ones of the zero-bubble papers among them; and the
 orders that torch generates, where torch is installed. Those that fit into the memory count. No opponent may be shorter
 than the plan, and the plan must not be below its bound: either is an error. How far the plan is above the bound is an

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 Seconds = dict[str, float]
 
 COMPARED = (32, 4, 256)
-"""Ranks, stages a rank, microbatches; interleaved 1F1B, as everywhere here."""
+"""Ranks, stages per rank, microbatches; interleaved 1F1B, as everywhere here."""
 LARGE = (1024, 2, 4096)
 GROWTH = [(64, 2, microbatches) for microbatches in (64, 128, 256, 512, 1024, 2048)]
 

@@ -24,7 +24,7 @@ COSTS = {
 }
 HEADER = (
     *("costs", "memory", "best of the registry", "bubble", "the plan", "bubble", "bound of the bubble"),
-    *("stages a rank", "messages"),
+    *("stages per rank", "messages"),
 )
 MEMORY = (0.5, 0.625, 0.75, 1.0, 1.5)
 

@@ -41,7 +41,7 @@ microbatch, run as one.
 
 | column | meaning |
 |---|---|
-| stages a rank | stages that a rank holds by default. More stages mean smaller bubbles and more transfers. |
+| stages per rank | stages that a rank holds by default. More stages mean smaller bubbles and more transfers. |
 | bubble | idle fraction of all ranks between the first start and the last end of the step (the makespan) |
 | by span | the same if every rank starts its next step at once, without waiting for the others |
 | peak activations | the most that a rank holds at a time, in multiples of 1F1B's. One is held until the end of `W`. |
@@ -198,7 +198,7 @@ def page() -> str:
     """The whole page."""
     families = fastpipe.list_schedules()
     numbers = [measure(example(family)) for family in families]
-    header = "| schedule | stages a rank | bubble | by span | peak activations | weights | transfers |"
+    header = "| schedule | stages per rank | bubble | by span | peak activations | weights | transfers |"
     table = [header, "|---|---:|---:|---:|---:|---:|---:|", *map(row, families, numbers)]
     note = NOTE.format(ranks=RANKS, microbatches=MICROBATCHES[0])
     return HEAD + "\n".join(table) + "\n" + note + "\n" + TAIL + "\n".join(map(section, families, numbers))

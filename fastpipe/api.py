@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
         makespan: seconds.
         bubble_fraction: 1 - busy / (ranks * makespan).
         peak_memory: the most activations that a rank holds, counted in activations of a rank's share of the model
-            (1/ranks of it) and one microbatch: a stage of a schedule with two stages a rank counts half.
+            (1/ranks of it) and one microbatch: a stage of a schedule with two stages per rank counts half.
         peak_activations: the same in stage activations.
         exposed_communication: seconds that the rank which waits longest for transfers under way waits for them.
         best: no other has both a smaller makespan and a smaller peak memory.
@@ -101,7 +101,7 @@ def compare(
         schedules: names, or schedules.
         num_ranks: for those that are names.
         num_microbatches: the same.
-        cost: of a rank's whole share of the model; the stages of a schedule with two stages a rank cost half.
+        cost: of a rank's whole share of the model; the stages of a schedule with two stages per rank cost half.
         lanes: see `simulate`.
         skip_impossible: give schedules that refuse the numbers, or have no backward, a row that says why.
 
@@ -139,7 +139,7 @@ def _with_costs(work: str | Schedule, num_ranks: int, num_microbatches: int, cos
 def generator_costs(name: str, cost: CostModel) -> dict[str, Any]:
     """The options of a generator that looks at costs, as far as it takes what the costs of a stage are given as.
 
-    Costs by stage go to a generator that takes one a rank, which has one stage a rank; others build for their default.
+    Costs by stage go to a generator that takes one per rank and has one stage per rank; others build for their default.
     """
     found = {}
     for option in ("forward", "backward_input", "backward_weight", "comm"):

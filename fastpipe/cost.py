@@ -38,7 +38,7 @@ class CostModel:
             hand-overs within a rank are free.
         backward: seconds of B; I + W unless given.
         overlapped: seconds of a fused F and B, by the stage of its forward; the sum of the two unless given.
-        bandwidth: bytes a second of a link, given like ``comm``; infinite unless given.
+        bandwidth: bytes per second of a link, given like ``comm``; infinite unless given.
         activation_bytes: bytes of the tensor that a stage hands to the next one; its gradient has as many.
         stage_bytes: bytes that a stage holds of one microbatch from the start of F to the end of W or B.
         recompute: the part of its forward that a stage runs again in its backward, from 0 to 1 (``recompute="full"`` of
@@ -78,10 +78,10 @@ class CostModel:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple) and len(value) != num_stages:
-                raise ValueError(f"{field.name} has {len(value)} values for {num_stages} stages: give one a stage")
+                raise ValueError(f"{field.name} has {len(value)} values for {num_stages} stages: give one per stage")
 
     def per_stage(self, name: str, num_stages: int) -> npt.NDArray[np.float64]:
-        """The attribute called ``name`` as one number a stage: what is not given is found, I and B recompute."""
+        """The attribute called ``name`` as one number per stage: what is not given is found, I and B recompute."""
         found = {"backward": self._backward, "backward_input": self._backward_input, "kept_bytes": self._kept_bytes}
         if name in found:
             return np.array([found[name](stage) for stage in range(num_stages)], dtype=np.float64)
@@ -133,7 +133,7 @@ class CostModel:
         return latency + self.message_bytes(channel, consumer_stage) / bandwidth
 
     def link(self, source: int, destination: int) -> tuple[float, float]:
-        """Latency in seconds and bandwidth in bytes a second of the link between two ranks, in that direction."""
+        """Latency in seconds and bandwidth in bytes per second of the link between two ranks, in that direction."""
         found = []
         for name, otherwise in _LINK_FIELDS.items():
             value = getattr(self, name)
@@ -270,7 +270,7 @@ def _check(name: str, value: Any) -> None:
         if name == "recompute" and number > 1:
             raise ValueError(f"recompute = {number!r}: give the part of a forward that is run again, from 0 to 1")
         if name == "bandwidth" and number < 1 / LARGEST:
-            raise ValueError(f"bandwidth = {number!r}: give bytes a second, or leave it out for an infinite one")
+            raise ValueError(f"bandwidth = {number!r}: give bytes per second, or leave it out for an infinite one")
 
 
 def _check_links(name: str, value: Mapping[Any, Any]) -> None:

@@ -83,12 +83,6 @@ def play(
 ) -> Play:
     """Run every rank's order, each action as early as what it waits for allows.
 
-    Args:
-        orders: for every rank its actions, in order.
-        placement: the stages and routes.
-        num_microbatches: the number of microbatches.
-        durations: seconds per kind; one step for every kind when not given.
-
     The orders must be complete only as far as they are wanted to run: an event that never happens leaves the rank
     that waits for it in ``stuck``.
     """
@@ -96,7 +90,7 @@ def play(
 
 
 class _Player:
-    """The state of `play`: one clock a rank, one time an event, and who waits for which event."""
+    """The state of `play`: one clock per rank, one time per event, and the ranks that wait for each event."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ _BACKWARD = (ActionKind.B, ActionKind.I)
 _USUAL_TIME = {ActionKind.F: 1, ActionKind.I: 1, ActionKind.W: 1, ActionKind.B: 2}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Message:
     """What one compute action hands to another; over a channel, or within the rank."""
 
@@ -47,7 +47,7 @@ class _Message:
 
 @dataclass
 class _Flow:
-    """All messages of a schedule, by who makes them and who takes them."""
+    """All messages of a schedule, by producer and consumer."""
 
     channels: dict[Channel, int] = field(default_factory=dict)
     made: dict[tuple[int, int], list[_Message]] = field(default_factory=lambda: defaultdict(list))
@@ -116,10 +116,6 @@ def _encode(instructions: Sequence[Instruction]) -> Columns:
     return columns
 
 
-def _channel_kind(kind: ActionKind) -> ChannelKind:
-    return ChannelKind.ACTIVATION if kind is ActionKind.F else ChannelKind.GRADIENT
-
-
 def _flow(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> _Flow:
     """Every message, in the order in which its source produces it."""
     flow = _Flow()
@@ -131,7 +127,7 @@ def _flow(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> _Flow:
                 target = feeds(part.kind, part.stage, num_stages)
                 if target == NONE:
                     continue
-                kind = _channel_kind(part.kind)
+                kind = ChannelKind.of(part.kind)
                 destination = placement.rank_of(target, placement.route_of(part.microbatch, num_microbatches))
                 channel = flow.channels.setdefault(Channel(rank, destination, kind), len(flow.channels))
                 message = _Message(channel, target, part.microbatch, position, part.stage)
@@ -142,7 +138,7 @@ def _flow(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> _Flow:
         for position, action in enumerate(order):
             for part in action.parts:
                 if part.kind is ActionKind.F or part.kind in _BACKWARD:
-                    found = pending.get((_channel_kind(part.kind), part.stage, part.microbatch))
+                    found = pending.get((ChannelKind.of(part.kind), part.stage, part.microbatch))
                     if found is not None:
                         found.consumer = position
                         flow.taken[rank, position].append(found)
@@ -308,8 +304,8 @@ class _RankEmitter:
         self.slots = _Numbers()
         self.sends = _Numbers()
         # slots by channel: a slot's memory belongs to the channel that fills it
-        self.slot_of: dict[int, int] = {}
-        self.send_of: dict[int, tuple[int, _Message]] = {}
+        self.slot_of: dict[_Message, int] = {}
+        self.send_of: dict[_Message, int] = {}
         self.frees: dict[int, list[_Message]] = defaultdict(list)
         self.out: list[Instruction] = []
 
@@ -319,7 +315,7 @@ class _RankEmitter:
             self._before(position)
             self._compute(action)
             self._after(position)
-        for number, message in list(self.send_of.values()):
+        for message, number in list(self.send_of.items()):
             self._wait_send(number, message)
         return self.out
 
@@ -327,14 +323,14 @@ class _RankEmitter:
         for message in self.posts.get(position, ()):
             self._move(Op.POST_RECV, message, self._take_slot(message))
         for message in self.flow.taken.get((self.rank, position), ()):
-            if id(message) not in self.slot_of:
+            if message not in self.slot_of:
                 continue
-            slot = self.slot_of[id(message)]
+            slot = self.slot_of[message]
             if not self._is_local(message):
                 self._move(Op.WAIT_RECV, message, slot)
             self.frees[self.last_use[message.stage, message.microbatch]].append(message)
         for message in self.waits.get(position, ()):
-            self._wait_send(self.send_of[id(message)][0], message)
+            self._wait_send(self.send_of[message], message)
 
     def _compute(self, action: Action) -> None:
         stage_only = action.kind in STAGE_ONLY_KINDS
@@ -348,10 +344,10 @@ class _RankEmitter:
                 self._move(Op.HAND_OVER, message, self._take_slot(message))
                 continue
             number = self.sends.take(0)
-            self.send_of[id(message)] = (number, message)
+            self.send_of[message] = number
             self._move(Op.SEND, message, number, message.producer_stage)
         for message in self.frees.pop(position, ()):
-            slot = self.slot_of.pop(id(message))
+            slot = self.slot_of.pop(message)
             self.slots.give(message.channel, slot)
             self._move(Op.FREE, message, slot)
 
@@ -361,11 +357,11 @@ class _RankEmitter:
 
     def _take_slot(self, message: _Message) -> int:
         slot = self.slots.take(message.channel)
-        self.slot_of[id(message)] = slot
+        self.slot_of[message] = slot
         return slot
 
     def _wait_send(self, number: int, message: _Message) -> None:
-        del self.send_of[id(message)]
+        del self.send_of[message]
         self.sends.give(0, number)
         self._move(Op.WAIT_SEND, message, number, message.producer_stage)
 

@@ -26,8 +26,8 @@ from fastpipe.placement import is_whole
 from fastpipe.program import Channel, Op, Program, RankProgram
 
 Lanes = str | Sequence[int]
-"""``"directed"`` (one a channel), ``"pair"`` (one for each two ranks), ``"coalesced"`` (the same, and what
-both begin side by side is one operation), ``"group"`` (one), or a number a channel."""
+"""``"directed"`` (one per channel), ``"pair"`` (one for each two ranks), ``"coalesced"`` (the same, and what
+both begin side by side is one operation), ``"group"`` (one), or a number per channel."""
 COALESCED = "coalesced"
 _BETWEEN = (Op.FREE, Op.HAND_OVER)
 """What may stand between two transfers that are begun side by side."""
@@ -98,7 +98,7 @@ def batches(program: Program) -> list[list[Batch]]:
     it, then the sends in later rounds would wait for ever.
     """
     side_by_side = [_side_by_side(rank) for rank in program]
-    end_at = [_ends(rank) for rank in program]
+    end_at = [[(channel, op == Op.SEND) for op, channel in rank.columns[[0, 5]].T.tolist()] for rank in program]
     number_of: dict[tuple[int, bool], list[int]] = {}
     for end, found in zip(end_at, side_by_side, strict=True):
         for number, batch in enumerate(found):
@@ -109,11 +109,6 @@ def batches(program: Program) -> list[list[Batch]]:
         [_operations(batch, [next(followed[end[position]], NONE) for position in batch]) for batch in found]
         for end, found in zip(end_at, side_by_side, strict=True)
     ]
-
-
-def _ends(rank: RankProgram) -> list[tuple[int, bool]]:
-    """Which end of which channel each operation is at, if it is a transfer."""
-    return [(channel, op == Op.SEND) for op, channel in rank.columns[[0, 5]].T.tolist()]
 
 
 def _operations(batch: list[int], others: list[int]) -> Batch:
@@ -160,7 +155,6 @@ class Outcome:
 
     Attributes:
         starts: per rank, the start of every instruction (of a SEND: of its transfer); NaN where it was not reached.
-        ends: the same for the ends.
         blocked: ``{rank: transfer}`` for ranks that wait for ever; empty when all came to their end.
         queues: what is left in every lane's queues, by (lane, rank); of an operation what is not across.
     """
@@ -179,7 +173,6 @@ class Machine:
 
     Args:
         program: what to run; its slots must be used rightly (see `validate_program`).
-        lanes: which channels share an in-order lane.
         compute_seconds: ``(op, stage, pair_stage)`` to seconds; nothing costs time unless given.
         transfer_seconds: ``(channel, consumer stage, unused)`` to seconds.
         late: whether a receive enters its lane only when it, or a later one of its channel, is waited for, as in a

@@ -1,7 +1,7 @@
 """The planning library `_plan` (csrc/plan), called through ctypes.
 
-Here it is opened, and its proofs, lowering and simulation are called; the generators' searches are in
-`fastpipe.schedules.native`, the planner's in `fastpipe.planner.engine`.
+Here it is opened, and its proofs, lowering and simulation are called; the searches of rounds are called in
+`fastpipe.schedules`, the planner's in `fastpipe.planner.engine`.
 
 Every function here may answer "not by me" (None or False): the caller then runs its Python code, which is the
 specification, has the words for what is wrong, and gives the same results. So do the generators. Only the planner's
@@ -24,7 +24,7 @@ from fastpipe.cost import CostModel
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 
-VERSION = 8
+VERSION = 9
 """Of the C interface, see csrc/plan/plan.h: a library of another one is left alone."""
 
 PATH = Path(__file__).with_name("_plan" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
@@ -76,8 +76,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "beam": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3),
     "loop": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2),
     "fill": (ctypes.c_int32, *[ctypes.c_void_p] * 3),
-    "zb_auto": (ctypes.c_int32, *[ctypes.c_void_p] * 2),
-    "zbv": (ctypes.c_int32, *[ctypes.c_void_p] * 2),
     "construct": (ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 5),
 }
 

@@ -59,6 +59,16 @@ class ChannelKind(IntEnum):
     ACTIVATION = 0
     GRADIENT = 1
 
+    @classmethod
+    def of(cls, kind: ActionKind) -> ChannelKind:
+        """What an action of this kind takes from another stage, and makes for the next."""
+        return cls.ACTIVATION if kind is ActionKind.F else cls.GRADIENT
+
+    @property
+    def direction(self) -> int:
+        """The consuming stage minus the producing one: 1 for activations, -1 for gradients."""
+        return 1 if self is ChannelKind.ACTIVATION else -1
+
 
 class Channel(NamedTuple):
     """A FIFO from one rank to another; source and destination are the same for hand-overs.
@@ -118,11 +128,7 @@ class RankProgram(Sequence[Instruction]):
     """What one rank executes.
 
     Attributes:
-        rank: which one.
         columns: int32 array of shape ``(7, number of instructions)``, rows as in `Instruction`.
-        channels: all channels of the program.
-        num_slots: how many receive slots this rank needs at most at one time.
-        num_sends: how many sends are under way at most at one time.
     """
 
     def __init__(self, rank: int, columns: Columns, channels: tuple[Channel, ...]) -> None:
@@ -264,16 +270,16 @@ class Program:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """Live stage activations at most, one number a rank; released at the end of W or B."""
+        """Live stage activations at most, one number per rank; released at the end of W or B."""
         return tuple(rank.peak_activations for rank in self)
 
     @property
     def num_slots(self) -> tuple[int, ...]:
-        """Receive slots, hand-overs included, one number a rank."""
+        """Receive slots, hand-overs included, one number per rank."""
         return tuple(rank.num_slots for rank in self)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """Write one row a rank, in torch's format of compute with communication; see `Schedule.from_csv`.
+        """Write one row per rank, in torch's format of compute with communication; see `Schedule.from_csv`.
 
         The file has no waits: torch takes a rank to stay at a receive until its message is there. Receives that are
         posted ahead can then have ranks wait for each other, so lower with ``coalesce=True`` for torch, as ``fastpipe

@@ -85,7 +85,8 @@ class Schedule:
             raise ScheduleError(f"columns: {placement.num_ranks} ranks need as many arrays; found {len(columns)}")
         if not (is_whole(num_microbatches, least=1) and num_microbatches <= MOST):
             raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number from 1 to {MOST}")
-        _check_name(name)
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a str, found {type(name).__name__}")
         self.name = name
         self.placement = placement
         self.num_microbatches = num_microbatches
@@ -177,7 +178,9 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        return f"{self!r}\n{_grid(self.time_steps())}"
+        from fastpipe.visualize import grid
+
+        return grid(self)
 
     def validate(self) -> Schedule:
         """Prove that it is complete and can run; see `fastpipe.validate_schedule`. Returns itself."""
@@ -213,7 +216,7 @@ class Schedule:
         ]
 
     def to_csv(self, path: str | Path | None = None, *, aligned: bool = False) -> str:
-        """Write one row a rank, in the format of ``torch.distributed.pipelining``.
+        """Write one row per rank, in the format of ``torch.distributed.pipelining``.
 
         Args:
             path: a file to write; nothing is written without it.
@@ -250,11 +253,6 @@ class Schedule:
             return _from_text(text, name or Path(path).stem)
         except ScheduleError as error:
             raise ScheduleError(f"{path}: {error}") from None
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"name: expected a str, found {type(name).__name__}")
 
 
 def _frozen(array: npt.ArrayLike, rank: int) -> Columns:
@@ -314,7 +312,7 @@ def infer(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
                 if part.kind is ActionKind.F:
                     ranks.setdefault((part.stage, part.microbatch), rank)
     if not ranks:
-        raise ScheduleError("there is no forward on any rank, so no stage has a place: write one row a rank")
+        raise ScheduleError("there is no forward on any rank, so no stage has a place: write one row per rank")
     num_stages = max(stage for stage, _ in ranks) + 1
     num_microbatches = max(microbatch for _, microbatch in ranks) + 1
     routes = [_route(ranks, microbatch, num_stages) for microbatch in (0, num_microbatches - 1)]
@@ -333,19 +331,3 @@ def _route(ranks: Mapping[tuple[int, int], int], microbatch: int, num_stages: in
             raise ScheduleError(f"microbatch {microbatch} has no forward of stage {stage} on any rank")
         route.append(ranks[stage, microbatch])
     return tuple(route)
-
-
-def _grid(rows: Sequence[Sequence[Action | None]]) -> str:
-    """Ranks as rows, time steps as columns."""
-    texts = [["." if action is None else _short(action) for action in row] for row in rows]
-    steps = max(map(len, texts), default=0)
-    widths = [max((len(row[step]) for row in texts if step < len(row)), default=1) for step in range(steps)]
-    lines = []
-    for rank, row in enumerate(texts):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append(f"rank {rank:<3}" + " ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _short(action: Action) -> str:
-    return "&".join(map(str, action.parts))

@@ -40,7 +40,6 @@ def streams_share(program: Program, queues: int | None) -> bool:
     queues; nothing better can be had.
 
     Args:
-        program: what the ranks run.
         queues: how many hardware queues there are; None where each stream has its own.
 
     Raises:
@@ -65,7 +64,7 @@ def check_one_queue(program: Program, *, coalesced: bool = False, late: bool = F
         late: whether receives begin at their waits, as in a step that announces its messages.
 
     Raises:
-        ProgramError: with the cycle of who waits for whom.
+        ProgramError: with the cycle of waits.
     """
     lanes = np.array(lane_numbers(COALESCED if coalesced else "directed", program.channels), dtype=np.int32)
     together: Sequence[Sequence[Batch] | None] = batches(program) if coalesced else [None] * program.num_ranks
@@ -86,8 +85,6 @@ class _Rank:
     """What one rank waits for, in order.
 
     Args:
-        program: its own.
-        lanes: the lane of every channel.
         together: the transfers that it begins side by side, and which of them are one operation; None where each is
             one by itself.
         late: whether receives begin at their waits.
@@ -192,7 +189,7 @@ def _side_by_side(posts: Ints, lane: Ints, together: Sequence[Batch]) -> tuple[I
 
 
 def _cycle(program: Program, ranks: Sequence[_Rank], rank: int) -> str:
-    """Follow who waits for whom until a rank comes again."""
+    """Follow the waits until a rank comes again."""
     path: list[int] = []
     lines: list[str] = []
     while rank not in path:

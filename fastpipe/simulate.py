@@ -53,7 +53,7 @@ def _times(program: Program, cost: CostModel, lanes: Lanes) -> tuple[Sequence[Se
 
 
 def peak_bytes(program: Program, cost: CostModel) -> tuple[float, ...]:
-    """The bytes that a rank holds at most at one time, one number a rank.
+    """The bytes that a rank holds at most at one time, one number per rank.
 
     That is what its stages hold from F to the end of W or B, and what is received and not yet freed.
 

@@ -101,7 +101,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds of compute, one number a rank."""
+        """Seconds of compute, one number per rank."""
         return tuple(
             float((ends[rows] - starts[rows]).sum())
             for rows, starts, ends in zip(self._compute, self.starts, self.ends, strict=True)
@@ -122,7 +122,7 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Live stage activations at most, one number a rank; released at the end of W or B."""
+        """Live stage activations at most, one number per rank; released at the end of W or B."""
         return self.program.peak_activations
 
     @cached_property
@@ -132,7 +132,7 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Bytes that are held at most, one number a rank; see ``stage_bytes`` of `CostModel`.
+        """Bytes that are held at most, one number per rank; see ``stage_bytes`` of `CostModel`.
 
         Raises:
             ValueError: for a measured timeline, which does not know them.
@@ -143,7 +143,7 @@ class Timeline:
 
     @cached_property
     def exposed_communication(self) -> tuple[float, ...]:
-        """Seconds, one number a rank, in which it waited for a transfer that was under way at that time."""
+        """Seconds, one number per rank, in which it waited for a transfer that was under way at that time."""
         found, exposed = Messages.of(self.program), [0.0] * self.program.num_ranks
         for ranks, positions in ((found.destination, found.wait), (found.source, found.send_wait)):
             for rank in range(self.program.num_ranks):

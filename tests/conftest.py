@@ -40,8 +40,12 @@ LONGEST_FIRST = [
     "tests/native/test_core.py",
     "tests/runtime/test_readme.py",
     "tests/distributed/test_bits.py",
+    "tests/distributed/test_mixed.py",
     "tests/runtime/test_example_train_gpt.py",
+    "tests/runtime/test_split_hugging_face.py",
     "tests/runtime/test_streams.py",
+    "tests/distributed/test_building.py",
+    "tests/distributed/test_checkpoint.py",
     "tests/distributed/test_endurance.py",
     "tests/runtime/test_native_build.py",
     "tests/runtime/test_bits.py",
@@ -138,6 +142,10 @@ def paired(cases: Iterable[tuple[Any, ...] | str]) -> list[tuple[Any, ...]]:
     """
     values = ((case,) if isinstance(case, str) else case for case in cases)
     return [(*case, executor) for case, executor in zip(values, itertools.cycle(["native", "python"]), strict=False)]
+
+
+BOTH = pytest.mark.parametrize("executor", ["native", "python"], indirect=True)
+"""For a test between processes, which has one of the executors otherwise."""
 
 
 @pytest.fixture(params=["python", "native"])

@@ -353,6 +353,6 @@ void fastpipe_plan_free(void* lowered) {
 }
 
 int32_t fastpipe_plan_version() {
-  return 8;
+  return 9;
 }
 }

@@ -1,9 +1,7 @@
 // Words of the planning library: the numbers of fastpipe/action.py and fastpipe/program.py, and a view of the columns.
 #pragma once
 
-#include <algorithm>
 #include <array>
-#include <cstddef>
 #include <cstdint>
 
 #include "plan/plan.h"
@@ -126,15 +124,5 @@ class Orders {
  private:
   const PlanOrders& given_;
 };
-
-// The orders of all ranks as a search has found them, one behind the other; false if one is not complete.
-template <typename Ranks>
-bool write_orders(const Ranks& ranks, std::size_t length, std::int32_t* kinds) {
-  for (const auto& rank : ranks) {
-    if (rank.order.size() != length) return false;
-    kinds = std::copy(rank.order.begin(), rank.order.end(), kinds);
-  }
-  return true;
-}
 
 }  // namespace fastpipe::plan

@@ -1,5 +1,5 @@
 // The planning library's C interface: plain structs and arrays, no torch, no Python header. Its only
-// callers are fastpipe/native_plan.py, schedules/native.py and planner/engine.py; the Python code beside
+// callers are fastpipe/native_plan.py, schedules/ and planner/engine.py; the Python code beside
 // them says what is computed. A function that does not say yes says nothing else: the Python code then finds the words.
 #pragma once
 
@@ -68,17 +68,6 @@ struct PlanBeam {
   int32_t num_microbatches;
   int32_t width;
   int64_t limit;
-};
-
-// What the searches behind zb_auto and zbv look for; see fastpipe/schedules/zb_auto.py and zbv.py.
-struct PlanZeroBubble {
-  int32_t num_ranks;
-  int32_t num_microbatches;
-  const double* forward;  // seconds, one a rank (of zbv the first holds for all)
-  const double* backward_input;
-  const double* backward_weight;
-  double comm;
-  const double* limit;  // activations that a rank may hold, as many
 };
 
 // F and I of every rank in their slots, rank after rank, by slot; see fastpipe/schedules/rounds.py.
@@ -156,9 +145,4 @@ int64_t fastpipe_plan_loop(const PlanRounds* rounds, int64_t cutoff, int64_t* fo
 // Steps with their W, and the makespan. Three rows (kind, stage, microbatch), rank after rank, half as many again as
 // there were. 0 if a rank cannot keep the limit, -1 for no memory or for steps that are none.
 int32_t fastpipe_plan_fill(const PlanSteps* steps, int32_t* rows, double* makespan);
-
-// The kinds of what every rank does, rank after rank: 3 m numbers each of zb_auto.py's (F, I, W), 6 m of
-// zbv.py's. 0 where the Python code has to say why not.
-int32_t fastpipe_plan_zb_auto(const PlanZeroBubble* given, int32_t* kinds);
-int32_t fastpipe_plan_zbv(const PlanZeroBubble* given, int32_t* kinds);
 }

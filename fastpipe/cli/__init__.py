@@ -23,13 +23,10 @@ _PIPE_CLOSED = 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Args:
-        arguments: what follows the command's name; those of the process unless given.
-
     Returns:
         The exit status: 0, or 2 for bad input.
     """
-    if sys.stdout is None:  # closed by who started the command: nobody reads it
+    if sys.stdout is None:  # closed by the caller
         sys.stdout = io.StringIO()
     try:
         with warnings.catch_warnings():

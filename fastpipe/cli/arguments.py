@@ -6,14 +6,11 @@ import argparse
 import ast
 import textwrap
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NoReturn
 
 from fastpipe._version import __version__
-from fastpipe.cli import checks, commands, drawings, planning
-from fastpipe.cost import CostModel
-
-COSTS = tuple(field.name for field in fields(CostModel))
+from fastpipe.cli import checks, commands
+from fastpipe.cli.work import COSTS
 
 _COST_HELP = {
     "forward": "seconds of F",
@@ -22,7 +19,7 @@ _COST_HELP = {
     "backward": "seconds of B; I + W unless given",
     "overlapped": "seconds of a fused F and B; their sum unless given",
     "comm": "seconds of latency of a transfer",
-    "bandwidth": "bytes a second of a link",
+    "bandwidth": "bytes per second of a link",
     "activation_bytes": "bytes that a stage hands to the next",
     "stage_bytes": "bytes that a stage holds of a microbatch from F to W or B",
     "recompute": "the part of F, 0 to 1, that I or B runs again",
@@ -140,7 +137,7 @@ def _compare(adder: Any) -> None:
     )
     command.description = (
         "Simulate several schedules side by side. So that they can be compared, costs are those of a rank's whole "
-        "share of the model (1/RANKS of it): a stage of a schedule with two stages a rank costs half. Memory is in "
+        "share of the model (1/RANKS of it): a stage of a schedule with two stages per rank costs half. Memory is in "
         "activations of such a share."
     )
     command.add_argument("names", metavar="NAME", nargs="+", help="schedules, or `all` that take these numbers")
@@ -152,7 +149,7 @@ def _compare(adder: Any) -> None:
 def _plan(adder: Any) -> None:
     command = _command(
         adder,
-        planning.plan,
+        commands.plan,
         "find the best schedule for your costs and your memory, and how far from the best possible it may be",
         """
         fastpipe plan --ranks 8 --microbatches 32 --memory 0.625
@@ -186,7 +183,7 @@ def _plan(adder: Any) -> None:
 def _plot(adder: Any) -> None:
     command = _command(
         adder,
-        drawings.plot,
+        commands.plot,
         "draw a timeline into a picture (PNG, SVG or PDF)",
         """
         fastpipe plot dualpipev --ranks 4 --microbatches 16 -o dualpipev.png
@@ -210,7 +207,7 @@ def _plot(adder: Any) -> None:
 def _html(adder: Any) -> None:
     command = _command(
         adder,
-        drawings.html,
+        commands.html,
         "write a timeline as an interactive page: zoom, pan, what every action waited for, memory",
         "fastpipe html dualpipev --ranks 8 --microbatches 32 -o dualpipev.html",
     )
@@ -221,7 +218,7 @@ def _html(adder: Any) -> None:
 def _trace(adder: Any) -> None:
     command = _command(
         adder,
-        drawings.trace,
+        commands.trace,
         "write a timeline as JSON for ui.perfetto.dev and chrome://tracing",
         "fastpipe trace dualpipev --ranks 8 --microbatches 32 --comm 0.1 -o dualpipev.json",
     )
@@ -240,7 +237,7 @@ def _validate(adder: Any) -> None:
         fastpipe validate mine.csv --queues 1
         """,
     )
-    command.add_argument("file", metavar="FILE", help="one row a rank, in the format of torch.distributed.pipelining")
+    command.add_argument("file", metavar="FILE", help="one row per rank, in the format of torch.distributed.pipelining")
     command.add_argument(
         "--queues",
         type=int,
@@ -291,7 +288,7 @@ def _schedule_arguments(command: Parser) -> None:
         default=[],
         help="an option of the schedule (repeatable)",
     )
-    command.add_argument("--stages-per-rank", metavar="N", type=_count(1), help="stages a rank")
+    command.add_argument("--stages-per-rank", metavar="N", type=_count(1), help="stages per rank")
 
 
 def _count_arguments(command: Parser, *, required: bool) -> None:
@@ -306,7 +303,7 @@ def _simulation_arguments(command: Parser) -> None:
 
 
 def _cost_arguments(command: Parser) -> None:
-    group = _cost_numbers(command, "of one stage and one microbatch; a number, or one a stage (1,1,2)")
+    group = _cost_numbers(command, "of one stage and one microbatch; a number, or one per stage (1,1,2)")
     group.add_argument(
         "--lanes",
         choices=("directed", "pair", "coalesced", "group"),

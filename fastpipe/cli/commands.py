@@ -1,20 +1,25 @@
-"""The commands that print: schedules, show, simulate, compare."""
+"""The commands that plan: schedules, show, simulate, compare, plan; and those that draw: plot, html, trace."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from fastpipe import api
+from fastpipe import api, planner, visualize
 from fastpipe.cli import output, work
+from fastpipe.cost import CostModel
+from fastpipe.planner import LayerCosts, read_costs
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import Family, check_size, list_schedules
 from fastpipe.timeline import Timeline
-from fastpipe.visualize import grid, pareto
 
 
 def schedules(arguments: argparse.Namespace) -> None:
@@ -46,7 +51,7 @@ def show(arguments: argparse.Namespace) -> None:
     else:
         terminal = sys.stdout.isatty()
         colour = {"auto": terminal and "NO_COLOR" not in os.environ, "always": True, "never": False}[arguments.colour]
-        print(grid(schedule, width=shutil.get_terminal_size().columns if terminal else None, colour=colour))
+        print(visualize.grid(schedule, width=shutil.get_terminal_size().columns if terminal else None, colour=colour))
 
 
 def _show_program(arguments: argparse.Namespace, schedule: Schedule) -> None:
@@ -85,7 +90,7 @@ def simulate(arguments: argparse.Namespace) -> None:
 
 
 def _print_ranks(timeline: Timeline) -> None:
-    """A row a rank; bytes only where the costs say how many a stage holds."""
+    """A row per rank; bytes only where the costs say how many a stage holds."""
     columns = {
         "rank": [str(rank) for rank in range(timeline.program.num_ranks)],
         "busy": [f"{busy:.6g}" for busy in timeline.busy],
@@ -156,7 +161,7 @@ def compare(arguments: argparse.Namespace) -> None:
     drawn = None
     if arguments.plot:
         title = f"Bubble against peak memory: {arguments.ranks} ranks, {arguments.microbatches} microbatches"
-        drawn = pareto(rows, arguments.plot, title=title)
+        drawn = visualize.pareto(rows, arguments.plot, title=title)
     if arguments.json:
         output.document([row._asdict() for row in rows])
         return
@@ -186,3 +191,130 @@ def _print_comparison(rows: list[api.Comparison]) -> None:
     for row in rows:
         if row.refused is not None:
             print(f"{row.name} not possible: {row.refused}")
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Search, and print what was found and what it was chosen from."""
+    costs = _plan_costs(arguments)
+    if arguments.microbatches is None and (not isinstance(costs, LayerCosts) or costs.batch_size is None):
+        raise ValueError("--microbatches: give it, or with --costs costs of layers that have a batch_size")
+    with output.reports("planning") as say:
+        found = planner.plan(
+            costs,
+            num_ranks=arguments.ranks,
+            num_microbatches=arguments.microbatches,
+            memory=arguments.memory,
+            objective=arguments.objective,
+            max_stages_per_rank=arguments.max_stages_per_rank,
+            recompute=arguments.recompute_stages,
+            effort=arguments.effort,
+            time_limit=arguments.time_limit,
+            seed=arguments.seed,
+            exact=arguments.exact,
+            progress=lambda text, best: say(text if math.isinf(best) else f"{text} (best so far {best:.6g})"),
+        )
+    written = _write_plan(arguments, found)
+    if arguments.json:
+        output.document(_plan_document(found, written))
+        return
+    print(found)
+    for path in written:
+        print(f"\nwrote {path}")
+
+
+def _plan_costs(arguments: argparse.Namespace) -> CostModel | LayerCosts:
+    """Those of the file, and over them those of the command line."""
+    given = work.given_costs(arguments)
+    costs = CostModel() if arguments.costs is None else read_costs(arguments.costs)
+    if given and isinstance(costs, LayerCosts):
+        flag = next(iter(given)).replace("_", "-")
+        raise ValueError(f"--{flag}: {arguments.costs} has costs of layers; write it there")
+    return replace(costs, **given)
+
+
+def _write_plan(arguments: argparse.Namespace, found: planner.Plan) -> list[str]:
+    writers: dict[str, Callable[[str], Any]] = {
+        "plot": found.plot,
+        "csv": found.schedule.to_csv,
+        "html": found.timeline.to_html,
+    }
+    written = []
+    for name, write in writers.items():
+        path = getattr(arguments, name)
+        if path is not None:
+            write(path)
+            written.append(str(path))
+    return written
+
+
+def _plan_document(found: planner.Plan, written: list[str]) -> dict[str, Any]:
+    return {
+        "schedule": work.schedule_document(found.schedule),
+        "partition": found.partition and [[part.start, part.stop] for part in found.partition],
+        "objective": found.objective,
+        "makespan": found.makespan,
+        "span": found.span,
+        "bubble_fraction": found.bubble_fraction,
+        "bound": found.bound,
+        "gap": found.gap,
+        "cut": found.cut,
+        "optimal": found.optimal,
+        "recomputes": found.recomputes,
+        "candidates": [one._asdict() for one in found.candidates],
+        "written": written,
+    }
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Draw a picture."""
+    beside = arguments.against is not None
+    timeline = work.timeline_of(arguments, share=beside)
+    against = work.timeline_of(arguments, arguments.against, share=True) if beside else None
+    with output.progress("drawing"):
+        path = visualize.plot(
+            timeline,
+            _path(arguments, timeline),
+            against=against,
+            title=arguments.title,
+            width=arguments.width,
+            transfers=arguments.transfers,
+            critical_path=arguments.critical_path,
+        )
+    _say(arguments, timeline, path)
+
+
+def html(arguments: argparse.Namespace) -> None:
+    """Write the interactive page."""
+    timeline = work.timeline_of(arguments)
+    with output.progress("writing the page"):
+        path = visualize.to_html(timeline, _path(arguments, timeline))
+    _say(arguments, timeline, path)
+
+
+def trace(arguments: argparse.Namespace) -> None:
+    """Write the Chrome trace."""
+    timeline = work.timeline_of(arguments)
+    with output.progress("writing the trace"):
+        path = visualize.to_chrome_trace(timeline, _path(arguments, timeline))
+    _say(arguments, timeline, path)
+
+
+def _path(arguments: argparse.Namespace, timeline: Timeline) -> Path:
+    program = timeline.program
+    name = f"{program.name}-{program.num_ranks}x{program.num_microbatches}{arguments.suffix}"
+    return Path(arguments.output or name)
+
+
+def _say(arguments: argparse.Namespace, timeline: Timeline, path: Path) -> None:
+    if arguments.json:
+        output.document(
+            {
+                "path": str(path),
+                "bytes": path.stat().st_size,
+                "makespan": timeline.makespan,
+                "bubble_fraction": timeline.bubble_fraction,
+            }
+        )
+    else:
+        print(timeline_summary(timeline))
+        print(f"wrote {path}")

@@ -18,7 +18,7 @@ from fastpipe.schedule import Schedule
 from fastpipe.schedules import check_size, find, make_schedule
 from fastpipe.timeline import Timeline
 
-_COSTS = tuple(field.name for field in fields(CostModel))
+COSTS = tuple(field.name for field in fields(CostModel))
 
 
 def schedule_of(
@@ -88,7 +88,7 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
 
 def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
     """The costs of the command line alone."""
-    return {name: getattr(arguments, name) for name in _COSTS if getattr(arguments, name) is not None}
+    return {name: getattr(arguments, name) for name in COSTS if getattr(arguments, name) is not None}
 
 
 def program_of(arguments: argparse.Namespace, schedule: Schedule) -> Program:

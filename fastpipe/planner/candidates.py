@@ -18,7 +18,7 @@ from fastpipe.placement import Placement
 from fastpipe.planner.problem import Problem, Setting
 from fastpipe.planner.result import Candidate
 from fastpipe.planner.tasks import fits, held_peaks
-from fastpipe.program import Op, Program
+from fastpipe.program import Op
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import IGNORED_COSTS, Family, list_schedules
 from fastpipe.simulate import simulate_program
@@ -34,13 +34,7 @@ _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
 
 def from_registry(problem: Problem, num_microbatches: int, allowed: list[int]) -> Iterator[tuple[str, Schedule | str]]:
-    """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible.
-
-    Args:
-        problem: what is planned for.
-        num_microbatches: of a step.
-        allowed: the numbers of stages that a rank may have.
-    """
+    """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible."""
     if problem.placement is not None and problem.placement.num_stages % problem.num_ranks:
         return
     for family in sorted(list_schedules(), key=lambda family: family.name == _LAST):
@@ -92,7 +86,7 @@ def _shapes(problem: Problem, family: Family, allowed: list[int]) -> list[dict[s
         holds = problem.placement is not None or family.stages_per_rank <= problem.max_stages_per_rank
         return [{}] if 1 in allowed and holds else []
     if "stages_per_rank" in family.options:
-        # Of one stage a rank zb_auto is as good as loop_zb, but where messages count it may not fit where that does.
+        # Of one stage per rank zb_auto is as good as loop_zb, but where messages count it may not fit where that does.
         by_bytes = problem.memory is not None and problem.memory.unit == "bytes"
         one = family.stages_per_rank == 1 or (by_bytes and family.name == "loop_zb")
         return [{"stages_per_rank": v} for v in allowed if v > 1 or one]
@@ -127,7 +121,7 @@ def _variants(
 
 
 def _costs(family: Family, cost: CostModel, num_ranks: int, num_stages: int) -> dict[str, Any]:
-    """What a generator that looks at costs is given: one a rank where it takes that, else their mean."""
+    """What a generator that looks at costs is given: one per rank where it takes that, else their mean."""
     found: dict[str, Any] = {}
     if _is_default(cost, num_stages):
         return found
@@ -236,7 +230,7 @@ def evaluate(problem: Problem, name: str, setting: Setting, schedule: Schedule) 
         timeline.span_bubble_fraction if problem.span else timeline.bubble_fraction,
         max(held) / setting.share,
         max(_bytes(setting, timeline)) if problem.knows_bytes else 0.0,
-        _messages(program),
+        sum(int(np.count_nonzero(columns[0] == Op.SEND)) for columns in program.columns),
         fits(timeline.peak_bytes if by_bytes else held, setting.limit),
         copies=stages.num_routes,
     )
@@ -250,7 +244,3 @@ def _bytes(setting: Setting, timeline: Timeline) -> list[float]:
         most + sum(setting.parameters[stage] for stage in mine)
         for most, mine in zip(timeline.peak_bytes, stages, strict=True)
     ]
-
-
-def _messages(program: Program) -> int:
-    return sum(int(np.count_nonzero(columns[0] == Op.SEND)) for columns in program.columns)

@@ -35,11 +35,7 @@ def is_native() -> bool:
 
 
 class Clock:
-    """Runs from when it is made.
-
-    Args:
-        limit: seconds; None for any number.
-    """
+    """Runs from when it is made."""
 
     def __init__(self, limit: float | None) -> None:
         self.limit, self.start = limit, time.monotonic()
@@ -103,7 +99,6 @@ def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
     """Starts and ends of every task, or None if the order cannot run.
 
     Args:
-        tasks: what is ordered.
         order: the tasks position by position, the ranks one after the other.
     """
     if not is_native():
@@ -150,7 +145,7 @@ def construct(
 def search(tasks: Tasks, order: Ints, *, span: bool, seed: int) -> Search | None:
     """An annealing that has begun; None if the order cannot run or fit into memory. The library must be there."""
     made = Search(tasks, order, span, seed)
-    return made if made.begin() else None
+    return made if made.handle else None
 
 
 class Search:
@@ -158,17 +153,11 @@ class Search:
 
     def __init__(self, tasks: Tasks, order: Ints, span: bool, seed: int) -> None:
         self.view, self.size = _TasksView(tasks), len(tasks)
-        self.start, self.span, self.seed = np.array(order, dtype=np.int32), span, seed
-        self.handle: int | None = None
-
-    def begin(self) -> bool:
-        """Whether the order can run and fits into memory."""
-        found = loaded()
-        self.handle = found.fastpipe_plan_search(self.view.address, self.start.ctypes.data, self.span, self.seed)
+        found, start = loaded(), np.array(order, dtype=np.int32)
+        self.handle = found.fastpipe_plan_search(self.view.address, start.ctypes.data, span, seed)
         if self.handle:
             # not at exit, when a thread of a plan that was interrupted may still be in `improve`
             weakref.finalize(self, found.fastpipe_plan_end_search, self.handle).atexit = False
-        return bool(self.handle)
 
     def improve(self, attempts: int, hot: float, cold: float) -> None:
         """Try so many changes, while the heat falls from the first to the second."""
@@ -253,7 +242,6 @@ class ListScheduling:
     """Builds one order: a rank that is free starts the task of the lowest key among those that may run.
 
     Args:
-        tasks: what is ordered.
         key: of every task; the lowest goes first.
         reserve: what has to stay free behind every task that takes memory, in the unit of the limit.
         patience: how long a better task is waited for, in durations of the one that could run now.

@@ -16,7 +16,7 @@ wait for their receive to be posted, so an order is kept only if it is shorter a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from math import inf, lcm
 from typing import Any
@@ -92,24 +92,6 @@ def common_unit(seconds: Sequence[float]) -> Fraction:
     return Fraction(1, scale)
 
 
-class Durations:
-    """The seconds of tasks and transfers as whole numbers.
-
-    Attributes:
-        unit: seconds of 1.
-        length: of every task.
-        transfer: by task and source.
-    """
-
-    def __init__(self, tasks: Tasks) -> None:
-        self.unit = common_unit([*tasks.seconds.tolist(), *tasks.transfer.ravel().tolist()])
-        self.length = [self._whole(value) for value in tasks.seconds.tolist()]
-        self.transfer = [[self._whole(value) for value in row] for row in tasks.transfer.tolist()]
-
-    def _whole(self, seconds: float) -> int:
-        return round(Fraction(seconds).limit_denominator(_DENOMINATOR) / self.unit)
-
-
 def lifetimes(tasks: Tasks) -> list[list[tuple[int, int, int]]]:
     """By rank with a limit: the task that takes memory, the one whose end releases it, and how much of `FULL`."""
     rows = np.concatenate(tasks.schedule.columns, axis=1)
@@ -130,27 +112,16 @@ def by_start(mine: Sequence[int], starts: Any, length: Sequence[int]) -> list[in
     return sorted(mine, key=lambda task: (starts[task], length[task], task))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the solver found out about one placement.
-
-    Attributes:
-        schedule: a shorter one than what was known; None if it found none.
-        least: seconds; what is proved that no order is shorter than: its own objective, or what was known. 0 where
-            that is not settled.
-    """
-
-    schedule: Schedule | None
-    least: float
-
-
 def is_small(placement: Placement, num_microbatches: int) -> bool:
     """Whether so many actions can be proved."""
     return 3 * placement.num_stages * num_microbatches <= MOST_TASKS
 
 
-def solve(problem: Problem, setting: Setting, known: float, seconds: float = SECONDS) -> Outcome:
+def solve(problem: Problem, setting: Setting, known: float, seconds: float = SECONDS) -> tuple[Schedule | None, float]:
     """Look for so many seconds for an order of the placement that is shorter than what is known.
+
+    Returns:
+        It, or None if it found none; and the seconds that no order is below, 0 where that is not settled.
 
     Raises:
         ImportError: without OR-Tools.
@@ -160,47 +131,64 @@ def solve(problem: Problem, setting: Setting, known: float, seconds: float = SEC
     refuse_recompute(setting)
     work = unordered(setting.placement, setting.num_microbatches)
     tasks = tasks_of(work, setting.cost, setting.counted, setting.limit, setting.begun)
-    builder = _Builder(model_of, tasks, problem.span)
-    order, least = builder.solve(known, seconds)
-    return Outcome(None if order is None else tasks.ordered(order, "plan"), least)
+    order, least = _Builder(model_of, IntegerTasks(tasks, problem.span)).solve(known, seconds)
+    return None if order is None else tasks.ordered(order, "plan"), least
+
+
+class IntegerTasks:
+    """Tasks in whole numbers of a unit of seconds, and their messages both ways."""
+
+    def __init__(self, tasks: Tasks, span: bool) -> None:
+        self.tasks, self.span, self.lifetimes = tasks, span, lifetimes(tasks)
+        self.unit = common_unit([*tasks.seconds.tolist(), *tasks.transfer.ravel().tolist()])
+        self.length = [self._whole(value) for value in tasks.seconds.tolist()]
+        self.sources: list[list[Edge]] = [[] for _ in range(len(tasks))]
+        self.consumers: list[list[Edge]] = [[] for _ in range(len(tasks))]
+        for task, (sources, transfers) in enumerate(zip(tasks.source.tolist(), tasks.transfer.tolist(), strict=True)):
+            for source, seconds in zip(sources, map(self._whole, transfers), strict=True):
+                if source != NO_TASK:
+                    self.sources[task].append((source, seconds))
+                    self.consumers[source].append((task, seconds))
+
+    def _whole(self, seconds: float) -> int:
+        return round(Fraction(seconds).limit_denominator(_DENOMINATOR) / self.unit)
+
+    def ranks(self, order: Ints) -> Iterator[list[int]]:
+        """Every rank's tasks in an order."""
+        for rank in range(self.tasks.num_ranks):
+            yield order[slice(*self.tasks.first[rank : rank + 2])].tolist()
 
 
 class _Builder:
     """The constraints of one placement."""
 
-    def __init__(self, cp_model: Any, tasks: Tasks, span: bool) -> None:
-        self.cp, self.tasks, self.span = cp_model, tasks, span
-        self.model = cp_model.CpModel()
-        whole = Durations(tasks)
-        self.unit, self.length, self.transfer = whole.unit, whole.length, whole.transfer
-        horizon = sum(self.length) + sum(map(sum, self.transfer))
+    def __init__(self, cp_model: Any, case: IntegerTasks) -> None:
+        self.cp, self.case, self.model = cp_model, case, cp_model.CpModel()
+        self.ranks = list(case.ranks(case.tasks.start))
+        horizon = sum(case.length) + sum(seconds for edges in case.sources for _, seconds in edges)
         new, fixed = self.model.new_int_var, self.model.new_fixed_size_interval_var
-        self.starts = [new(0, horizon, f"start {task}") for task in range(len(tasks))]
-        self.intervals = [fixed(s, n, "") for s, n in zip(self.starts, self.length, strict=True)]
+        self.starts = [new(0, horizon, f"start {task}") for task in range(len(case.tasks))]
+        self.intervals = [fixed(s, n, "") for s, n in zip(self.starts, case.length, strict=True)]
         self.objective = new(0, horizon, "objective")
         self._order()
         self._memory(horizon)
         self._measure()
 
     def _end(self, task: int) -> Any:
-        return self.starts[task] + self.length[task]
+        return self.starts[task] + self.case.length[task]
 
     def _order(self) -> None:
-        for earlier, later in self.tasks.local.tolist():
+        for earlier, later in self.case.tasks.local.tolist():
             self.model.add(self.starts[later] >= self._end(earlier))
-        for task, sources in enumerate(self.tasks.source.tolist()):
-            for part, source in enumerate(sources):
-                if source != NO_TASK:
-                    self.model.add(self.starts[task] >= self._end(source) + self.transfer[task][part])
-        for rank in range(self.tasks.num_ranks):
-            self.model.add_no_overlap([self.intervals[task] for task in self._tasks(rank)])
-
-    def _tasks(self, rank: int) -> range:
-        return range(*self.tasks.first[rank : rank + 2].tolist())
+        for task, sources in enumerate(self.case.sources):
+            for source, seconds in sources:
+                self.model.add(self.starts[task] >= self._end(source) + seconds)
+        for mine in self.ranks:
+            self.model.add_no_overlap([self.intervals[task] for task in mine])
 
     def _memory(self, horizon: int) -> None:
         """From the start of F to the end of its W."""
-        for held in lifetimes(self.tasks):
+        for held in self.case.lifetimes:
             intervals = []
             for first, last, _ in held:
                 length = self.model.new_int_var(0, horizon, "")
@@ -209,10 +197,9 @@ class _Builder:
 
     def _measure(self) -> None:
         """The objective is at least every rank's measure."""
-        for rank in range(self.tasks.num_ranks):
-            mine = self._tasks(rank)
-            begin = self.model.new_int_var(0, 0 if not self.span else sum(self.length), "")
-            if self.span:
+        for mine in self.ranks:
+            begin = self.model.new_int_var(0, 0 if not self.case.span else sum(self.case.length), "")
+            if self.case.span:
                 self.model.add_min_equality(begin, [self.starts[task] for task in mine])
             for task in mine:
                 self.model.add(self.objective >= self._end(task) - begin)
@@ -220,22 +207,18 @@ class _Builder:
 
     def solve(self, known: float, seconds: float) -> tuple[Ints | None, float]:
         """An order shorter than what is known, and the seconds that none is below; 0 where that is not settled."""
-        most = round(known / float(self.unit)) - 1
-        self.model.add(self.objective <= most)
+        unit = self.case.unit
+        self.model.add(self.objective <= round(known / float(unit)) - 1)
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = 8
         status = solver.solve(self.model)
-        if status in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            starts = np.array([solver.value(start) for start in self.starts])
-            least = solver.value(self.objective) if status == self.cp.OPTIMAL else 0
-            return self._read(starts), float(least * self.unit)
-        return None, known if status == self.cp.INFEASIBLE else 0.0
-
-    def _read(self, starts: Any) -> Ints:
-        ranks = range(self.tasks.num_ranks)
-        order = [task for rank in ranks for task in by_start(self._tasks(rank), starts, self.length)]
-        return np.array(order, dtype=np.int32)
+        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
+            return None, known if status == self.cp.INFEASIBLE else 0.0
+        starts = [solver.value(start) for start in self.starts]
+        order = [task for mine in self.ranks for task in by_start(mine, starts, self.case.length)]
+        least = solver.value(self.objective) if status == self.cp.OPTIMAL else 0
+        return np.array(order, dtype=np.int32), float(least * unit)
 
 
 def improve_by_windows(
@@ -244,11 +227,7 @@ def improve_by_windows(
     """The order after passes over all windows, each half a window behind the one before, until none is of use.
 
     Args:
-        problem: what is planned for.
         one: the order to begin with; no stage recomputes.
-        clock: of the plan.
-        say: called with what is done next.
-        size: tasks of a window.
 
     Raises:
         ImportError: without OR-Tools.
@@ -274,37 +253,13 @@ def improve_by_windows(
     return one
 
 
-class IntegerTasks:
-    """Tasks in the solver's unit, and their messages both ways."""
-
-    def __init__(self, tasks: Tasks, span: bool) -> None:
-        self.tasks, self.span = tasks, span
-        whole = Durations(tasks)
-        self.length, self.lifetimes = whole.length, lifetimes(tasks)
-        self.sources: list[list[Edge]] = [[] for _ in range(len(tasks))]
-        self.consumers: list[list[Edge]] = [[] for _ in range(len(tasks))]
-        for task, sources in enumerate(tasks.source.tolist()):
-            for source, seconds in zip(sources, whole.transfer[task], strict=True):
-                if source != NO_TASK:
-                    self.sources[task].append((source, seconds))
-                    self.consumers[source].append((task, seconds))
-
-    def ranks(self, order: Ints) -> Iterator[list[int]]:
-        """Every rank's tasks in an order."""
-        for rank in range(self.tasks.num_ranks):
-            yield order[slice(*self.tasks.first[rank : rank + 2])].tolist()
-
-
 class Timing:
     """An order whose tasks start as soon as they can.
 
     Attributes:
-        case: the tasks.
-        ranks: every rank's, in the order.
         before: of every task what it waits for, the one before it on its rank too.
         behind: what waits for it.
         sequence: all tasks, each after what it waits for.
-        starts: of every task.
         begins: what is taken off every rank's end: its first start, where the span is the objective.
     """
 
@@ -354,7 +309,6 @@ class Window:
     For the span it begins behind every rank's first start, which so stays as it is.
 
     Args:
-        timing: of the order.
         first: about how many tasks start before the window.
         size: about how many are in it: what starts at one time is not parted.
 

@@ -76,16 +76,16 @@ def plan(
 ) -> Plan:
     """Find a schedule for these costs that fits into this memory.
 
-    All schedules of the registry are generated with every number of stages a rank that is allowed, and simulated. With
+    All schedules of the registry are generated with every allowed number of stages per rank, and simulated. With
     orders that list scheduling makes they are the pool in which orders are then improved by annealing, if the planning
     library is there (``fastpipe.native_plan.status()``). So the plan is never worse than any schedule of the registry
     that fits. It is what `fastpipe.simulate` says of it: the times in the result are those of the lowered and proved
     program.
 
     Args:
-        costs: of a rank's whole share of the model (a `CostModel` of numbers; stages of a schedule with two stages a
-            rank cost half), of every stage (one with sequences), or of layers (`LayerCosts`); or a dict or JSON file
-            of either's attributes.
+        costs: of a rank's whole share of the model (a `CostModel` of numbers; stages of a schedule with two stages
+            per rank cost half), of every stage (one with sequences), or of layers (`LayerCosts`); or a dict or JSON
+            file of either's attributes.
         num_ranks: the pipeline's ranks.
         num_microbatches: of a step; None to have it chosen, which needs `LayerCosts.batch_size`.
         memory: what a rank may hold: a number up to 1000 is a fraction of 1F1B's, ``"5 activations"`` are those of a
@@ -153,8 +153,7 @@ def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
         return [int(num_microbatches)]
     if batch is None:
         raise ValueError("num_microbatches: give it, or costs of layers with batch_size, from which it can be chosen")
-    most = max(16 * problem.num_ranks, 1)
-    return [count for count in range(1, min(batch, most) + 1) if batch % count == 0]
+    return [count for count in range(1, min(batch, 16 * problem.num_ranks) + 1) if batch % count == 0]
 
 
 def _proved(given: Schedule) -> Schedule:
@@ -356,23 +355,24 @@ class _Planner:
         """
         assert self.best is not None
         count = self.best[2].num_microbatches
-        possible = [self.best[2].placement, *(one for _, one in _placements(self.problem, [count], depths))]
+        placements = [placement for _, placement in _placements(self.problem, [count], depths)]
+        possible = [self.best[2].placement, *placements]
         if not all(is_small(placement, count) for placement in possible):
             self._by_windows()
             return False
         settled = self.problem.placement is None or self.problem.placement.num_routes == 1
         least = math.inf
-        placements = list(_placements(self.problem, [count], depths))
-        for number, (_, placement) in enumerate(placements):
+        for number, placement in enumerate(placements):
             self._say(f"solving {search.describe(placement)} exactly")
             setting = self.problem.setting(placement, count)
             share = max(0.1, self.clock.left() / (len(placements) - number))
-            outcome = solve(self.problem, setting, self.best[0], SECONDS if self.clock.limit is None else share)
-            if outcome.schedule is not None:
-                self._consider(f"exact on {search.describe(placement)}", setting, outcome.schedule)
+            seconds = SECONDS if self.clock.limit is None else share
+            schedule, bound = solve(self.problem, setting, self.best[0], seconds)
+            if schedule is not None:
+                self._consider(f"exact on {search.describe(placement)}", setting, schedule)
             whole = setting.cost.backward is None and setting.cost.overlapped is None
             settled = settled and whole
-            least = min(least, outcome.least)
+            least = min(least, bound)
         # The solver's transfers never wait for their receive to be posted; the plan's may.
         return settled and self.best[0] <= least * (1 + 1e-9)
 

@@ -115,19 +115,13 @@ class Setting:
     """What stages cost on one placement, and what their ranks may hold.
 
     Attributes:
-        placement: of the stages.
-        num_microbatches: of a step.
-        cost: by stage.
         held: what a stage holds of a microbatch: bytes where they are known, else in activations of a rank's share.
         kept: the same up to its backward, where it recomputes the rest.
         limit: what a rank may hold, in the same unit; infinite where memory is no matter.
         counted: `held` as the search counts it: where memory is in bytes, with the messages that a stage has received
             and needs until its W.
-        begun: `kept` in the same way.
         room: `limit` in the same way: less what is received while another action runs.
         share: one activation of a rank's share of the model, in the same unit.
-        parts: the layers of every stage; None where there are no layers.
-        parameters: bytes that stay, by stage.
         recomputes: of every stage whether it recomputes its forward, where that was for the planner to choose.
     """
 
@@ -152,10 +146,6 @@ class Problem:
 
     Attributes:
         costs: of a rank's share of the model or of stages (`CostModel`), or of layers.
-        num_ranks: how many ranks.
-        memory: what a rank may hold; None for any amount.
-        objective: ``"makespan"`` or ``"span"``.
-        max_stages_per_rank: at most so many.
         placement: where all stages have to be; None for anywhere.
         recompute: one of `RECOMPUTE`, or of `SHARES` while the planner tries them.
     """
@@ -237,9 +227,6 @@ class Problem:
         """What the stages of a placement cost, with the given partition of layers or the most even one.
 
         Args:
-            placement: of the stages.
-            num_microbatches: of a step.
-            parts: the layers of every stage.
             recomputes: the stages that recompute their forward; as the costs say unless given.
         """
         num_stages, costs = placement.num_stages, self.costs

@@ -164,7 +164,7 @@ class Plan:
             f"  {self.objective} {self.value:.6g}, bubble {percent(self.bubble_fraction)}; "
             f"bound {self.bound:.6g} ({self.bound_anywhere:.6g} on any placement), "
             f"so at most {percent(self.gap)} could be gained" + ("; proved optimal" if self.optimal else ""),
-            f"  {chosen.stages_per_rank} stages a rank ({schedule.placement.name}), {chosen.messages} messages, "
+            f"  {chosen.stages_per_rank} stages per rank ({schedule.placement.name}), {chosen.messages} messages, "
             f"peak memory {chosen.peak_memory:.4g} of {schedule.num_ranks}"
             + (f" ({human(chosen.peak_bytes)})" if chosen.peak_bytes else ""),
         ]

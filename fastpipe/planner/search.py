@@ -53,15 +53,7 @@ _RANKINGS = ((1, 0, 2), (0, 1, 2), (2, 0, 1), (1, 2, 0), (1, 1, 2), (0, 0, 1))
 
 @dataclass(frozen=True)
 class Member:
-    """An order in the pool.
-
-    Attributes:
-        name: where it comes from.
-        setting: what it is ordered for.
-        tasks: what is ordered.
-        order: of the tasks.
-        value: the objective.
-    """
+    """An order in the pool."""
 
     name: str
     setting: Setting
@@ -105,12 +97,7 @@ def unordered(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 class Keys:
-    """Draws keys for the tasks of `unordered`.
-
-    Args:
-        tasks: with their seconds, and what they hold.
-        seed: of the random numbers.
-    """
+    """Draws keys for the tasks of `unordered`."""
 
     def __init__(self, tasks: Tasks, seed: int) -> None:
         self.tasks, self.random = tasks, np.random.default_rng(seed)
@@ -337,7 +324,7 @@ def _passed(problem: Problem, one: Member, clock: Clock) -> Member:
             if clock.is_over():
                 return one
             moved = _moved(one.setting.parts or (), boundary, step)
-            tried = None if moved is None else with_parts(problem, one, moved)
+            tried = None if moved is None else _with(problem, one, moved, one.setting.recomputes)
             if tried is not None and tried.value < one.value:
                 one = tried
     return one
@@ -350,11 +337,6 @@ def _moved(parts: tuple[range, ...], boundary: int, step: int) -> tuple[range, .
     if not left.start < end < right.stop:
         return None
     return (*parts[:boundary], range(left.start, end), range(end, right.stop), *parts[boundary + 2 :])
-
-
-def with_parts(problem: Problem, one: Member, parts: tuple[range, ...]) -> Member | None:
-    """The same order for another partition; None where it does not fit."""
-    return _with(problem, one, parts, one.setting.recomputes)
 
 
 def recompute_less(problem: Problem, one: Member, clock: Clock) -> Member:

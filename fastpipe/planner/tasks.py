@@ -36,16 +36,13 @@ class Tasks:
     """The tasks of a schedule, numbered rank by rank in its order.
 
     Attributes:
-        schedule: where they come from.
         first: the first task of every rank, and the number of tasks.
-        seconds: of every task.
         source: ``(tasks, 2)``: the tasks of other ranks whose messages it waits for, or -1.
         transfer: ``(tasks, 2)``: the seconds that those take.
         local: ``(pairs, 2)``: tasks of one rank of which the first comes before the second.
         next: the task that does the same for the following microbatch, or -1.
         take: what a task holds from its start on, in the unit of `limit`.
         give: what its end releases.
-        limit: what every rank may hold.
     """
 
     schedule: Schedule
@@ -95,10 +92,7 @@ def tasks_of(
     """The tasks of a schedule of F, B, I, W and fused pairs.
 
     Args:
-        schedule: what is to be ordered.
-        cost: seconds of every stage action and transfer.
         held: what a stage holds of one microbatch from the start of F to the end of W or B.
-        limit: what every rank may hold, in the same unit.
         kept: what a stage holds up to its backward, where it recomputes the rest; all unless given.
     """
     first = _first(schedule)

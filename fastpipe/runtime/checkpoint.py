@@ -23,6 +23,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,7 +40,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fastpipe.checkpoint_folder import (
     FILE_PREFIX,
@@ -54,8 +55,8 @@ from fastpipe.checkpoint_folder import (
 )
 from fastpipe.errors import StepError
 from fastpipe.placement import is_whole
-from fastpipe.runtime.common import cause_text
-from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.common import Failure, attended, cause_text
+from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import registered_group
 
@@ -92,8 +93,6 @@ def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> 
     """Empty tensors for the optimizer state that a checkpoint has.
 
     Args:
-        optimizers: the optimizers to load.
-        names: of their parameters.
         saved: the checkpoint's metadata by flattened key.
 
     Raises:
@@ -387,7 +386,7 @@ def save_checkpoint(
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read.
     """
-    optimizers = listed(optimizer)
+    optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {}
     call, step = f"save_checkpoint of {_shown(path)}", pipe.step_count
 
@@ -405,10 +404,17 @@ def save_checkpoint(
     def attend(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
         if not asynchronous:
-            pipe._steps.attend(lambda: write(state, group))
+            return pipe._steps.attend(lambda: write(state, group))
+        # it is used in the background, as the script uses the other one
+        pipe._steps.attend(lambda: _make_side_group(group, pipe._steps.ranks.timeout))
 
     pipe._steps.all_gather(call, gather, attend)
-    return _in_background(write, state, os.fspath(path), group) if asynchronous else None
+    if not asynchronous:
+        return None
+    lost = partial(_first_dead, pipe._steps.control)
+    return _in_background(
+        lambda copy: attended(lambda: write(copy, _side_group(group)), lost, timedelta.max), state, path
+    )
 
 
 def _shown(path: Any) -> str:
@@ -434,14 +440,24 @@ def _write(writer: _Writer, state: dict[str, Any], call: str, group: Any) -> Any
         raise
 
 
-def _in_background(
-    write: Callable[[dict[str, Any], Any], Any], state: dict[str, Any], path: str, group: Any
-) -> Future[Any]:
+def _first_dead(control: Control) -> Failure | None:
+    return next(iter(control.dead), None)
+
+
+def _in_background(write: Callable[[dict[str, Any]], Any], state: dict[str, Any], path: Any) -> Future[Any]:
+    """Write a copy of a state in a thread.
+
+    Args:
+        write: returns when the state is written, or raises; it ends soon if a process is lost, as the interpreter
+            waits for it when it exits.
+        state: copied at once.
+        path: for messages.
+    """
     copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
     assert isinstance(copy, dict)
     thread = ThreadPoolExecutor(1, "fastpipe-save")  # joined when the interpreter exits
-    _pending.append(_Writing(path))
-    thread.submit(write, copy, _side_group(group)).add_done_callback(_pending[-1].copy_outcome)
+    _pending.append(_Writing(_shown(path)))
+    thread.submit(write, copy).add_done_callback(_pending[-1].copy_outcome)
     thread.shutdown(wait=False)
     return _pending[-1]
 
@@ -482,7 +498,7 @@ def load_checkpoint(
             others none.
         StepError: if another rank cannot load.
     """
-    optimizers = listed(optimizer)
+    optimizers = as_optimizers(optimizer)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
@@ -527,7 +543,7 @@ def restore(pipe: Pipeline, optimizers: Optimizers, state: Mapping[str, Any]) ->
     return state["extra"][0] if "extra" in state else None
 
 
-def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
+def as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
     """The optimizers that a caller gave."""
     if optimizer is None:
         return []
@@ -584,7 +600,14 @@ def _check_model(state: Mapping[str, Any], saved: Mapping[str, Any], path: str |
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         there = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         if shape != there:
-            raise ValueError(f"{key} has shape {shape} here and {there} in the checkpoint {os.fspath(path)}")
+            raise ValueError(
+                f"{key} is {_shape_text(shape)} in the pipeline but {_shape_text(there)} in the checkpoint "
+                f"{os.fspath(path)}: build the pipeline of the same model"
+            )
+
+
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else f"a tensor of shape {shape}"
 
 
 def _check_all_taken(saved: Mapping[str, Any], replies: Sequence[Reply], path: str | os.PathLike[str]) -> None:
@@ -612,14 +635,16 @@ def _set_generators(pipe: Pipeline, states: Mapping[str, torch.Tensor]) -> None:
             torch.set_rng_state(value)
 
 
+def _make_side_group(group: Any, timeout: float) -> None:
+    """Make the group for saves in the background, once for each group of the script."""
+    if dist.is_initialized() and _side_group(group) is None:
+        _side_groups[group or dist.group.WORLD] = registered_group(
+            group or dist.group.WORLD, "gloo", timedelta(seconds=timeout)
+        )
+
+
 def _side_group(group: Any) -> Any:
-    """A group of the same processes for saves in the background, as the script uses the other one."""
-    if not dist.is_initialized():
-        return None
-    group = dist.group.WORLD if group is None else group
-    if group not in _side_groups:
-        _side_groups[group] = registered_group(group, "gloo", default_pg_timeout)
-    return _side_groups[group]
+    return _side_groups.get(group or dist.group.WORLD) if dist.is_initialized() else None
 
 
 def _await_pending() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fastpipe._version import __version__
-from fastpipe.hardware_queues import queues_text, why_too_few
+from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
 from fastpipe.runtime.common import FailureError, set_grad_dtype, wants_streams
@@ -71,11 +71,13 @@ from fastpipe.runtime.stage import (
     IN_ORDER,
     PER_MICROBATCH,
     ContextFactory,
+    HeldTensors,
     PairPolicy,
     RandomNumbers,
     Stage,
     TreespecCache,
     checked_contexts,
+    held_tensors,
     pair_policy,
 )
 from fastpipe.runtime.step import Programs, Steps, options_with_stages
@@ -83,9 +85,6 @@ from fastpipe.runtime.transport import (
     Loopback,
     Membership,
     MeshGroups,
-    Mixed,
-    ProcessGroups,
-    SharedMemory,
     Transport,
     membership,
     ranks_per_host,
@@ -102,12 +101,7 @@ class World:
     """Where a pipeline is built.
 
     Attributes:
-        device: the device of the computation.
-        timeout: seconds to wait for another rank.
-        member: this process's place among the processes.
         ranks_per_host: the number of ranks that compute on this host.
-        control: the connection to the other processes.
-        cores: the cores of the steps.
         error: the first error in the arguments evaluated so far; raised by `agree_on_request`, on all ranks.
     """
 
@@ -185,13 +179,9 @@ class BuildRequest:
     """What is determined before stages are built; the same on every rank.
 
     Attributes:
-        num_ranks: the number of ranks.
         programs: the schedule, with its program proved for the transport's lanes.
-        num_microbatches: the number of microbatches per batch.
         costs: of the layers, for the partition; None if it needs none.
-        unit: of the costs.
         seed: of the random numbers per stage and microbatch; None for torch's own generators.
-        contexts: the user's contexts of forwards and backwards.
     """
 
     num_ranks: int
@@ -207,17 +197,18 @@ class BuildRequest:
         """The schedule."""
         return self.programs.schedule(self.num_microbatches)
 
-    def signature(self, arguments: Arguments, num_processes: int) -> str:
-        """Text that must be the same on every rank."""
+    def signature(self, arguments: Arguments, num_processes: int) -> dict[str, str]:
+        """Text by argument that must be the same on every rank; what follows from other arguments is last."""
         schedule = self.schedule
-        text = f"{schedule.name} {dict(schedule.options)}, {self.num_microbatches} microbatches"
-        text += (f", cut by {self.unit}" if self.unit else "") + arguments.signature
+        values = {"schedule": schedule.name, "schedule_options": str(dict(schedule.options))}
+        values |= {"num_microbatches": str(self.num_microbatches), **arguments.signature}
+        values |= {"partition": f"by {self.unit}"} if self.unit else {}
         if num_processes > 1:
             program = self.programs.program(self.num_microbatches, forward_only=False)
-            text += f", recv_lookahead {self.programs.recv_lookahead}, stages on ranks {program.placement.routes}"
-            text += f", program {program.digest()}, fastpipe {__version__}"
-            text += f", {queues_text(self.programs.queues)}" if self.programs.queues is not None else ""
-        return text
+            values |= {"fastpipe": f"version {__version__}", "recv_lookahead": str(self.programs.recv_lookahead)}
+            values |= {VARIABLE: queues_text(self.programs.queues)} if self.programs.queues is not None else {}
+            values |= {"stage_to_rank": str(program.placement.routes), "program": program.digest()}
+        return values
 
 
 def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
@@ -244,7 +235,15 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
         costs = costs_here(model.stages, model.partition, model.example, world.member.rank)
         unit = MEASURED.get(model.partition, "") if isinstance(model.partition, str) else ""
         seed = torch.initial_seed() if batch.rng == PER_MICROBATCH else None
-        request = BuildRequest(num_ranks, programs, num_microbatches, costs, unit, seed, contexts)
+        request = BuildRequest(
+            num_ranks=num_ranks,
+            programs=programs,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            unit=unit,
+            seed=seed,
+            contexts=contexts,
+        )
         return request, {"plan": request.signature(arguments, size), "seed": seed, "costs": costs}
 
     request, replies = agree(world.control, make)
@@ -256,14 +255,11 @@ class LocalStages:
     """The stages of this process.
 
     Attributes:
-        modules: by stage.
         copies: by rank and stage, if two ranks of this process hold a stage.
         by_rank: the stages of every local rank, by index.
-        ties: weights with several names.
         cut: the partition as text; empty for stages that the user split.
         layer_counts: the number of layers of every stage; None for stages that the user split.
         layers: the model's layers, if they can be split differently later.
-        declared_ties: the ties that the user named.
         on_meta: whether some stage, here or on another rank, has no values yet.
     """
 
@@ -284,16 +280,13 @@ class LocalStages:
 
 
 def build_stages(
-    model: ModelArguments, loss_fn: Loss, schedule: Schedule, request: BuildRequest, world: World
+    model: ModelArguments, loss_fn: Loss, schedule: Schedule, request: BuildRequest, world: World, mesh: Any = None
 ) -> LocalStages:
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        model: with a partition that does not depend on costs.
-        loss_fn: see `fastpipe.Pipeline`.
-        schedule: assigns stages to ranks.
         request: agreed.
-        world: of the stages.
+        mesh: of DTensors between stages, if any.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -320,34 +313,49 @@ def build_stages(
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
-    stages: dict[int, dict[int, Stage]] = {}
-    for rank, held in by_rank.items():
-        stages[rank] = {}
-        for index, module in held.items():
-            recompute = way_of(model.recompute, index, module)
-            stage = Stage(index, module, placement.num_stages, loss_fn, recompute, request.contexts)
-            if request.programs.queues is not None and any(
-                len(set(r[index : index + 2])) > 1 for r in placement.routes
-            ):
-                stage.why_one_tensor = why_too_few() or ""
-            stages[rank][index] = _equipped(stage, model, world.device)
+
+    def stage_of(index: int, module: nn.Module, held: HeldTensors | None) -> Stage:
+        sends = any(len(set(route[index : index + 2])) > 1 for route in placement.routes)
+        stage = Stage(
+            index,
+            module,
+            placement.num_stages,
+            loss_fn,
+            way_of(model.recompute, index, module),
+            request.contexts,
+            fused_weight_grad=model.fused_weight_grad,
+            grad_dtype=model.grad_dtype,
+            mesh=mesh,
+            treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
+            why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
+            wrapped=model.data_parallel is not None,
+            held=held,
+        )
+        if model.grad_dtype is not None:
+            check_not_sharded(index, stage.parallel, model.grad_dtype)
+            set_grad_dtype(module, model.grad_dtype)
+        return stage
+
+    stages = {}
+    for rank, modules_here in by_rank.items():
+        held = held_tensors(placement, model.cache_carried)
+        stages[rank] = {index: stage_of(index, module, held) for index, module in modules_here.items()}
     movable = layers if world.is_single_process and counts is not None else None
-    made = LocalStages(modules, by_rank, stages, ties, cut, counts, movable, tied, bool(on_meta))
+    made = LocalStages(
+        modules=modules,
+        copies=by_rank,
+        by_rank=stages,
+        ties=ties,
+        cut=cut,
+        layer_counts=counts,
+        layers=movable,
+        declared_ties=tied,
+        on_meta=bool(on_meta),
+    )
     if world.is_single_process:
         tell_later(made.stages, [names_message(made.stages)])
         return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
     return made
-
-
-def _equipped(stage: Stage, model: ModelArguments, device: torch.device) -> Stage:
-    if device.type != "cpu":
-        stage.plans = TreespecCache(stage.index, device)
-    stage.fused_weight_grad, stage.grad_dtype = model.fused_weight_grad, model.grad_dtype
-    if model.grad_dtype is not None:
-        check_not_sharded(stage.index, stage.parallel, model.grad_dtype)
-        set_grad_dtype(stage.module, model.grad_dtype)
-    stage.bare = model.data_parallel is not None and stage.parallel is None
-    return stage
 
 
 def agree_on_stages(
@@ -364,16 +372,14 @@ def agree_on_stages(
         model = replace(
             arguments.model, partition=cut_by(arguments.model.partition, request.costs, schedule.num_stages)
         )
-        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world)
+        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world, arguments.execution.mesh)
         arguments.execution.check_replicas(local.stages)
-        for stage in local.stages:
-            stage.mesh = arguments.execution.mesh
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
-        text = request.signature(arguments, world.member.size)
-        text += f", tied {apart}" if apart else ""
-        text += f", {local.cut.partition(';')[0]}" if local.cut else ""
-        message: Reply = {"plan": text, "seed": request.seed, "names": names_message(local.stages)}
+        plan = request.signature(arguments, world.member.size)
+        plan |= {"tied": str(apart)} if apart else {}
+        plan |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
+        message: Reply = {"plan": plan, "seed": request.seed, "names": names_message(local.stages)}
         message["parallel"] = any(stage.parallel is not None for stage in local.stages)
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
@@ -397,12 +403,12 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         return Loopback()
     return select_transport(
         execution.chosen_transport,
-        world.control.exchange_within,
-        replace(world.member, lost=world.control.lost),
-        world.device,
-        world.timeout,
-        world.ranks_per_host.count() if world.cores.own is None else 1,
-        executor.__name__ == "PythonExecutor",
+        exchange=world.control.exchange_within,
+        member=replace(world.member, lost=world.control.lost),
+        device=world.device,
+        timeout=world.timeout,
+        num_sharing=world.ranks_per_host.count() if world.cores.own is None else 1,
+        by_python=not executor.is_native,
     )
 
 
@@ -439,24 +445,31 @@ def make_engine(
     policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams)
     if dimensions := execution.other_dimensions():
         policy = PairPolicy(IN_ORDER, f"collectives over {', '.join(dimensions)} must have one order on all ranks")
-    runtime = native.load() if executor.__name__ == "NativeExecutor" else None
+    runtime = native.load() if executor.is_native else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
-    exchange = transport.exchange if isinstance(transport, ProcessGroups | SharedMemory | Mixed) else None
+    exchange = None if world.is_single_process else transport.exchange
 
-    def copies() -> StageCopies:
+    def stage_copies() -> StageCopies:
         return make_copies(placement, local.copies, exchange)
 
     if exchange is not None and between_ranks(local.ties, placement):
         transport.prepare_exchange()
-    replicas = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, copies)
+    copies = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, stage_copies)
     if not local.on_meta:
-        replicas.equalise()
-    refusal = why_not(device, local.by_rank, transport, replicas)
+        copies.equalise()
+    refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
-        local.by_rank, executor, transport, world.timeout, world.control.publish, policy.way, device, streams
+        stages=local.by_rank,
+        executor=executor,
+        transport=transport,
+        timeout=world.timeout,
+        publish=world.control.publish,
+        pairs=policy.way,
+        device=device,
+        several_streams=streams,
     )
     if isinstance(world.control, MeshControl):
         ranks.mesh_groups = MeshGroups([execution.mesh.get_group(n) for n in execution.other_dimensions()], device)
@@ -470,7 +483,7 @@ def make_engine(
         programs,
         ranks,
         world.control,
-        replicas,
+        copies,
         random,
         unfilled,
         forward_only=forward_only,

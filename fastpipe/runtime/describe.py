@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 
 from fastpipe.program import Op, Program
+from fastpipe.runtime.common import listed
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import NONE, Tie, state_prefix
 from fastpipe.runtime.native import native_status
@@ -49,6 +50,8 @@ def describe(
         lines.append("random      " + describe_random(seed))
     lines += [f"replicas    {text}" for text in replica_texts(stages)]
     lines += [f"recompute   {text}" for text in recompute_texts(stages)]
+    if any(stage.held is not None and stage.held.with_gradient for stage in stages):
+        lines.append("carried     once to each rank; gradients are summed on a rank, latest stage first")
     if schedule.splits_backward:
         lines.append("backward    " + split_text(stages))
     return "\n".join(lines)
@@ -63,10 +66,9 @@ def copies_text(stages: Sequence[Stage]) -> str:
     text = "every stage is held twice; parameters and their gradients are the same in both"
     if not buffers:
         return text
-    listed = ", ".join(buffers[:3]) + (f" and {len(buffers) - 3} more" if len(buffers) > 3 else "")
     return (
-        f"{text}. WARNING: buffers differ between copies, each updated by half of the microbatches: {listed}; a "
-        "checkpoint has those of one copy"
+        f"{text}. WARNING: buffers differ between copies, each updated by half of the microbatches: {listed(buffers)}; "
+        "a checkpoint has those of one copy"
     )
 
 
@@ -78,7 +80,7 @@ def replica_texts(stages: Sequence[Stage]) -> list[str]:
             found.setdefault(stage.parallel.description, []).append(str(stage.index))
     return [
         f"{description}: {'stage' if len(indices) == 1 else 'stages'} {', '.join(indices)}; gradients are averaged "
-        "once a step, from REDUCE_GRAD on, after a stage's last B or W"
+        "once per step, from REDUCE_GRAD on, after a stage's last B or W"
         for description, indices in found.items()
     ]
 
@@ -98,13 +100,13 @@ def split_text(stages: Sequence[Stage]) -> str:
         return "split: weights of linears wait for W; the first step determines which"
     named = [(f"{stage.index}.{name}", stage.waits(p)) for stage in stages for name, p in trained(stage)]
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
-    listed = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in whole.items())
+    kinds = listed((name if count == 1 else f"{name} ({count})" for name, count in whole.items()), most=None)
     fused = [stage for stage in stages if stage.fused_weight_grad and stage.parallel is None]
     in_place = "; added to .grad in place by their products" if fused else ""
     held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
     return (
         f"split: {sum(waits for _, waits in named)} of {len(named)} parameters wait for W{in_place}; whole in I "
-        f"(stage.name): {listed or 'none'}; peak memory waiting for W (MiB), by stage: {held}"
+        f"(stage.name): {kinds}; peak memory waiting for W (MiB), by stage: {held}"
     )
 
 
@@ -125,9 +127,6 @@ def pairs_text(
     """How pairs of a forward and a backward run, and which always run in order.
 
     Args:
-        policy: by the user's choice and the machine.
-        program: of a step.
-        ranks: the stages of the local ranks, by index.
         counts: of the pairs that ran so far, by kind.
         usage: of random numbers, in steps with pairs; None before the first one.
     """
@@ -138,7 +137,7 @@ def pairs_text(
         text += "".join(f"; in order: {why}" for why in _why_in_order(stages, usage, pairs))
     fused = sorted({stage.index for stage in stages if stage.fuses})
     if fused:
-        text += f"; stages {_listed(fused)} by their own overlapped_forward_backward, with each other"
+        text += f"; stages {listed(sorted(fused), most=None)} by their own overlapped_forward_backward, with each other"
     if counts.total:
         text += f"; so far {counts.together} together, {counts.in_order} in order, {counts.fused} by the modules"
     return text
@@ -155,16 +154,16 @@ def _why_in_order(stages: Sequence[Stage], usage: RngUsage | None, pairs: Collec
     found = []
     replicated = {stage.index for stage in stages if stage.parallel is not None}
     if replicated:
-        found.append(f"stages {_listed(replicated)}, whose replicas communicate in the order of the actions")
+        found.append(
+            f"stages {listed(sorted(replicated), most=None)}, whose replicas communicate in the order of the actions"
+        )
     if usage is None:
         return [*found, "where random numbers or buffers are used in a recompute, known after the first step"]
     own = {forward for forward, backward in pairs if forward == backward}
     if usage.draws and usage.recomputes:
         found.append("all, as stages of this process draw random numbers and recompute")
     elif usage.recomputes and own:
-        found.append(f"stages {_listed(own)} with themselves, as both the forward and a recompute write buffers")
+        found.append(
+            f"stages {listed(sorted(own), most=None)} with themselves, as forward and recompute both write buffers"
+        )
     return found
-
-
-def _listed(stages: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(stages)))

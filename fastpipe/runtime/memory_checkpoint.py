@@ -44,9 +44,9 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from fastpipe.checkpoint_folder import Manifest, locate
 from fastpipe.placement import is_whole
 from fastpipe.runtime.checkpoint import (
+    as_optimizers,
     check_all_optimize,
     flat_state,
-    listed,
     load_checkpoint,
     optimizes,
     restore,
@@ -108,9 +108,9 @@ class MemoryCheckpoint:
         *,
         keep: int = 1,
         name: str | None = None,
-        folder: str | os.PathLike[str] = "/dev/shm",
+        folder: str | os.PathLike[str] = torch_private.MEMORY_FOLDER,
     ) -> None:
-        self._pipe, self._optimizers = pipe, listed(optimizer)
+        self._pipe, self._optimizers = pipe, as_optimizers(optimizer)
         self._group: Any = None
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._generation = 0
@@ -128,7 +128,7 @@ class MemoryCheckpoint:
             return {"optimizes": optimizes(pipe, self._optimizers), "job": f"name={name}" if name else _job()}
 
         def connect(job: str) -> None:
-            self._group = _own_group(timedelta(seconds=pipe._world.timeout))
+            self._group = _own_group(timedelta(seconds=pipe._steps.ranks.timeout))
             found = self._gather({"host": host_name(), "job": job, "keep": keep})
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
@@ -242,7 +242,7 @@ class MemoryCheckpoint:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        control, limit = self._pipe._steps.control, timedelta(seconds=self._pipe._world.timeout)
+        control, limit = self._pipe._steps.control, timedelta(seconds=self._pipe._steps.ranks.timeout)
         return writing.result() if writing.done() else attended(writing.result, control.lost, limit)
 
     def _make_folder(self) -> Reply:

@@ -133,6 +133,10 @@ class Pipeline:
             ``torch.float32`` for bf16 parameters. Clipping supports them; the optimizer must, too.
         fused_weight_grad: W accumulates a linear's weight gradient in ``.grad`` within its matrix product. Saves a
             temporary and a pass over memory, but rounds differently; see docs/training.md.
+        cache_carried: where ranks have several stages, also a tensor that requires a gradient and that stages pass on
+            (a value of `carry`, for example) crosses to a rank once, and its gradient once back. The gradients of its
+            uses are then summed rank by rank, which rounds differently from the unsplit model; see docs/guide.md.
+            Tensors without a gradient cross once in any case.
         tied: groups of names of one weight, as in ``[("0.weight", "11.weight")]``: the number of the stage, and the
             name in it. Not needed for layers of a list that share a Parameter.
         overlap: how pairs of a forward and a backward (``OVERLAP_F_B``) run if the modules have no method for them:
@@ -142,7 +146,7 @@ class Pipeline:
             for every F (the module and its loss).
         backward_context: the same for every B, I and W.
         warn_after: seconds after which a step that has not ended is reported in the log, with what each rank does and
-            whom it waits for. Default: a tenth of `timeout`, at most 60. ``float("inf")`` reports nothing.
+            which rank it waits for. Default: a tenth of `timeout`, at most 60. ``float("inf")`` reports nothing.
         cuda_graph: record a CUDA graph of a step per signature of its inputs, and replay it. Steps that cannot be
             recorded run without; `describe` gives the reason. See docs/training.md for its effects.
 
@@ -192,28 +196,46 @@ class Pipeline:
         backward_context: ContextFactory | None = None,
         grad_dtype: torch.dtype | None = None,
         fused_weight_grad: bool = False,
+        cache_carried: bool = False,
         cuda_graph: bool = False,
         warn_after: float | None = None,
     ) -> None:
         arguments = Arguments(
             ModelArguments(
-                stages, partition, example, tied, recompute, grad_dtype, fused_weight_grad, data_parallel, device
+                stages=stages,
+                partition=partition,
+                example=example,
+                tied=tied,
+                recompute=recompute,
+                grad_dtype=grad_dtype,
+                fused_weight_grad=fused_weight_grad,
+                data_parallel=data_parallel,
+                device=device,
+                cache_carried=cache_carried,
             ),
             ScheduleArguments(
-                schedule, num_microbatches, num_ranks, stages_per_rank, schedule_options, stage_to_rank, recv_lookahead
+                schedule=schedule,
+                num_microbatches=num_microbatches,
+                num_ranks=num_ranks,
+                stages_per_rank=stages_per_rank,
+                schedule_options=schedule_options,
+                stage_to_rank=stage_to_rank,
+                recv_lookahead=recv_lookahead,
             ),
-            BatchArguments(loss_fn, loss_reduction, metrics, split, merge, rng),
+            BatchArguments(
+                loss_fn=loss_fn, loss_reduction=loss_reduction, metrics=metrics, split=split, merge=merge, rng=rng
+            ),
             ExecutionArguments(
-                executor,
-                transport,
-                timeout,
-                group,
-                mesh,
-                overlap,
-                forward_context,
-                backward_context,
-                cuda_graph,
-                warn_after,
+                executor=executor,
+                transport=transport,
+                timeout=timeout,
+                group=group,
+                mesh=mesh,
+                overlap=overlap,
+                forward_context=forward_context,
+                backward_context=backward_context,
+                cuda_graph=cuda_graph,
+                warn_after=warn_after,
             ),
         )
         world = find_world(arguments)
@@ -233,13 +255,13 @@ class Pipeline:
         """Use these stages and programs from the next step on."""
         engine = make_engine(
             self._arguments,
-            programs,
-            num_microbatches,
-            self._build.seed,
-            local,
-            self._world,
-            self.transport,
-            self._executor,
+            programs=programs,
+            num_microbatches=num_microbatches,
+            seed=self._build.seed,
+            local=local,
+            world=self._world,
+            transport=self.transport,
+            executor=self._executor,
         )
         self._model, self._local, self._engine = model, local, engine
         self._steps, self._stages, self._ties = engine.steps, local.stages, local.ties
@@ -487,7 +509,7 @@ class Pipeline:
             ValueError: for a stage on meta, without ``assign``; with it, for a tensor on another device.
         """
         if not isinstance(state, Mapping):
-            raise TypeError(f"state is a {type(state).__name__}: give what state_dict() of the model returns")
+            raise TypeError(f"state is a {type(state).__name__}: pass the model's state_dict()")
         taken: set[str] = set()
         state = assignable(state, self._ties, self.device) if assign else state
         for stage, wrapped in self.stage_modules.items():
@@ -506,7 +528,7 @@ class Pipeline:
             taken.update(prefix + key for key in own)
         left = [key for key in state if key not in taken]
         if left and len(self.stage_modules) == self.schedule.num_stages:
-            raise KeyError(f"the state has {left[0]!r}, which no stage has: is it the state of another model?")
+            raise KeyError(f"the state has {left[0]!r}, which no stage has: pass the state of the same model")
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the local stages."""
@@ -622,7 +644,7 @@ class Pipeline:
         program = self._programs.program(self.num_microbatches, forward_only=False)
         ranks = {rank: list(stages) for rank, stages in self._local.by_rank.items()}
         name, seed, cut = self._executor.__name__, self._build.seed, self._local.cut
-        with steps.replicas.in_place():
+        with steps.copies.in_place():
             text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
         if self._programs.queues is not None:
             text += f"\nqueues      proved for {queues_text(self._programs.queues)} ({VARIABLE})"

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import is_dtensor
+from fastpipe.runtime.common import is_dtensor, listed
 from fastpipe.runtime.coordination import Reply
-from fastpipe.runtime.data_parallel import listed
 from fastpipe.runtime.pipeline import Pipeline
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -113,8 +112,8 @@ def _sources(
         name = next((name for name in names if name in files), None)
         if name is None:
             raise KeyError(
-                f"{os.fspath(path)} has no {key!r}, which the pipeline needs; it has {listed(sorted(files))}: was it "
-                "saved from a model of the same class?"
+                f"{os.fspath(path)} has no {key!r}, which the pipeline needs; it has {listed(sorted(files))}: pass "
+                "a file saved from a model of the same class"
             )
         found[key] = files[name], name
     return found
@@ -137,7 +136,10 @@ def _check_shapes(state: Mapping[str, Any], sources: Mapping[str, tuple[Path, st
                     raise KeyError(f"{file} has no {name!r}, which {INDEX} says it has; save the model again")
                 shape = tuple(tensors.get_slice(name).get_shape())
                 if shape != tuple(state[key].shape):
-                    raise ValueError(f"{key} has shape {tuple(state[key].shape)} here and {shape} in {file}")
+                    raise ValueError(
+                        f"{key} has shape {tuple(state[key].shape)} in the pipeline but {shape} in {file}: build the "
+                        "pipeline of the same model"
+                    )
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -131,18 +131,20 @@ def _is_limit(value: Any) -> bool:
 
 def memory_limit(default: str) -> Option:
     """The option of a limit on live stage activations, where ``default`` says what None stands for."""
-    text = f"live stage activations that a rank may hold until their W, at least 1, or one a rank; {default} by default"
+    text = (
+        f"live stage activations that a rank may hold until their W, at least 1, or one per rank; {default} by default"
+    )
     return Option(None, text, _is_limit)
 
 
 COSTS = {
-    "forward": Option(1.0, "seconds of F of a stage, at least 0, or one a rank", _is_cost),
-    "backward_input": Option(1.0, "seconds of I of a stage, at least 0, or one a rank", _is_cost),
-    "backward_weight": Option(1.0, "seconds of W of a stage, at least 0, or one a rank", _is_cost),
+    "forward": Option(1.0, "seconds of F of a stage, at least 0, or one per rank", _is_cost),
+    "backward_input": Option(1.0, "seconds of I of a stage, at least 0, or one per rank", _is_cost),
+    "backward_weight": Option(1.0, "seconds of W of a stage, at least 0, or one per rank", _is_cost),
     "comm": Option(0.0, "seconds of latency between two ranks, at least 0", is_number),
 }
 UNIFORM_COSTS = {
-    name: Option(option.default, option.text.removesuffix(", or one a rank"), is_number)
+    name: Option(option.default, option.text.removesuffix(", or one per rank"), is_number)
     for name, option in COSTS.items()
 }
 IGNORED_COSTS = {
@@ -153,7 +155,7 @@ IGNORED_COSTS = {
 
 
 def per_rank(name: str, value: PerRank, num_ranks: int) -> list[float]:
-    """One number a rank.
+    """One number per rank.
 
     Raises:
         ValueError: for a sequence of another length.
@@ -161,7 +163,9 @@ def per_rank(name: str, value: PerRank, num_ranks: int) -> list[float]:
     if not isinstance(value, Sequence):
         return [float(value)] * num_ranks
     if len(value) != num_ranks:
-        raise ValueError(f"{name} has {len(value)} values for num_ranks = {num_ranks}: give one number, or one a rank")
+        raise ValueError(
+            f"{name} has {len(value)} values for num_ranks = {num_ranks}: give one number, or one per rank"
+        )
     return [float(number) for number in value]
 
 

@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: GPipe (arXiv 1811.06965), and breadth-first with several stages a rank
+"""All forwards, then all backwards: GPipe (arXiv 1811.06965), and breadth-first with several stages per rank
 (arXiv 2211.05953).
 """
 
@@ -44,7 +44,7 @@ GPIPE = Family(
 )
 LOOPED_BFS = Family(
     "looped_bfs",
-    "several stages a rank in a loop; every stage runs all microbatches before the next",
+    "several stages per rank in a loop; every stage runs all microbatches before the next",
     "any ranks and microbatches",
     generate_looped,
     {"stages_per_rank": STAGES_PER_RANK},

@@ -22,7 +22,7 @@ def generate(num_ranks: int, num_microbatches: int, waves: int) -> Schedule:
 
 HANAYO = Family(
     "hanayo",
-    "waves: 2 x waves stages a rank, down the ranks and up again",
+    "waves: 2 x waves stages per rank, down the ranks and up again",
     "any ranks and microbatches; made for as many microbatches as ranks",
     generate,
     {"waves": Option(1, "the number of waves, at least 1: a rank holds twice as many stages", is_count)},

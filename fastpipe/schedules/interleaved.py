@@ -1,4 +1,4 @@
-"""Interleaved: several stages a rank in a loop, microbatches in groups.
+"""Interleaved: several stages per rank in a loop, microbatches in groups.
 
 ``interleaved_1f1b`` is Megatron's (arXiv 2104.04473), ``interleaved_overlap`` fuses its forwards with its backwards
 (PP-Schedule-Visualization), and ``interleaved_zb`` splits its backwards (zero bubble: arXiv 2401.10241).
@@ -115,7 +115,7 @@ def microbatch_groups(num_ranks: int, num_microbatches: int, group_size: int | N
 
 INTERLEAVED_1F1B = Family(
     "interleaved_1f1b",
-    "1F1B with several stages a rank, in a loop",
+    "1F1B with several stages per rank, in a loop",
     "any ranks and microbatches",
     generate,
     OPTIONS,

@@ -19,9 +19,6 @@ class ListScheduler:
     """Plays a step: backward before forward, lower microbatch first.
 
     Args:
-        placement: the stages and routes.
-        num_microbatches: of the step.
-        forward: the duration of F.
         backward: the duration of B; None for a step of forwards alone.
         limit: how many activations of a stage and route may live; any number unless given.
     """

@@ -11,6 +11,7 @@ csrc/plan/fill.cpp does the same sooner.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,13 +25,13 @@ from fastpipe import native_plan
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Columns, Schedule
-from fastpipe.schedules import native
 from fastpipe.schedules.words import columns_of
 
 Groups = tuple[int, ...]
 """Sizes of groups of microbatches, in order: a whole group starts its first rounds, then its second ones, and so on."""
 
-Rounds = list[tuple[int, int]] | npt.NDArray[np.int64]
+Longs = npt.NDArray[np.int64]
+Rounds = list[tuple[int, int]] | Longs
 """When rounds start, and which: pairs."""
 
 NEVER = 1 << 60
@@ -94,13 +95,68 @@ def stream(first_round: int, num_rounds: int, groups: Groups) -> tuple[int, ...]
     return tuple(keys)
 
 
+class _Rounds(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_microbatches")),
+        *((name, ctypes.c_int64) for name in ("count", "num_keys")),
+        *((name, ctypes.c_void_p) for name in ("forward", "backward")),
+        ("limit", ctypes.c_int64),
+    ]
+
+
+class Streams:
+    """The rounds of F and of I in the order in which they start, as the library reads them.
+
+    Args:
+        forward: rounds of F, as ``round * m + microbatch``.
+        backward: as many rounds of I, whose numbers follow.
+    """
+
+    def __init__(self, forward: npt.ArrayLike, backward: npt.ArrayLike, num_microbatches: int) -> None:
+        self.streams = [np.ascontiguousarray(keys, dtype=np.int32) for keys in (forward, backward)]
+        count = len(self.streams[0])
+        self.fixed = num_microbatches, count, 2 * count, *(array.ctypes.data for array in self.streams)
+
+    def _view(self, num_ranks: int, limit: int) -> _Rounds:
+        return _Rounds(num_ranks, *self.fixed, limit)
+
+    def play(
+        self, model: str, num_ranks: int, limit: int, rule: Sequence[int], give_up: int
+    ) -> tuple[Longs, int] | None:
+        """`fastpipe.schedules.wave_ticks`: ``"compact"`` or ``"slack"``; the library must be there."""
+        view, numbers = self._view(num_ranks, limit), (ctypes.c_int32 * len(rule))(*rule)
+        count = 2 * len(self.streams[0])
+        ticks, keys = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
+        places = ctypes.addressof(view), ctypes.addressof(numbers), give_up, ticks.ctypes.data, keys.ctypes.data
+        length = getattr(native_plan.loaded(), f"fastpipe_plan_{model}")(*places)
+        return (np.column_stack([ticks, keys]), length) if is_found(length) else None
+
+    def play_loop(self, num_ranks: int, limit: int, give_up: int) -> tuple[Longs, Longs, int] | None:
+        """`fastpipe.schedules.loop_zb`; the library must be there."""
+        view, slots = self._view(num_ranks, limit), [np.empty(len(keys), dtype=np.int64) for keys in self.streams]
+        length = native_plan.loaded().fastpipe_plan_loop(
+            ctypes.addressof(view), give_up, *(array.ctypes.data for array in slots)
+        )
+        if not is_found(length):
+            return None
+        forward, backward = (np.column_stack([at, keys]) for at, keys in zip(slots, self.streams, strict=True))
+        return forward, backward, length
+
+
+def is_found(length: int) -> bool:
+    """Whether the library has found what takes so long: 0 says no."""
+    if length < 0:
+        raise MemoryError("no memory for the rounds of a schedule")
+    return length > 0
+
+
 @lru_cache(maxsize=4)
-def streams(num_rounds: int, groups: Groups) -> native.Streams:
+def streams(num_rounds: int, groups: Groups) -> Streams:
     """The rounds of F and of I, for the library: `stream` by a sort that keeps the order within a group."""
     total = sum(groups)
     group = np.repeat(np.arange(len(groups)), groups)
     forward = np.argsort(np.tile(group, num_rounds), kind="stable")
-    return native.Streams(forward, forward + num_rounds * total, total)
+    return Streams(forward, forward + num_rounds * total, total)
 
 
 def num_timed(placement: Placement, num_microbatches: int) -> int:
@@ -121,8 +177,6 @@ class Spread:
     """The F and I of every rank in the slots that their rounds give them.
 
     Attributes:
-        placement: of the stages.
-        num_microbatches: of a step.
         first: the first step of every rank, and the number of steps, which are sorted by rank and slot.
         columns: slots (int64), kinds, stages and microbatches of the steps.
     """
@@ -154,6 +208,15 @@ def spread_of(
     return Spread(placement, num_microbatches, first, (slot.astype(np.int64), kind, stage, mb))
 
 
+class _Steps(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_stages", "num_microbatches")),
+        *((name, ctypes.c_void_p) for name in ("route", "first", "slot", "kind", "stage", "microbatch")),
+        ("limit", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("forward", "backward_input", "backward_weight", "comm")),
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class Filled:
     """The order of every rank with its W, and how long it takes."""
@@ -172,12 +235,15 @@ def filled(spread: Spread, limit: int, seconds: Seconds) -> Filled | None:
         columns = [columns_of([step[1:] for step in steps]) for steps in ranks]
         return Filled(columns, makespan(ranks, placement, seconds))
     times = seconds.forward, seconds.backward_input, seconds.backward_weight, seconds.comm
-    found = native.fill(placement.routes[0], spread.num_microbatches, spread.first, spread.columns, limit, times)
-    if found is None:
+    route = np.array(placement.routes[0], dtype=np.int32)
+    arrays = (array.ctypes.data for array in (route, spread.first, *spread.columns))
+    given = _Steps(placement.num_ranks, len(route), spread.num_microbatches, *arrays, limit, *times)
+    rows, length = np.empty((3, len(spread.columns[0]) * 3 // 2), dtype=np.int32), ctypes.c_double()
+    done = native_plan.loaded().fastpipe_plan_fill(ctypes.addressof(given), rows.ctypes.data, ctypes.addressof(length))
+    if not is_found(done):
         return None
-    rows, length = found
     ends = (spread.first * 3 // 2).tolist()
-    return Filled([columns_of(rows[:, a:b].T) for a, b in zip(ends, ends[1:], strict=False)], length)
+    return Filled([columns_of(rows[:, a:b].T) for a, b in zip(ends, ends[1:], strict=False)], length.value)
 
 
 def fill_weights(steps: Sequence[Step], limit: int) -> list[Step] | None:
@@ -265,11 +331,7 @@ def even(placement: Placement, num_microbatches: int, hops: int, limit: int, sec
     groups, the rounds of a microbatch, and its F and I are apart.
 
     Args:
-        placement: a loop or a wave.
-        num_microbatches: of a step.
         hops: stages of a round: as many as ranks in a loop, twice as many in a wave.
-        limit: live stage activations of a rank.
-        seconds: what the orders are compared by.
     """
     p, stages = placement.num_ranks, placement.num_stages
     rounds, last = stages // hops, _even_offsets(hops)[-1]
@@ -301,9 +363,6 @@ def _even_spread(
     """The F and I of every rank.
 
     Args:
-        placement: as for `even`, and the next two.
-        num_microbatches: of a step.
-        hops: stages of a round.
         group: microbatches of a group.
         period: slots from a group's first start to the next one's.
         apart: slots between the starts of two rounds of a microbatch, of F or of I.

@@ -1,4 +1,4 @@
-"""wave_zb: waves of 2, 4, 6 ... stages a rank with split backwards, within any memory from one microbatch's on.
+"""wave_zb: waves of 2, 4, 6 ... stages per rank with split backwards, within any memory from one microbatch's on.
 
 docs/waves.md explains the family, and proves the bound that its compact form attains at F = I = W and free transfers
 from half of 1F1B's memory on.

@@ -16,12 +16,14 @@ length that is asked for.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastpipe import native_plan
-from fastpipe.schedules import native
-from fastpipe.schedules.rounds import NEVER, Groups, Rounds, stream, streams
+from fastpipe.schedules.rounds import NEVER, Groups, Rounds, is_found, stream, streams
 
 FORWARD, INPUT, WEIGHT = range(3)
 """What a tick is given to."""
@@ -49,7 +51,6 @@ class Job:
 
     Attributes:
         num_ranks: p; a round lasts p ticks.
-        num_rounds: of one microbatch's forward, and of its backward.
         groups: microbatches, see `fastpipe.schedules.rounds.groupings`.
         limit: stage activations that a rank may hold.
     """
@@ -90,8 +91,6 @@ def compact(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
     """Play a rule of `RULES`.
 
     Args:
-        job: what is to be scheduled.
-        rule: what goes first.
         give_up: only what is shorter than so many slots is of interest.
 
     Returns:
@@ -195,14 +194,16 @@ _Choice = tuple[int, int, int, int]
 """Minus the score, empty ticks, whose beginning goes on, and with what: a round, the W of one, or nothing."""
 
 
+class _Beam(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_rounds", "num_microbatches", "width")),
+        ("limit", ctypes.c_int64),
+    ]
+
+
 @dataclass(frozen=True)
 class Beam:
-    """A search with so many beginnings a tick.
-
-    Attributes:
-        job: what is to be scheduled; its groups do not matter.
-        width: the beginnings that go on.
-    """
+    """A search with so many beginnings a tick."""
 
     job: Job
     width: int
@@ -210,18 +211,18 @@ class Beam:
     def search(self, length: int, budget: int) -> tuple[Starts | None, int]:
         """Look for starts that take ``length`` slots at most.
 
-        Args:
-            length: slots.
-            budget: the choices that may be looked at.
-
         Returns:
             The starts, or None where it found none; and what is left of the budget.
         """
         if native_plan.library() is not None:
-            job = self.job
-            shape = job.num_ranks, job.num_rounds, sum(job.groups), job.limit
-            rounds, ticks, left = native.search_beam(*shape, self.width, length, budget)
-            return None if rounds is None else _starts(job, rounds, ticks), left
+            job, total, left = self.job, sum(self.job.groups), ctypes.c_int64(budget)
+            given = _Beam(job.num_ranks, job.num_rounds, total, self.width, job.limit)
+            ticks, keys = (np.empty(2 * job.num_rounds * total, dtype=kind) for kind in (np.int64, np.int32))
+            places = ctypes.addressof(left), ticks.ctypes.data, keys.ctypes.data
+            done = native_plan.loaded().fastpipe_plan_beam(ctypes.addressof(given), length, *places)
+            if not is_found(done):
+                return None, left.value
+            return _starts(job, list(zip(ticks.tolist(), keys.tolist(), strict=True)), done), left.value
         return _Search(self, length).run(budget)
 
 

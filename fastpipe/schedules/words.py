@@ -73,8 +73,6 @@ def spell(blocks: Blocks, forward: Sequence[Stream], backward: Sequence[Stream])
 
     Args:
         blocks: the word; it uses up every stream.
-        forward: the streams of F.
-        backward: the streams of B and I.
     """
     steps: dict[_Step, int] = {}
     parts = [

@@ -1,4 +1,4 @@
-"""Searched zero bubble with one stage a rank: ZB-1P, ZB-2P and what lies between (arXiv 2401.10241, section 3).
+"""Searched zero bubble with one stage per rank: ZB-1P, ZB-2P and what lies between (arXiv 2401.10241, section 3).
 
 The search is the paper's heuristic as sail-sg's zero-bubble repository runs it: as many forwards before the first I as
 time and memory allow, then one F and one I a rank in turn, with a W wherever it fits into a wait or memory asks for it.
@@ -14,7 +14,6 @@ from itertools import product
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import native
 from fastpipe.schedules.family import COSTS, Family, PerRank, memory_limit, per_rank
 from fastpipe.schedules.words import columns_of
 
@@ -27,10 +26,8 @@ class Problem:
     """What an order is searched for.
 
     Attributes:
-        num_microbatches: of a step.
-        seconds: of F, I and W, each one a rank.
-        comm: seconds between two ranks.
-        limit: the activations that a rank may hold, one a rank.
+        seconds: of F, I and W, each one per rank.
+        limit: the activations that a rank may hold, one per rank.
     """
 
     num_microbatches: int
@@ -48,7 +45,6 @@ class Attempt:
     """One order, built by appending to the ranks; every rank's clock runs along.
 
     Args:
-        problem: what it is for.
         overshoot: whether the warm-up may delay the first I. No: the last forward must end before the I could start.
         backward_first: whether a rank that is two forwards ahead of the next may leave its forward out.
         fill: whether a wait shorter than a W is filled although a longer bubble exists elsewhere.
@@ -190,7 +186,7 @@ class Attempt:
 
 
 def search(problem: Problem) -> list[list[int]]:
-    """Every rank's order of kinds. csrc/plan/zb_auto.cpp does the same sooner."""
+    """Every rank's order of kinds."""
     attempts = [Attempt(problem, *choices) for choices in product((True, False), repeat=3)]
     return min(attempts, key=Attempt.run).orders
 
@@ -213,9 +209,8 @@ def generate(
     seconds = [per_rank(name, value, num_ranks) for name, value in costs.items()]
     limit = per_rank("memory_limit", num_ranks if memory_limit is None else memory_limit, num_ranks)
     problem = Problem(num_microbatches, (seconds[F], seconds[I], seconds[W]), float(comm), limit)
-    orders = native.zero_bubble("zb_auto", num_ranks, num_microbatches, seconds, problem.comm, limit)
     columns = []
-    for rank, order in enumerate(search(problem) if orders is None else orders):
+    for rank, order in enumerate(search(problem)):
         counts = [0, 0, 0]
         rows = []
         for kind in order:

@@ -1,4 +1,4 @@
-"""ZB-V: zero bubble on a V of two stages a rank, with the memory of 1F1B (arXiv 2401.10241, section 6).
+"""ZB-V: zero bubble on a V of two stages per rank, with the memory of 1F1B (arXiv 2401.10241, section 6).
 
 For other costs than F = I = W it is searched as sail-sg's zero-bubble repository does: a warm-up, then one I and one F
 a rank in turn, chosen by what has arrived, with a W wherever it fits into a wait or memory asks for it. A wait may stay
@@ -15,7 +15,6 @@ from itertools import product
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Columns, Schedule
-from fastpipe.schedules import native
 from fastpipe.schedules.family import UNIFORM_COSTS, Family, Option, is_number
 from fastpipe.schedules.words import Blocks, columns_of, spell, stream
 
@@ -119,9 +118,6 @@ class Attempt:
     """One order, built by appending to the ranks; every rank's clock runs along.
 
     Args:
-        num_ranks: how many ranks there are.
-        num_microbatches: of a step.
-        costs: what it is for.
         fill: whether a wait shorter than a W is filled before an I1, and before a forward.
         approved: every rank's bubble in an order that is known.
     """
@@ -276,11 +272,6 @@ class Attempt:
 
 def search(num_ranks: int, num_microbatches: int, costs: Costs) -> list[list[tuple[int, int]]]:
     """Every rank's order of (kind, microbatch)."""
-    given = costs.forward, costs.backward_input, costs.backward_weight
-    seconds = [[value] for value in given]
-    kinds = native.zero_bubble("zbv", num_ranks, num_microbatches, seconds, costs.comm, [costs.limit])
-    if kinds is not None:
-        return [_numbered(order) for order in kinds]
     found = []
     for choices in product((True, False), (True, False)):
         best = Attempt(num_ranks, num_microbatches, costs, choices, [0.0] * num_ranks).run()
@@ -291,13 +282,3 @@ def search(num_ranks: int, num_microbatches: int, costs: Costs) -> list[list[tup
             best = again
         found.append(best)
     return min(found, key=lambda attempt: attempt.longest).orders
-
-
-def _numbered(kinds: Sequence[int]) -> list[tuple[int, int]]:
-    """Every kind with its microbatch: they come in order."""
-    counts = [0] * 6
-    order = []
-    for kind in kinds:
-        order.append((kind, counts[kind]))
-        counts[kind] += 1
-    return order

@@ -1,4 +1,4 @@
-"""Zero bubble with one stage a rank: ZB-H1 in the memory of 1F1B, ZB-H2 in twice as much (arXiv 2401.10241)."""
+"""Zero bubble with one stage per rank: ZB-H1 in the memory of 1F1B, ZB-H2 in twice as much (arXiv 2401.10241)."""
 
 from __future__ import annotations
 

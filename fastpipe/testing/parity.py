@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, digest_of, keep_buffers, pytree, zero_grad_of
+from fastpipe.runtime.common import bytes_of, digest_of, keep_state, pytree, zero_grad_of
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import Named, Tie, TiedWeights, whole
 from fastpipe.runtime.pipeline import Pipeline, StepResult
@@ -40,10 +40,8 @@ class Difference:
     Attributes:
         what: ``"loss"``, ``"metric"``, ``"added loss"``, ``"norm"``, ``"gradient"`` or ``"parameter"``.
         name: the parameter's name in the pipeline, the microbatch of a loss, or the name of a metric or added loss.
-        stage: of the parameter; None for values of the whole model.
         relative: the largest difference of two elements divided by the unsplit model's largest element.
         ulps: the largest difference in representable numbers; 0 if only the signs of zeros differ.
-        note: further text.
     """
 
     what: str
@@ -367,7 +365,7 @@ class _Check:
         own = dict(model.named_parameters())
         if len(own) != len(self.names):
             raise ValueError(
-                f"model has {len(own)} parameters and the pipeline has {len(self.names)}: give the model that the "
+                f"model has {len(own)} parameters but the pipeline has {len(self.names)}: give the model that the "
                 "pipeline's stages are cut from"
             )
         for candidates in ([name for _, name in self.names], [name.partition(".")[2] for _, name in self.names]):
@@ -455,8 +453,8 @@ def _whole_gradients(pipe: Pipeline) -> Gradients:
         return parameter.grad if holder is None else holder.whole_gradient(parameter)
 
     found = {(p.stage, p.name): whole(p.parameter) for p in _named(pipe)}
-    replicas = pipe._steps.replicas
-    sums = replicas.whole_sums(whole) if isinstance(replicas, TiedWeights) else {}
+    copies = pipe._steps.copies
+    sums = copies.whole_sums(whole) if isinstance(copies, TiedWeights) else {}
     found |= {key: sums[key[1]] for key in found if key[1] in sums}
     return {key: _dense(grad) for key, grad in found.items()}
 
@@ -509,16 +507,13 @@ def _restored(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], 
     held = [stage.module for stage in pipe._stages]
     modules = {id(m): m for m in [*held, *([] if model is None else [model])]}.values()
     grads = [(p, p.grad) for module in modules for p in module.parameters()]
-    restore_buffers, renormalised = keep_buffers(modules), _renormalised(modules)
+    restore_state = keep_state(modules)
     generators, step_count = _generators(pipe.device), pipe.step_count
 
     def rewind() -> bool:
         drew = not all(map(torch.equal, generators, _generators(pipe.device)))
         _set_generators(pipe.device, generators)
-        restore_buffers()
-        with torch.no_grad():
-            for weight, value in renormalised:
-                weight.copy_(value)
+        restore_state()
         return drew
 
     for parameter, _ in grads:
@@ -533,12 +528,6 @@ def _restored(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], 
         pipe.step_count = step_count
         for parameter, grad in grads:
             parameter.grad = grad
-
-
-def _renormalised(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The weights that a forward changes (embeddings with a ``max_norm``), with copies."""
-    found = [m for root in modules for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    return [(m.weight, m.weight.detach().clone()) for m in found if m.max_norm is not None]
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:

@@ -147,11 +147,7 @@ class Reference:
     """The results of the unsplit model.
 
     Attributes:
-        loss: of the batch.
         losses: of every microbatch, as the loss function returned them.
-        outputs: of every microbatch, detached.
-        metrics: of the loss function, reduced.
-        added_losses: of `fastpipe.add_loss`, by name.
     """
 
     loss: torch.Tensor
@@ -226,14 +222,7 @@ Forward = Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]
 
 @dataclass
 class _Microbatches:
-    """A batch, split like in a pipeline.
-
-    Attributes:
-        args: positional arguments of every microbatch.
-        kwargs: keyword arguments of every microbatch.
-        targets: of every microbatch, if there is a loss function.
-        rows: of every microbatch, if they can be counted.
-    """
+    """A batch, split like in a pipeline."""
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]

@@ -29,7 +29,7 @@ from fastpipe.theory.chains import Actions, Chains, RankView, rank_views
 
 MEASURES = ("makespan", "span")
 Memory = float | Sequence[float] | None
-"""Live stage activations of a rank (bytes, if asked for): for every rank, or one a rank; None for no limit."""
+"""Live stage activations of a rank (bytes, if asked for): for every rank, or one per rank; None for no limit."""
 
 _CONTROLLABLE = "controllable memory, arXiv 2405.15362, section 4, with the order's own durations"
 _ZERO_BUBBLE = "zero bubble, arXiv 2401.10241, appendix, for any placement: docs/waves.md"
@@ -267,7 +267,7 @@ def _limits(memory: Memory, num_ranks: int) -> list[float]:
     is_one = not isinstance(memory, Sequence | np.ndarray) or isinstance(memory, str)
     values: list[Any] = [memory] * num_ranks if is_one else list(memory)  # type: ignore[arg-type]
     if len(values) != num_ranks or not all(_is_limit(value) for value in values):
-        raise ValueError(f"memory = {memory!r}: give one number above 0, or {num_ranks}, one a rank")
+        raise ValueError(f"memory = {memory!r}: give one number above 0, or {num_ranks}, one per rank")
     return [float(value) for value in values]
 
 

@@ -36,9 +36,6 @@ class Actions:
         weight: what an activation counts in the memory limit.
         work: of all actions, by rank, as all that follow; least where the actions are not given.
         inputs: the same without W.
-        limits: what a rank may hold.
-        trains: whether there are backwards.
-        pairs: whether there are fused pairs, or may be.
     """
 
     num_microbatches: tuple[int, ...]
@@ -277,15 +274,12 @@ class RankView:
     """What the bounds ask of a rank, in seconds.
 
     Attributes:
-        trains: whether it has backwards.
         limited: whether it may hold less than all activations of the step.
-        limit: what it may hold.
         start: from time 0 to its first F.
         first_backward: from time 0 to its first backward.
         own_first_backward: from its first F to that.
         capacity: of F, as far as memory allows, before the first backward.
         work: of all its actions.
-        inputs: of all but W.
         forwards: of all its actions with an F.
         remaining: of the backwards that memory lets it leave for after its last F.
         tail: from the end of its last F to the end of the microbatch's backward on the first stage.

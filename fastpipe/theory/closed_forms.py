@@ -17,7 +17,7 @@ class Case:
     Attributes:
         p: ranks.
         m: microbatches.
-        v: stages a rank.
+        v: stages per rank.
         F: seconds of a forward of one rank's share of the model, as all that follow.
         I: of a backward for the input.
         W: of a backward for the weights.

@@ -34,7 +34,7 @@ _OPEN = {
     "hanayo": 2,
     "wave_zb": 4,
 }
-"""Schedules that leave the stages a rank open, and how many it is unless given."""
+"""Schedules that leave the stages per rank open, and how many it is unless given."""
 _COUNTS = ("num_ranks", "num_microbatches", "stages_per_rank", "live")
 """Arguments that are whole numbers of at least 1."""
 _OTHERS = {
@@ -250,7 +250,7 @@ def single_stage_bound(
     backward_weight: float = 1.0,
     comm: float = 0.0,
 ) -> float:
-    """A span that no order with one stage a rank and at most ``live`` activations beats (arXiv 2401.10241, extended).
+    """A span that no order with one stage per rank and at most ``live`` activations beats (arXiv 2401.10241, extended).
 
     Raises:
         ValueError: for m <= live, where the memory is no limit; for an argument that is no number, naming it.

@@ -11,5 +11,3 @@ from fastpipe.visualize.page import to_html
 from fastpipe.visualize.pareto import pareto
 from fastpipe.visualize.picture import plot
 from fastpipe.visualize.trace import to_chrome_trace
-
-__all__ = ["grid", "pareto", "plot", "to_chrome_trace", "to_html"]

@@ -26,7 +26,6 @@ class Bars:
     """Every compute action that was recorded, rank after rank, each rank's in the order of its program.
 
     Attributes:
-        program: what ran.
         first: where each rank's bars begin; one number more than there are ranks.
         rank, op, stage, microbatch, pair_stage, pair_microbatch: as in `fastpipe.Instruction`.
         position: the instruction's place in its rank's program.

@@ -75,20 +75,28 @@ def kinds_of(shown: Sequence[Timeline]) -> tuple[list[str], bool]:
     return [kind for kind in KINDS if kind in found], fused
 
 
-class FusedHandle:
-    """Stands for fused pairs in the legend: a forward above a backward, as they are drawn."""
+class Boxes:
+    """An entry of the legend that is drawn as boxes, each ``(colour, left, bottom, right, top)`` in parts of its size.
+
+    It is also the handler by which matplotlib draws such entries.
+    """
+
+    def __init__(self, label: str = "", *parts: tuple[str, float, float, float, float]) -> None:
+        self.label, self.parts = label, parts
 
     def get_label(self) -> str:
         """Its text."""
-        return "F and B overlapped"
+        return self.label
 
+    def legend_artist(self, legend: Any, handle: Boxes, fontsize: float, box: Any) -> Any:
+        """Draw an entry."""
+        from matplotlib.patches import Rectangle
 
-class ShadesHandle:
-    """Stands for the shades of one rank's stages in the legend: the first stage left, the last right."""
-
-    def get_label(self) -> str:
-        """Its text."""
-        return "lighter: later stage of the rank"
+        for colour, left, bottom, right, top in handle.parts:
+            corner = (box.xdescent + left * box.width, box.ydescent + bottom * box.height)
+            size = (right - left) * box.width, (top - bottom) * box.height
+            box.add_artist(Rectangle(corner, *size, facecolor=colour, transform=box.get_transform()))
+        return box
 
 
 def legend_handles(shown: Sequence[Timeline], *, critical_path: bool = False, transfers: bool = False) -> list[Any]:
@@ -99,31 +107,13 @@ def legend_handles(shown: Sequence[Timeline], *, critical_path: bool = False, tr
     kinds, fused = kinds_of(shown)
     handles: list[Any] = [Patch(facecolor=COLOURS[kind], label=MEANINGS[kind]) for kind in kinds]
     if fused:
-        handles.append(FusedHandle())
+        # one above the other, as they are drawn
+        handles.append(Boxes("F and B overlapped", (COLOURS["F"], 0, 0.5, 1, 1), (COLOURS["B"], 0, 0, 1, 0.5)))
     if any(len(stages) > 1 for t in shown for stages in t.program.placement.stages_by_rank()):
-        handles.append(ShadesHandle())
+        shades = (COLOURS["F"], 0, 0, 0.5, 1), (shade("F", 1, 2), 0.5, 0, 1, 1)
+        handles.append(Boxes("lighter: later stage of the rank", *shades))
     if transfers:
         handles.append(Line2D([], [], color=COLOURS["comm"], linewidth=0.9, label=MEANINGS["comm"]))
     if critical_path:
         handles.append(Patch(facecolor="none", edgecolor=CRITICAL, linewidth=1.6, label="critical path"))
     return handles
-
-
-def legend_handlers() -> dict[type, Any]:
-    """How matplotlib draws the two handles of this module."""
-    from matplotlib.patches import Rectangle
-
-    class Boxes:
-        def __init__(self, *parts: tuple[str, float, float, float, float]) -> None:
-            self.parts = parts
-
-        def legend_artist(self, legend: Any, handle: Any, fontsize: float, box: Any) -> Any:
-            for colour, left, bottom, right, top in self.parts:
-                corner = (box.xdescent + left * box.width, box.ydescent + bottom * box.height)
-                size = (right - left) * box.width, (top - bottom) * box.height
-                box.add_artist(Rectangle(corner, *size, facecolor=colour, transform=box.get_transform()))
-            return box
-
-    fused = Boxes((COLOURS["F"], 0, 0.5, 1, 1), (COLOURS["B"], 0, 0, 1, 0.5))
-    two = Boxes((COLOURS["F"], 0, 0, 0.5, 1), (shade("F", 1, 2), 0.5, 0, 1, 1))
-    return {FusedHandle: fused, ShadesHandle: two}

@@ -131,7 +131,7 @@ def _head(figure: Figure, title: str, handles: list[Any]) -> None:
     figure.text(0.12 / width, 1 - 0.14 / height, title, va="top", size=13, weight="bold", color=canvas.INK)
     figure.legend(
         handles=handles,
-        handler_map=canvas.legend_handlers(),
+        handler_map={canvas.Boxes: canvas.Boxes()},
         loc="upper left",
         bbox_to_anchor=(0.05 / width, 1 - 0.36 / height),
         ncols=len(handles),

@@ -1,4 +1,4 @@
-"""One panel of the picture: a row a rank, bars as a few collections.
+"""One panel of the picture: a row per rank, bars as a few collections.
 
 Text is written into bars only where it fits, as a few paths rather than thousands of text objects. Bars that are
 narrower than pixels are pixels: each has the mean colour of what it covers.
@@ -40,7 +40,6 @@ class Parts:
     """The bars that show one kind: whole ones, and halves of fused pairs.
 
     Attributes:
-        index: which bars.
         number: the microbatch of each.
         chunk: which of its rank's stages each belongs to.
         low, high: upper and lower edge, in rows.
@@ -57,9 +56,7 @@ class Panel:
     """Draws one timeline into one axes.
 
     Args:
-        axes: where.
         size: of the axes, in inches.
-        timeline: what.
         longest: seconds that the time axis shows.
         dpi: pixels an inch, for what is drawn as pixels.
     """
@@ -258,11 +255,6 @@ def font_size(width: Floats, height: Floats, numbers: Ints) -> float:
     """One size for all bars of a panel, such that all labels fit, or three of four when they are small, or one of four.
 
     It is 0 where fewer have room.
-
-    Args:
-        width: of every bar, in points.
-        height: the same.
-        numbers: what is to be written into them.
     """
     if not len(width):
         return 0.0
@@ -284,10 +276,6 @@ def text_path(numbers: Ints, x: Floats, y: Floats, size: float, scale: tuple[flo
     """All numbers as one path.
 
     Args:
-        numbers: what is written.
-        x: the centre of each, in data coordinates.
-        y: the same.
-        size: of the font, in points.
         scale: data coordinates a point, to the right and upwards.
     """
     from matplotlib.path import Path
@@ -321,11 +309,8 @@ def pixels(drawn: Bars, parts: list[Part], longest: float, width: int, height: i
     """A picture of all rows: shape ``(ranks * height, width, 3)``, values of 0 to 1.
 
     Args:
-        drawn: the bars.
         parts: which of them have which colour.
         longest: seconds that the width shows.
-        width: pixels.
-        height: pixels of a row.
         fill: how much of its row a bar takes.
     """
     ranks = drawn.program.num_ranks

@@ -154,18 +154,32 @@ def test_the_critical_path_is_outlined_when_asked_for(tab: Chromium, small: Path
     assert count(pixels(tab, tmp_path / "with.png"), CRITICAL) > without + 500
 
 
+# How often a frame draws something.
+CALLS = """(() => {
+  let calls = 0;
+  const own = CanvasRenderingContext2D.prototype, kept = {};
+  for (const name of ["fillRect", "strokeRect", "fillText", "drawImage", "putImageData", "rect", "lineTo"]) {
+    kept[name] = own[name];
+    own[name] = function (...given) { calls += 1; return kept[name].apply(this, given); };
+  }
+  drawTimeline();
+  drawMemory();
+  Object.assign(own, kept);
+  return calls;
+})()"""
+
+
 def test_64_ranks_and_512_microbatches_do_not_freeze(tab: Chromium, large: Path, tmp_path: Path) -> None:
+    """A frame draws pixels where actions are narrow, and what is in sight: never all 65,536 actions."""
     tab.open(large)
     image = pixels(tab, tmp_path / "large.png")
     assert count(image, COLOURS["F"]) > 2000
-    draw = "(() => { const t = performance.now(); drawTimeline(); drawMemory(); return performance.now() - t; })()"
-    milliseconds = min(tab.run(draw) for _ in range(3))
-    assert milliseconds < 500, f"a frame took {milliseconds:.0f} ms"
+    assert 0 < tab.run(CALLS) < 5000
     index = tab.run("fastpipe.bars.first[40] + 300")
     time = tab.run(f"fastpipe.bars.start[{index}]")
     tab.run(f"show({time - 10}, {time + 10})")
     tab.settle()
     tab.click(*place(tab, index))
     assert tab.run("fastpipe.state.selected") == index
-    assert min(tab.run(draw) for _ in range(3)) < 100
+    assert 0 < tab.run(CALLS) < 5000
     assert tab.errors == []

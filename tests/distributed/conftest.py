@@ -1,9 +1,12 @@
-"""The processes that the tests here share."""
+"""The processes that the tests here share, and which executor they have."""
 
+import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from fastpipe.runtime import native
+from tests.conftest import native_expected, skip_without_native
 from tests.distributed.ranks import Ranks
 from tests.process_state import shared
 
@@ -27,3 +30,17 @@ def group_of() -> Iterator[Callable[[int], Ranks]]:
             ranks.close()
         else:
             ranks.kill()
+
+
+@pytest.fixture
+def executor(request: pytest.FixtureRequest) -> str:
+    """The one that a test is parametrized with, or one of them by the test's name: where both matter is ``BOTH``.
+
+    They run the same schedules, failures and deaths in test_bits.py, test_failure.py and test_death.py, and everything
+    that is no matter of processes in tests/runtime.
+    """
+    turns = ["native", "python"] if native.load() or native_expected() else ["python"]
+    name = getattr(request, "param", turns[zlib.crc32(request.node.nodeid.encode()) % len(turns)])
+    if name == "native":
+        skip_without_native()
+    return str(name)

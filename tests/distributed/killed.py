@@ -3,7 +3,9 @@
     KILLS=construction:1,step2:0 NOTES=folder torchrun --max-restarts 2 tests/distributed/killed.py SCRIPT ARGUMENTS
 
 Rank 1 is killed in the first attempt, rank 0 in the second one. A file in the folder says that a kill has happened,
-since agents of two hosts count restarts separately. An attempt that is not to be disturbed runs the script unpatched.
+since agents of two hosts count restarts separately. Rank 0 writes into ``folder.steps`` when the second step of an
+attempt has ended, the first of training: train_gpt.py begins with one that it compares.
+"cut4:0" does not kill: it waits in a step for the test to take the link down. TIMEOUT is the default of `Pipeline`.
 """
 
 from __future__ import annotations
@@ -68,12 +70,25 @@ def arm(point: str, kill: Kill) -> None:
     {
         "construction": lambda: around(pipeline, "connect", kill),
         "step": lambda: within("step", number, kill),
+        "cut": lambda: within("step", number, kill),
         "evaluation": lambda: within("eval_step", number, kill),
         "clip": lambda: around(pipeline.Pipeline, "clip_grad_norm_", kill),
         "save": lambda: around(checkpoint._Writer, "write_data", lambda: None, kill),
         "refresh": lambda: before_call(memory_checkpoint._Slots, "publish", number, kill),
         "close": lambda: around(pipeline, "_close", kill),
     }[name]()
+
+
+def note_second_step(times: Path) -> None:
+    """Append the time to a file when the second step has ended."""
+    count = itertools.count(1)
+
+    def ended() -> None:
+        if next(count) == 2:
+            with times.open("a") as file:
+                file.write(f"{time.time()}\n")
+
+    around(pipeline.Pipeline, "step", lambda: None, ended)
 
 
 def main() -> None:
@@ -83,9 +98,15 @@ def main() -> None:
 
         def kill() -> None:
             (notes / left[0]).write_text(str(time.time()))
+            if left[0].startswith("cut"):
+                return time.sleep(10)  # in which who reads the note takes the link down
             os.kill(os.getpid(), signal.SIGKILL)
 
         arm(left[0].partition(":")[0], kill)
+    if rank == "0":
+        note_second_step(Path(f"{notes}.steps"))
+    if "TIMEOUT" in os.environ:
+        pipeline.Pipeline.__init__.__kwdefaults__["timeout"] = float(os.environ["TIMEOUT"])
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

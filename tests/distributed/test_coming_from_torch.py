@@ -139,7 +139,7 @@ def refused() -> dict[str, Any]:
 def test_what_does_not_fit_is_refused(group_of: GroupOf) -> None:
     zero, _ = group_of(2).run(refused)
     expected = {
-        "number": "PipelineStage 0 is of 4 stages and the schedule has 2",
+        "number": "PipelineStage 0 is of 4 stages but the schedule has 2",
         "place": "lacks stage 2, which this process computes",
         "twice": "PipelineStage 0 twice",
         "mixed": "stages has a Sequential beside torch's stages",

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.stage import stage as stage_module
+from tests.conftest import BOTH
 from tests.distributed.meshes import (
     Reference,
     batch,
@@ -70,6 +71,7 @@ def accumulate(pipe: Pipeline, replica: int) -> list[str]:
     return wrong_gradients(pipe, reference)
 
 
+@BOTH
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_gradients_are_the_mean_of_both_replicas(wrap: str, executor: str, group_of: GroupOf) -> None:
     for report in group_of(4).run(train, wrap, executor):

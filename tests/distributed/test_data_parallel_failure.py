@@ -101,7 +101,7 @@ def test_a_replica_that_does_not_come_is_named() -> None:
         kind, text = group.run(only_one_steps, "auto")[0]
     assert kind == "StepError"
     assert "stage 0 were not reduced within the Pipeline's timeout: another of its 2 replicas" in text
-    assert text.count("build it again") == 2
+    assert text.count("build a new one") == 2
 
 
 def test_the_error_is_a_step_error_with_its_place(executor: str, group_of: GroupOf) -> None:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline
 from fastpipe.runtime.data_parallel.ddp import Replicated
+from tests.conftest import BOTH
 from tests.distributed.meshes import Block, Reference, build, mesh, wrong_gradients
 from tests.distributed.ranks import GroupOf
 from tests.distributed.test_data_parallel_wrappers import SPLIT, WHOLE, by_hand, step
@@ -90,6 +91,7 @@ EARLY = "buckets, REDUCE_GRAD 1, buckets, REDUCE_GRAD 0"
 LATE = "REDUCE_GRAD 1, buckets, REDUCE_GRAD 0, buckets"
 
 
+@BOTH
 def test_buckets_start_in_the_last_backward(executor: str, group_of: GroupOf) -> None:
     """Whole backwards: from the first step on."""
     for found in group_of(2).run(overlap, executor, WHOLE):
@@ -97,6 +99,7 @@ def test_buckets_start_in_the_last_backward(executor: str, group_of: GroupOf) ->
         assert found == [EARLY] * 3
 
 
+@BOTH
 def test_buckets_start_in_the_last_w(executor: str, group_of: GroupOf) -> None:
     """The native executor says after the first step which gradients come in W."""
     for found in group_of(2).run(overlap, executor, SPLIT):

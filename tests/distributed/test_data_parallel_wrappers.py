@@ -18,6 +18,7 @@ from fastpipe import Pipeline, Placement, Schedule
 from fastpipe.runtime.data_parallel.ddp import Replicated
 from fastpipe.runtime.data_parallel.fsdp import Sharded
 from fastpipe.runtime.data_parallel.interface import DataParallel
+from tests.conftest import BOTH
 from tests.distributed.meshes import WIDTH, Block, Reference, batch, build, mesh, shard, squared, wrong_gradients
 from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits
@@ -89,7 +90,7 @@ def test_options_of_ddp_and_parameters_without_gradients(executor: str, group_of
 
 
 def hooks(executor: str) -> list[int]:
-    """A communication hook gets undivided gradients, bucket by bucket, once a step."""
+    """A communication hook gets undivided gradients, bucket by bucket, once per step."""
     over = mesh()
     replica = over.get_local_rank("dp")
     seen: list[int] = []
@@ -194,6 +195,7 @@ def torch_schedule(wrap: str, executor: str) -> tuple[list[str], int]:
     return calls, len(gathered)
 
 
+@BOTH
 @pytest.mark.parametrize(("wrap", "gathered"), [("ddp", 0), ("fsdp", 12)])
 def test_both_executors_do_what_a_torch_schedule_says(
     wrap: str, gathered: int, executor: str, group_of: GroupOf
@@ -287,4 +289,4 @@ def test_what_is_not_known_is_refused_by_name(group_of: GroupOf) -> None:
         assert "the ranks are threads of this process" in found["threads"] and "torchrun" in found["threads"]
         assert "data_parallel: the DeviceMesh has 2 dimensions" in found["mesh"]
         assert "data_parallel = 3: give a process group" in found["number"]
-        assert "data_parallel: stage 0 has replicas already" in found["twice"]
+        assert "data_parallel: stage 0 is already wrapped" in found["twice"]

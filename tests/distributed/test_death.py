@@ -1,5 +1,6 @@
 """A rank that is killed, or silent: the others name it, nothing hangs, and survivors can start anew."""
 
+import gc
 import os
 import signal
 import time
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common.failure import Failure, FailureError
-from tests.conftest import skip_without_native
+from fastpipe.runtime.common.waits import pauses
+from tests.conftest import BOTH, skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.patience import PATIENCE
@@ -95,7 +97,7 @@ def check(answers: list[dict[str, Any]], victim: int) -> None:
     """Every survivor named the victim, and the next step says what to do."""
     for answer in answers:
         assert answer["text"].startswith("StepError") and answer["rank"] == victim, answer
-        assert "build it again" in answer["text"] and "build it again" in answer["again"], answer
+        assert "build a new one" in answer["text"] and "build a new one" in answer["again"], answer
 
 
 def others(victim: int) -> list[int]:
@@ -108,6 +110,44 @@ def rebuild(survivors: list[int], executor: str) -> None:
     train_and_compare("plain", "1f1b", 4, num_ranks=len(survivors), group=group, executor=executor)
 
 
+def train_after_a_close(victim: int, steps: int, note: str, hosts: str) -> dict[str, Any]:
+    """Runs on every rank; one closes its pipeline, as a script does that drops it, and does something else."""
+    case = CASES["plain"]
+    with on_hosts(hosts):
+        pipe = Pipeline(case.layers(SIZE), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    for _ in range(steps):
+        pipe.step(*batch.args, target=batch.target)
+    if dist.get_rank() == victim:
+        del pipe
+        gc.collect()
+        Path(note).write_text(str(time.monotonic()))
+        for seconds in pauses(2 * PATIENCE):
+            if len(list(Path(note).parent.glob("named*"))) == SIZE - 1:
+                return {}
+            time.sleep(seconds)
+    while not Path(note).exists():
+        time.sleep(0.01)
+    try:
+        pipe.step(*batch.args, target=batch.target)
+    except StepError as error:
+        Path(note).with_name(f"named{dist.get_rank()}").touch()
+        return report(pipe, error, time.monotonic() - float(Path(note).read_text()))
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(("steps", "hosts", "victim"), [(0, "", 1), (2, "", 3), (2, "aabb", 0), (0, "aabb", 2)])
+def test_a_rank_that_has_closed_its_pipeline_and_lives_is_named_at_once(
+    steps: int, hosts: str, victim: int, tmp_path: Path
+) -> None:
+    with ranks(SIZE) as group:
+        answers = group.run(train_after_a_close, victim, steps, str(tmp_path / "note"), hosts)
+    answers = [answers[rank] for rank in others(victim)]
+    check(answers, victim)
+    assert all("closed the pipeline" in answer["text"] and answer["seconds"] < PATIENCE / 2 for answer in answers)
+
+
+@BOTH
 @pytest.mark.parametrize(("victim", "when"), [(0, "first step"), (2, "later step"), (3, "between steps")])
 def test_killed(victim: int, when: str, executor: str, tmp_path: Path) -> None:
     at_call = {"first step": 3, "later step": 2 * COUNT + 3, "between steps": -1}[when]
@@ -121,6 +161,7 @@ def test_killed(victim: int, when: str, executor: str, tmp_path: Path) -> None:
             group.results(others(victim))
 
 
+@BOTH
 def test_killed_where_transfers_are_coalesced(executor: str, tmp_path: Path) -> None:
     with ranks(SIZE) as group:
         arguments = (2, 2 * COUNT + 3, int(signal.SIGKILL), str(tmp_path / "note"), executor, "1f1b", 60.0, 3)
@@ -128,6 +169,7 @@ def test_killed_where_transfers_are_coalesced(executor: str, tmp_path: Path) -> 
         check(group.results(others(2)), 2)
 
 
+@BOTH
 def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
     """Started by hand, rank 0 holds the store: with it the others lose their control plane, too."""
     with ranks(SIZE, host="first") as group:
@@ -189,7 +231,7 @@ def test_who_never_begins_keeps_nobody_waiting(executor: str) -> None:
     """It ends its connections, since those who have begun the step wait for its messages."""
     with ranks(SIZE) as group:
         for text in group.run(lose_the_store, executor):
-            assert "rank 0: its process died; the pipeline cannot go on" in text
+            assert "rank 0: its process died; the pipeline is closed" in text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fastpipe import StepError
 from fastpipe.runtime.step import steps
-from tests.conftest import WAYS, skip_without_native
+from tests.conftest import BOTH, WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_step import batch, caught, pipeline
 from tests.patience import PATIENCE
@@ -88,6 +88,7 @@ def test_over_shared_memory_too(schedule: str, stage: int, backward: bool, step:
     check(group_of(4).run(fail_and_recover, scenario, "shared_memory"), scenario)
 
 
+@BOTH
 @pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED[1:3])
 def test_in_operations_of_several_transfers_too(
     schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: GroupOf
@@ -138,11 +139,11 @@ def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:
     for _ in range(2):
         pipe.step(x, target=y)
     owner, name = {
-        "before_step": (pipe._steps.replicas, "before_step"),
+        "before_step": (pipe._steps.copies, "before_step"),
         "stage_works": (steps, "stage_works"),
         "report": (pipe._steps, "_report"),
         "metric": (pipe._steps, "_report"),
-        "after_step": (pipe._steps.replicas, "after_step"),
+        "after_step": (pipe._steps.copies, "after_step"),
     }[place]
     real = getattr(owner, name)
     if pipe.rank == 1 and place == "metric":

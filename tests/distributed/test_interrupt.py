@@ -168,4 +168,4 @@ def test_the_second_one_ends_a_wait(way: tuple[str, str], tmp_path: Path) -> Non
         group.start(
             interrupted_while_it_waits, str(tmp_path / "note"), dict(zip(("executor", "transport"), way, strict=True))
         )
-        assert "KeyboardInterrupt; the pipeline cannot go on: build it again" in group.results([0])[0]
+        assert "KeyboardInterrupt; the pipeline is closed; build a new one" in group.results([0])[0]

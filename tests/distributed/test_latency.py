@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import WAYS
+from tests.conftest import BOTH, WAYS
 from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_death import COUNT, SIZE, others, train_until
 from tests.runtime.faults import FaultyTraining, Scenario
@@ -38,6 +38,7 @@ def fail(executor: str) -> float:
     return training.bad_step()[1]
 
 
+@BOTH
 def test_an_exception(executor: str, group_of: GroupOf) -> None:
     seconds = [max(group_of(4).run(fail, executor)) for _ in range(REPEATS)]
     assert statistics.median(seconds) < SECONDS, seconds

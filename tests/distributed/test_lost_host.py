@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from fastpipe import Pipeline
-from tests.conftest import paired
+from tests.conftest import BOTH, paired
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.distributed.test_death import COUNT, SIZE, check, others, report
@@ -94,6 +94,7 @@ def test_nobody_waits_for_a_host_that_has_vanished(victim: int, hosts: str, exec
         check(group.results(others(victim)), victim)
 
 
+@BOTH
 def test_nor_for_one_that_held_the_store(executor: str, tmp_path: Path) -> None:
     with ranks(SIZE, host="first") as group:
         group.start(train, 0, tmp_path / "note", executor, "abcd")

@@ -62,7 +62,7 @@ def test_whoever_cannot_compare_is_an_error_for_all(group_of: GroupOf) -> None:
     for name, error, text in [
         ("an iterator", "ValueError", "batch has an iterator"),
         ("a fault", "OverflowError", "too large"),
-        ("another model", "ValueError", "model has 14 parameters and the pipeline has 16"),
+        ("another model", "ValueError", "model has 14 parameters but the pipeline has 16"),
     ]:
         assert one[name][0] == error and text in one[name][1], one[name]
         assert zero[name][0] == "StepError" and zero[name][2] == 1 and text in zero[name][1], zero[name]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastpipe import Pipeline
+from tests.conftest import BOTH
 from tests.distributed.ranks import GroupOf
 from tests.runtime.paired import Layer, Own, compare, layers_of, make
 
@@ -38,6 +39,7 @@ def beside(executor: str) -> int:
     return pipe._steps.ranks.pair_counts().together
 
 
+@BOTH
 def test_a_helper_thread_in_every_process(executor: str, group_of: GroupOf) -> None:
     assert all(count > 0 for count in group_of(2).run(beside, executor))
 

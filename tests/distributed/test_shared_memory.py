@@ -116,7 +116,7 @@ def test_out_of_descriptors() -> None:
     """What cannot be opened cannot be received, then or later: all are told why, and that it is over."""
     with ranks(3) as group:
         for first, second in group.run(starve):
-            assert "Too many open files" in first and "build it again" in first
+            assert "Too many open files" in first and "build a new one" in first
             assert second == first
 
 

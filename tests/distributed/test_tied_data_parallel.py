@@ -196,7 +196,7 @@ def wrapped_badly() -> dict[str, Any]:
 
 def test_weights_that_are_wrapped_otherwise_are_refused(group_of: GroupOf) -> None:
     zero, one, *_ = group_of(4).run(wrapped_badly)
-    assert all("one is in DistributedDataParallel and another in no wrapper" in f["apart"][1] for f in (zero, one))
-    assert "one is in DistributedDataParallel and another in fully_shard" in zero["here"][1]
+    assert all("is in DistributedDataParallel but another in no wrapper" in f["apart"][1] for f in (zero, one))
+    assert "is in DistributedDataParallel but another in fully_shard" in zero["here"][1]
     assert "stage 3 was wrapped in DistributedDataParallel while its 0.0.weight was a Parameter" in zero["own"][1]
     assert one["here"][0] == one["own"][0] == "StepError"

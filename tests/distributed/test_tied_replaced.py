@@ -114,4 +114,4 @@ def freeze_on_one_rank(schedule: str) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_a_weight_that_is_frozen_on_one_rank_alone_is_refused(schedule: str, group_of: GroupOf) -> None:
     for name, text, *_ in group_of(2).run(freeze_on_one_rank, schedule):
-        assert name == "ValueError" and f"requires_grad of {EMBEDDING} is not the same on ranks 0 and 1" in text
+        assert name == "ValueError" and f"requires_grad of {EMBEDDING} differs between ranks 0 and 1" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -20,19 +21,35 @@ SANITIZERS = ["thread", "address,undefined"]
 FLAGS = ["-std=c++17", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror", "-Icsrc", "-Itests/native"]
 
 
+def kept_folder(*made_with: str, of: Iterable[str] = ("csrc/core", "csrc/plan", "tests/native")) -> Path:
+    """A folder under build/tests, which stays, for what is built of some folders' files as they are now.
+
+    Args:
+        made_with: flags and releases on which it depends, too.
+        of: the folders.
+    """
+    digest = hashlib.sha256(repr(made_with).encode())
+    for path in sorted(path for folder in of for path in (ROOT / folder).iterdir() if path.is_file()):
+        digest.update(path.name.encode() + path.read_bytes())
+    folder = ROOT / "build/tests" / digest.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 class Sanitized:
     """A compiler and one sanitizer; the test is skipped where either is missing.
 
     Args:
         sanitizer: what ``-fsanitize`` takes.
-        folder: where objects and programs go.
     """
 
-    def __init__(self, sanitizer: str, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, sanitizer: str) -> None:
+        self._compiler = shutil.which("g++") or pytest.skip("needs g++")
         # The checks of undefined behaviour take half as long again to compile where they are optimized.
         optimized = "-O0" if "undefined" in sanitizer else "-O1"
         self.flags = [optimized, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+        release = subprocess.run([self._compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        self.folder = kept_folder(release, *FLAGS, *self.flags)
 
     def compile(self, sources: Iterable[Path], *flags: str) -> list[Path]:
         """Objects, made as many at a time as there are processors."""
@@ -40,23 +57,22 @@ class Sanitized:
             return list(pool.map(lambda source: self._compile(source, flags), sources))
 
     def _compile(self, source: Path, flags: tuple[str, ...]) -> Path:
-        made = self.folder / f"{source.stem}.o"
-        self._run([*FLAGS, *flags, "-c", str(source), "-o", str(made)])
-        return made
+        return self._make(f"{source.stem}.o", [*FLAGS, *flags, "-c", str(source)])
 
     def link(self, objects: Iterable[Path], name: str, *flags: str) -> Path:
-        made = self.folder / name
-        self._run(["-pthread", *flags, *map(str, objects), "-o", str(made)])
-        return made
+        return self._make(name, ["-pthread", *flags, *map(str, objects)])
 
-    def _run(self, arguments: list[str]) -> None:
-        compiler = shutil.which("g++")
-        if compiler is None:
-            pytest.skip("needs g++")
-        built = subprocess.run([compiler, *self.flags, *arguments], cwd=ROOT, capture_output=True, text=True)
-        if "cannot find" in built.stderr:
-            pytest.skip("the sanitizer's library is not installed")
-        assert built.returncode == 0, built.stderr
+    def _make(self, name: str, arguments: list[str]) -> Path:
+        """Unless it is there, of an earlier run."""
+        made, part = self.folder / name, self.folder / f"{name}.{os.getpid()}"
+        if not made.exists():
+            command = [self._compiler, *self.flags, *arguments, "-o", str(part)]
+            built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if "cannot find" in built.stderr:
+                pytest.skip("the sanitizer's library is not installed")
+            assert built.returncode == 0, built.stderr
+            part.rename(made)
+        return made
 
 
 class SanitizedCore:
@@ -67,13 +83,12 @@ class SanitizedCore:
 
     Args:
         sanitizer: what ``-fsanitize`` takes.
-        folder: where objects and programs go.
         arguments: of each program.
     """
 
-    def __init__(self, sanitizer: str, folder: Path, arguments: list[str]) -> None:
-        build = Sanitized(sanitizer, folder)
-        core = folder / "core.cpp"  # in one piece, as setup.py has it compiled
+    def __init__(self, sanitizer: str, arguments: list[str]) -> None:
+        build = Sanitized(sanitizer)
+        core = build.folder / "core.cpp"  # in one piece, as setup.py has it compiled
         core.write_text("".join(f'#include "core/{file.name}"\n' for file in sorted(ROOT.glob("csrc/core/*.cpp"))))
         mains = ["programs", ALONE] if sanitizer == SANITIZERS[0] else ["programs"]
         core_object, *others = build.compile([core, *(ROOT / f"tests/native/{name}.cpp" for name in mains)])

@@ -16,11 +16,10 @@ pytestmark = pytest.mark.timeout(4 * PATIENCE)
 
 
 @pytest.fixture(scope="module")
-def cores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SanitizedCore]:
+def cores() -> dict[str, SanitizedCore]:
     """By sanitizer; the programs of one run while another is built."""
-    arguments = [str(NUM_PROGRAMS)]
     with shared():
-        return {name: SanitizedCore(name, tmp_path_factory.mktemp("core"), arguments) for name in SANITIZERS}
+        return {name: SanitizedCore(name, [str(NUM_PROGRAMS)]) for name in SANITIZERS}
 
 
 @pytest.mark.parametrize(

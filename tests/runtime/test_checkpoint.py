@@ -268,7 +268,7 @@ def test_random_numbers_of_each_microbatch_go_on_in_another_cut(tmp_path: Path) 
         (
             lambda d: load_checkpoint(d, pipeline("1f1b", 2, [*CASE.layers(7), Block(9)])),
             ValueError,
-            r"7.linear.weight has shape \(9, 9\) here and \(6, 6\) in the checkpoint",
+            r"7.linear.weight is .* shape \(9, 9\) in the pipeline but .* shape \(6, 6\) in the checkpoint",
         ),
     ],
 )

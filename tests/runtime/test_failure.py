@@ -4,6 +4,7 @@ import json
 import threading
 import traceback
 from dataclasses import asdict
+from itertools import product
 
 import pytest
 import torch
@@ -14,20 +15,26 @@ from fastpipe.runtime.common.failure import Failure, FailureError, failure_of, l
 from fastpipe.runtime.coordination.control import exchange_or_refuse
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.testing import Loopback
+from tests.conftest import paired
 from tests.patience import PATIENCE
 from tests.runtime.faults import NEVER, Boom, FaultyTraining, Scenario
 from tests.runtime.models import CASES
 
-# All combinations for one schedule; of the others, which differ by the order that is drained, each choice once.
-SCENARIOS = [("1f1b", stage, backward, step) for stage in (0, 1, -1) for backward in (False, True) for step in (0, 2)]
-SCENARIOS += [
+# All combinations for one schedule, with the executors in turn; of the others, which differ by the order that is
+# drained, each choice once.
+SCENARIOS = [
+    ("1f1b", stage, backward, step, executor)
+    for number, (stage, backward) in enumerate(product((0, 1, -1), (False, True)))
+    for step, executor in zip((0, 2), ("native", "python") if number % 2 else ("python", "native"), strict=True)
+]
+SCENARIOS += paired(
     (schedule, *choice)
     for schedule in ("dualpipev", "interleaved_1f1b")
     for choice in ((0, False, 2), (1, True, 0), (-1, True, 2))
-]
+)
 
 
-@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SCENARIOS)
+@pytest.mark.parametrize(("schedule", "stage", "backward", "step", "executor"), SCENARIOS, indirect=["executor"])
 def test_own_exception_then_a_good_step(schedule: str, stage: int, backward: bool, step: int, executor: str) -> None:
     scenario = Scenario(schedule, stage, 3, step, backward, executor)
     transport = Loopback()
@@ -79,7 +86,7 @@ def test_a_failure_is_one_record_on_every_way() -> None:
     error = failure.error()
     place = (error.rank, error.stage, error.action, error.microbatch, error.cause)
     assert place == (1, 3, "3F0", 0, "Boom: now")
-    assert str(error).endswith("action 3F0, microbatch 0: Boom: now; the pipeline cannot go on: build it again")
+    assert str(error).endswith("action 3F0, microbatch 0: Boom: now; the pipeline is closed; build a new one")
     assert str(Failure(1, "no memory").error("refused its input")) == "rank 1 refused its input: no memory"
     assert failure_of(ValueError("two\nlines"), 2) == Failure(2, "ValueError: two")
 

@@ -88,22 +88,6 @@ def test_activations_die_with_their_step(how: str, executor: str) -> None:
     assert not layers_alive
 
 
-def test_a_dropped_pipeline_ends_its_threads(executor: str) -> None:
-    before = set(threading.enumerate())
-    layers = CASES["plain"].layers(4)
-    pipe = pipeline(layers, executor=executor)
-    pipe.step(X, target=Y)
-    started = set(threading.enumerate()) - before
-    assert started
-    gone = weakref.ref(pipe)
-    del pipe
-    gc.collect()
-    assert gone() is None
-    for thread in started:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-
-
 class FailingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -212,7 +212,7 @@ def test_stages_made_by_a_function_are_matched_by_order() -> None:
     ("call", "text"),
     [
         (lambda p, m: check_parity(p, None, batch()), "model is None on every rank"),
-        (lambda p, m: check_parity(p, m[:5], batch()), "model has 10 parameters and the pipeline has 12"),
+        (lambda p, m: check_parity(p, m[:5], batch()), "model has 10 parameters but the pipeline has 12"),
         (lambda p, m: check_parity(p, m, (iter([1, 2]), None)), "batch has an iterator"),
         (lambda p, m: check_parity(p, m, batch()[0]), r"batch is a Tensor: give \(input, target\)"),
     ],

@@ -141,8 +141,10 @@ def test_a_profile_leaves_no_trace(executor: str) -> None:
             super().__init__()
             self.register_buffer("calls", torch.zeros(()))
             self.register_buffer("last", torch.zeros(()))
+            self.noise = nn.Embedding(200, WIDTH, max_norm=1.0)  # a forward changes the rows that it reads
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.noise(torch.randint(200, (len(x),)))
             if self.training:
                 self.calls += 1
                 self.last = x.detach().mean()
@@ -197,7 +199,7 @@ def test_stages_that_came_ready_made_can_move_but_not_be_cut() -> None:
     loss = pipe.step(x, target=y).loss
     pipe.replan(ZBV)
     assert same_bits(pipe.step(x, target=y).loss, loss)
-    with pytest.raises(ValueError, match="ready made"):
+    with pytest.raises(ValueError, match="plan has . stages but this pipeline was given "):
         pipe.replan(make_schedule("1f1b", num_ranks=2, num_microbatches=4))
     with pytest.raises(ValueError, match=r"profile_layers: stage 0"):
         pipe.profile_layers(x, target=y)
@@ -246,16 +248,8 @@ def test_a_step_number_goes_on() -> None:
     [
         (None, ValueError, "plan = None on rank 0"),
         ("1f1b", TypeError, "plan is a str"),
-        (
-            make_schedule("1f1b", num_ranks=3, num_microbatches=6),
-            ValueError,
-            "plan is for 3 ranks, and",
-        ),
-        (
-            ZBV,
-            ValueError,
-            "plan has 4 stages, and the model",
-        ),
+        (make_schedule("1f1b", num_ranks=3, num_microbatches=6), ValueError, "plan is for 3 ranks "),
+        (ZBV, ValueError, "plan has 4 stages "),
     ],
 )
 def test_a_plan_for_something_else_is_refused_and_changes_nothing(plan: Any, error: type, message: str) -> None:
@@ -264,7 +258,7 @@ def test_a_plan_for_something_else_is_refused_and_changes_nothing(plan: Any, err
     with pytest.raises(error, match=message):
         pipe.replan(plan)
     assert pipe.schedule.name == "1f1b" and same_bits(pipe.step(x, target=y).loss, loss)
-    with pytest.raises(ValueError, match="plan is for 9 layers, and the model has 8"):
+    with pytest.raises(ValueError, match="plan is for 9 layers but the model has 8"):
         pipe.replan(fastpipe.plan(fastpipe.LayerCosts(9), num_ranks=2, num_microbatches=4, effort=0))
 
 

@@ -97,7 +97,7 @@ def test_what_is_not_in_the_files_is_named(tmp_path: Path, caplog: pytest.LogCap
 
     with pytest.raises(KeyError, match=r"has no 'model\.norm\.weight', which the pipeline needs; it has .*same class"):
         load({name: value for name, value in good.items() if name != "model.norm.weight"})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(32,\) here and \(31,\) in "):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(32,\) in the pipeline but \(31,\) in "):
         load(good | {"model.norm.weight": torch.zeros(31)})
     assert all(parameter.is_meta for parameter in pipe.parameters()), "nothing changes before it is checked"
     with caplog.at_level(logging.WARNING, "fastpipe"):

@@ -63,6 +63,11 @@ def test_another_look_is_seen(changes: dict[str, Any]) -> None:
     assert inputs(**changes).signature() != inputs().signature()
 
 
+def test_numbers_with_one_hash_differ() -> None:
+    hashes = {hash(inputs(kwargs={"dim": [value] * 2}).signature()) for value in (-1, -2, 1, 1.0, True, "1")}
+    assert len(hashes) == 6
+
+
 def test_strides_that_nothing_uses_look_the_same() -> None:
     rows = torch.zeros(2, 6)
     assert (

@@ -20,6 +20,7 @@ import fastpipe
 from fastpipe.runtime.executor.ranks import executor_class
 from tests import scripts
 from tests.conftest import skip_without_native
+from tests.native.build import kept_folder
 from tests.patience import PATIENCE
 from tests.runtime.devices.steps import CASES, NUM_STEPS, NUM_WEIGHTS, RECORDED, REPLICAS, SECONDS_PER_OPERATION
 
@@ -104,9 +105,9 @@ print(*dict.fromkeys(account.faults()), sep="\\n")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     """The fake device, compiled in another process, since to load it here would give torch a device for good."""
-    folder = tmp_path_factory.mktemp("fake_device")
+    folder = kept_folder(torch.__version__, sys.version, of=("tests/runtime/devices", "tests/native", "csrc/core"))
     source = ROOT / "tests/runtime/devices/fake_device.cpp"
     subprocess.run([sys.executable, "-c", BUILD, str(source), str(folder), str(ROOT)], check=True, timeout=PATIENCE)
     return folder / "fake_device.so"
@@ -167,11 +168,11 @@ def test_steps_wait_for_what_they_need_and_the_host_for_nothing(library: Path) -
         assert (account["deferred"] > 0) == account["splits"], (
             case
         )  # of one rank's two stages one has its backward split
-    assert found["one stage a rank"]["streams"] == 1 + 3, "ranks that are threads do not share the caller's"
+    assert found["one stage per rank"]["streams"] == 1 + 3, "ranks that are threads do not share the caller's"
     assert found["pairs in order"]["streams"] == 1
     assert found["pairs in order"]["events"] == 0, "one stream needs no order"
     assert found["split backward"]["deferred"] == NUM_WEIGHTS
-    assert found["pairs"]["streams"] == 1 + 4, "the caller's, and one a stage, whichever the program"
+    assert found["pairs"]["streams"] == 1 + 4, "the caller's, and one per stage, whichever the program"
     assert found["contexts"]["streams"] == 1 + 4, "contexts work on the streams of their actions"
     assert "together (each stage has its own stream" in found["pairs"]["pairs"]
 
@@ -196,7 +197,7 @@ def test_messages_between_processes_are_waited_for_by_streams(
     wait for nothing: a thread tells the losses when they are there, and how each stage's replicas fared is read when
     the step's work is queued."""
     skip_without_native()
-    cases = ["one stage each of two", "pairs", "split backward", "several stages a rank", "trees", "two routes"]
+    cases = ["one stage each of two", "pairs", "split backward", "several stages per rank", "trees", "two routes"]
     cases += REPLICAS if transport == "process_group" else []  # there each rank is a pipeline of its own
     monkeypatch.setenv("FASTPIPE_TRANSPORT", transport)
     for where, account in run_steps(library, cases, processes=2):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fastpipe.cli.checks import diagnosis
 from fastpipe.runtime.common import torch_private
 from tests.unit.test_private_names import is_own, is_private
 
@@ -75,6 +76,11 @@ def test_a_recompute_is_told_from_a_forward_within_a_backward(use_reentrant: boo
     y.sum().backward()
     # the hook, which is a forward of its own, and then the checkpoint
     assert seen == [("forward", False), ("backward", False), ("backward", True)]
+
+
+def test_doctor_names_what_torch_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "missing", lambda: {"torch._C._lost": "add_loss"})
+    assert "torch._C._lost, without which this does not work: add_loss" in diagnosis()["private"]
 
 
 CHECK = """

@@ -83,8 +83,8 @@ def test_a_weight_of_two_traced_stages_is_tied(executor: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "num_ranks", "inputs", "message"),
     [
-        ("1f1b", 2, 2, "the traced model is of 4 stages and the schedule has 2: use stages_per_rank"),
-        ("zbv", 4, 2, "the traced model is of 4 stages and the schedule has 8"),
+        ("1f1b", 2, 2, "the traced model is of 4 stages but the schedule has 2: use stages_per_rank"),
+        ("zbv", 4, 2, "the traced model is of 4 stages but the schedule has 8"),
         ("1f1b", 4, 1, r"takes 2 inputs by position \(x, shift\); got 1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, lower, make_schedule
-from fastpipe.runtime.step.watchdog import MAX_RANKS, place_text, places_text
+from fastpipe.runtime.step.watchdog import MAX_RANKS, folded, place_text, places_text
 from fastpipe.testing import Fault
 from tests.patience import PATIENCE
 
@@ -94,6 +95,31 @@ def test_every_place_has_words():
         texts = [place_text(program, rank, position) for position in range(len(program[rank]) + 1)]
         assert len(set(texts)) == len(texts)
         assert texts[-1].startswith("at the end of its program")
+
+
+def unfolded(text: str) -> list[str]:
+    """The instructions of a folded text: microbatches count up in what is repeated."""
+    found = []
+    for repeated, count, single in re.findall(r"\[(.*?)\]x(\d+)|(\S+)", text):
+        for number in range(int(count or 1)):
+            words = (repeated or single).split()
+            found += [re.sub(r"(?<=[FBIW,])\d+", lambda at, n=number: str(int(at[0]) + n), word) for word in words]
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_a_folded_text_has_all_instructions(schedule):
+    instructions = list(lower(make_schedule(schedule, num_ranks=4, num_microbatches=40))[1])
+    text, whole = folded(instructions), " ".join(folded([it]) for it in instructions)
+    assert unfolded(text) == unfolded(whole) and len(unfolded(text)) == len(instructions)
+    assert len(text) < len(whole)
+
+
+def test_an_error_has_the_last_hundred_instructions():
+    program = lower(make_schedule("1f1b", num_ranks=4, num_microbatches=40))
+    _, before, those = places_text(program, {1: 200}).splitlines()[1].split("; before ")
+    assert unfolded(before.removeprefix("that: ")) == [folded([it]) for it in list(program[1])[190:200]]
+    assert unfolded(those.removeprefix("those: ")) == [folded([it]) for it in list(program[1])[100:190]]
 
 
 def test_the_text_is_bounded():

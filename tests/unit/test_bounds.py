@@ -176,7 +176,7 @@ def test_ramp_is_of_the_rank_that_starts_late_not_of_the_busiest():
 
 
 def test_plain_schedules_are_optimal_among_their_own():
-    """GPipe and 1F1B: no order with one stage a rank and whole backwards is shorter, whatever the memory."""
+    """GPipe and 1F1B: no order with one stage per rank and whole backwards is shorter, whatever the memory."""
     for name in ("gpipe", "1f1b"):
         schedule = made(name, 4, 8)
         assert best(bounds(schedule)).seconds == simulate(schedule).makespan

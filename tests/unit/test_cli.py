@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ def test_costs_come_from_a_file_and_the_command_line_goes_over_them(capsys: Any,
 
 
 def test_a_generator_gets_the_costs_of_the_file_too(capsys: Any, tmp_path: Path) -> None:
-    """Also those by stage where it takes one a rank; and of a stage where two schedules share a model."""
+    """Also those by stage where it takes one per rank; and of a stage where two schedules share a model."""
     path = tmp_path / "costs.json"
     costs = {"forward": [4, 1, 1, 1], "backward_input": 3, "comm": 0.5}
     path.write_text(json.dumps(costs))
@@ -243,14 +242,6 @@ def test_doctor_looks_at_everything(capsys: Any) -> None:
     assert found["native"] in run(capsys, "doctor")
     assert json.loads(run(capsys, "doctor", "--json"))["native"] == found["native"]
     assert found["private"].startswith("all " if found["torch"] else "not looked for")
-
-
-@pytest.mark.skipif(find_spec("torch") is None, reason="there is no torch whose names could be missing")
-def test_doctor_names_what_torch_has_lost(monkeypatch: Any) -> None:
-    from fastpipe.runtime.common import torch_private
-
-    monkeypatch.setattr(torch_private, "missing", lambda: {"torch._C._lost": "add_loss"})
-    assert "torch._C._lost, without which this does not work: add_loss" in diagnosis()["private"]
 
 
 def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_refused(call, message):
 
 @pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"forward_only"}))
 def test_no_schedule_beats_the_lower_bounds(name):
-    """schedules.md, lower bounds: work, ramp, one stage a rank, memory."""
+    """schedules.md, lower bounds: work, ramp, one stage per rank, memory."""
     for costs in [(1, 1, 1), (2, 3, 1), (1, 2, 2)]:
         for comm in (0.0, 0.5):
             p, m = 4, 12

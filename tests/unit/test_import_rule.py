@@ -70,12 +70,13 @@ COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", "runtime", "integr
 
 UPWARD = {
     ("schedule", "validate", "Schedule.validate"),
+    ("schedule", "visualize", "Schedule.__str__"),
     ("timeline", "visualize", "Timeline.plot"),
     ("timeline", "visualize", "Timeline.to_html"),
     ("timeline", "visualize", "Timeline.to_chrome_trace"),
     ("planner.result", "visualize", "Plan.plot"),
 }
-"""The five methods that delegate upward, each by one import inside the function."""
+"""The six methods that delegate upward, each by one import inside the function."""
 
 
 def modules() -> dict[str, Path]:

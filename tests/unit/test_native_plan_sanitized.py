@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -66,11 +65,11 @@ def runtime_libraries(compiler: str) -> list[str]:
     return [subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip() for ask in asked]
 
 
-def test_no_memory_error_and_no_undefined_behaviour(tmp_path: Path) -> None:
+def test_no_memory_error_and_no_undefined_behaviour() -> None:
     compiler = shutil.which("g++")
     if compiler is None or not all(map(os.path.isabs, libraries := runtime_libraries(compiler))):
         pytest.skip("no g++ with its sanitizers")
-    build = Sanitized("address,undefined", tmp_path)
+    build = Sanitized("address,undefined")
     library = build.link(build.compile(sorted(ROOT.glob("csrc/plan/*.cpp")), "-fPIC"), "_plan.so", "-shared")
     environment = {
         **os.environ,

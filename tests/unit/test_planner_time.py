@@ -92,9 +92,9 @@ def test_a_limit_that_does_not_cut_changes_nothing() -> None:
 def test_the_placements_share_what_the_exact_solver_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def solve(problem: Problem, setting: Any, known: float, seconds: float) -> exact.Outcome:
+    def solve(problem: Problem, setting: Any, known: float, seconds: float) -> tuple[None, float]:
         given.append(seconds)
-        return exact.Outcome(None, 0.0)
+        return None, 0.0
 
     monkeypatch.setattr(planner, "solve", solve)
     options: dict[str, Any] = {
@@ -105,7 +105,7 @@ def test_the_placements_share_what_the_exact_solver_may_take(monkeypatch: pytest
         "exact": True,
     }
     plan(COSTS, **options)
-    assert given == [exact.SECONDS] * 3  # a loop of one and of two stages a rank, and a V
+    assert given == [exact.SECONDS] * 3  # a loop of one and of two stages per rank, and a V
     given.clear()
     monkeypatch.setattr(Clock, "left", lambda clock: math.inf if clock.limit is None else clock.limit)
     plan(COSTS, **options, time_limit=600.0)

@@ -64,11 +64,6 @@ SEARCHED: list[tuple[str, dict[str, Any]]] = [
     ("wave_zb", {"stages_per_rank": 6, "memory": 14}),  # by beam search
     ("loop_zb", {"memory": 0.7}),
     ("loop_zb", {"memory": 0.7, **COSTS}),
-    ("zb_auto", COSTS),
-    ("zb_auto", {"memory_limit": [3, 7, 2, 5], "forward": [1.0, 0.8, 1.2, 2.0], "backward_weight": 0.3}),
-    ("zbv", COSTS),
-    ("zbv", {"memory_limit": 13, **COSTS}),
-    ("zbv", {"backward_weight": 1.9, "comm": 0.6}),
 ]
 
 

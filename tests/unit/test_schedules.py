@@ -299,7 +299,7 @@ def test_what_is_refused_could_deadlock():
 
 
 def interleaved(p, groups):
-    """Interleaved 1F1B with two stages a rank over any groups, none refused."""
+    """Interleaved 1F1B with two stages per rank over any groups, none refused."""
     from fastpipe.schedules.interleaved import _interleave
     from fastpipe.schedules.one_f_one_b import alternate
 

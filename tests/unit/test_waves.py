@@ -69,7 +69,7 @@ def test_beam_search_attains_the_bound_where_no_rule_does(p, v, m, k, monkeypatc
 
 @pytest.mark.parametrize(("kappa", "rule", "share"), [(0.5, 0, 0.5), (0.625, 1, 0.5), (0.75, 2, 0.5), (1.0, 2, 1.0)])
 def test_the_rules_that_the_page_names_attain_the_bound(kappa, rule, share):
-    """docs/waves.md, the table of rules: four stages a rank, groups that come out even; no search."""
+    """docs/waves.md, the table of rules: four stages per rank, groups that come out even; no search."""
     for p in (4, 6, 8, 16, 24):
         k, groups = int(kappa * 4 * p) // 2 * 2, (int(share * p),) * 6
         found = compact(Job(p, 2, groups, k), RULES[rule])

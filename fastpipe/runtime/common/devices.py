@@ -52,8 +52,6 @@ def wants_streams(device: torch.device, overlap: str, held: Iterable[Sized]) -> 
     that are threads do not wait for each other's work.
 
     Args:
-        device: of the stages.
-        overlap: of the Pipeline.
         held: per local rank, its stages.
     """
     return device.type != "cpu" and overlap != "never" and sum(len(stages) for stages in held) > 1
@@ -90,9 +88,6 @@ class ThreadState:
 
     Modes include the default device and FLOP counters. Hooks are those of `torch.autograd.graph`, for example to move
     activations to the host.
-
-    Args:
-        device: of the stages.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:

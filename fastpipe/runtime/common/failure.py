@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fastpipe.errors import StepError
@@ -70,10 +70,10 @@ class Failure:
             what: what the rank did, such as "refused its input"; default: the step failed there.
             note: added to the exception.
         """
-        remedy = (
-            "the groups of its mesh have ended, too: start the processes again" if self.pipeline else "build it again"
-        )
-        again = f"; the pipeline cannot go on: {remedy}" if self.is_fatal and not what else ""
+        closed = "the pipeline is closed; build a new one"
+        if self.pipeline:
+            closed = "the pipeline and the groups of its mesh are closed; start the processes again"
+        again = f"; {closed}" if self.is_fatal and not what else ""
         place = f"{self.place()} {what}" if what else f"the step failed on {self.place()}"
         error = StepError(
             f"{place}: {self.cause}{again}",
@@ -129,6 +129,13 @@ def cause_text(error: BaseException) -> str:
         return error.failure.cause
     text = _text(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def listed(values: Iterable[object], most: int | None = 4) -> str:
+    """The first ``most`` values as text; None for all of them."""
+    texts = [str(value) for value in values]
+    more = 0 if most is None else len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "") or "none"
 
 
 def _text(error: BaseException) -> str:

@@ -52,6 +52,22 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
+def keep_state(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """`keep_buffers` of modules, and of the weights that a forward changes: of embeddings with a ``max_norm``."""
+    modules = list(modules)
+    restore_buffers = keep_buffers(modules)
+    found = [m for root in modules for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    kept = [(m.weight, m.weight.detach().clone()) for m in found if m.max_norm is not None]
+
+    def put_back() -> None:
+        restore_buffers()
+        with torch.no_grad():
+            for weight, value in kept:
+                weight.copy_(value)
+
+    return put_back
+
+
 def _rename(module: nn.Module, named: Mapping[str, torch.Tensor | None]) -> None:
     """Give a module these buffers, and no others."""
     now = buffers_of(module)  # not a dict in a scripted module, which lacks some methods
@@ -63,11 +79,7 @@ def _rename(module: nn.Module, named: Mapping[str, torch.Tensor | None]) -> None
 
 
 def check_grad_dtype(dtype: Any) -> None:
-    """Refuse an invalid dtype of gradients.
-
-    Raises:
-        ValueError: naming the dtype, or a torch release without ``grad_dtype``.
-    """
+    """Refuse an invalid dtype of gradients."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -19,8 +19,6 @@ class TensorSpec(NamedTuple):
     """Dtype, shape and strides of a tensor.
 
     Attributes:
-        dtype: its element type.
-        size: its shape.
         stride: its strides, in elements; dense, so that its memory is a block of ``numel`` elements.
         requires_grad: whether the receiver makes it require a gradient.
     """
@@ -139,6 +137,12 @@ def is_dtensor(tensor: Any) -> bool:
     """Whether it is a DTensor. Does not import DTensor, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_block_mask(value: Any) -> bool:
+    """Whether it is FlexAttention's BlockMask. Does not import it, which takes a second."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return module is not None and isinstance(value, module.BlockMask)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -269,9 +269,6 @@ def unregistered_group(store: Any, rank: int, size: int, backends: Mapping[torch
     """A group that is not registered with `torch.distributed`: it ends with its last reference.
 
     Args:
-        store: of the group.
-        rank: of this process in it.
-        size: number of processes.
         backends: by device, the type of the backend and the backend.
     """
     group = dist.ProcessGroup(store, rank, size)
@@ -360,7 +357,6 @@ def sync_buffers(wrapper: Any, *, as_known: bool) -> None:
     """Broadcast the first replica's buffers, if the wrapper would do so in its next forward.
 
     Args:
-        wrapper: the DistributedDataParallel.
         as_known: send the buffers of the last broadcast; else the current ones.
     """
     if wrapper._check_sync_bufs_pre_fwd():
@@ -473,6 +469,10 @@ def host_identity() -> str:
     """A name shared by the processes that see the same /proc; empty where there is none."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") if boot.exists() else ""
+
+
+MEMORY_FOLDER = "/dev/shm"
+"""A tmpfs: files in memory, which outlive the processes. Linux has it by default; containers may make it small."""
 
 
 def start_of_process(pid: int) -> str:
@@ -592,7 +592,7 @@ PRIVATE = (
         "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
         "_use_python_reducer _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers _build_params_for_reducer "
         "_build_debug_param_to_name_mapping _ddp_init_helper",
-        "averages once a step, outside of a backward; new parameters",
+        "averages once per step, outside of a backward; new parameters",
         _REPLICATED,
     ),
     Private("torch.distributed.Logger", "_set_static_graph", "a rebuilt reducer", _REPLICATED),
@@ -610,7 +610,7 @@ PRIVATE = (
     Private(
         f"{_FSDP}._fsdp_state.FSDPState",
         "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init _state_ctx _root_post_backward_final_callback",
-        "gradients reduced once a step",
+        "gradients reduced once per step",
         _SHARDED,
     ),
     Private(f"{_FSDP}._fsdp_state.FSDPStateContext", "is_last_backward", "the same", _SHARDED),

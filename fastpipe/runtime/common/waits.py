@@ -19,6 +19,14 @@ from fastpipe.runtime.common.failure import Failure, FailureError, lost_peer
 LOOK_SECONDS = 0.1
 """The longest pause, in seconds."""
 _PAUSE_SECONDS = 0.001
+EXIT_SECONDS = 1.0
+"""How long to wait for the exit that may explain a lost connection or store: the kernel reports it a little later."""
+SHORT_EXIT_SECONDS = 0.5
+"""The same where the other ranks wait meanwhile: in the construction of a pipeline, and within a mesh's stages."""
+LATE_SECONDS = 2.0
+"""How long a result that is already on its way is awaited, after its deadline or its sender's exit."""
+PLACES_SECONDS = 1.0
+"""How long other ranks have to write where they are, before a slow step is reported."""
 
 
 def pauses(seconds: float) -> Iterator[float]:
@@ -73,11 +81,7 @@ SECONDS = 10.0
 
 
 class Patience:
-    """Asks a store until it fails to answer in time; later calls return at once.
-
-    Args:
-        seconds: timeout of an answer.
-    """
+    """Asks a store until it fails to answer in time; later calls return at once."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds, self._answers = seconds, True
@@ -102,7 +106,6 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
     """Yield pauses while a pipeline is built, until the time is over; the first are short.
 
     Args:
-        seconds: timeout.
         lost: returns the failure that keeps another process from answering, if any.
 
     Raises:
@@ -128,7 +131,6 @@ def attended(
         connect: connects. It gets no state of the calling thread, such as its current device.
         lost: returns the failure that keeps another process from connecting, if any; see `Control.lost`.
         timeout: for slow processes, and for losses that are not detected.
-        peer: the rank to connect to, if it is one.
 
     Raises:
         FailureError: if a process is dead, fails to build the pipeline, or does not connect in time.
@@ -149,12 +151,7 @@ def silent_store(seconds: float) -> str:
 
 
 class PatientStore:
-    """A store during construction: raises if it does not answer within the timeout.
-
-    Args:
-        store: the store.
-        timeout: seconds.
-    """
+    """A store during construction: raises if it does not answer within the timeout."""
 
     def __init__(self, store: Any, timeout: float) -> None:
         self._store, self._timeout = store, timeout

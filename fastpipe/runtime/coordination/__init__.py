@@ -15,26 +15,3 @@ from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.host import Identity, RanksPerHost, host_name, identify
 from fastpipe.runtime.coordination.mesh import MeshControl
 from fastpipe.runtime.coordination.processes import Processes
-
-__all__ = [
-    "Alone",
-    "Control",
-    "Cores",
-    "DeferredResults",
-    "Identity",
-    "MeshControl",
-    "Processes",
-    "RanksPerHost",
-    "Reply",
-    "agree",
-    "building",
-    "check_job",
-    "exchange_or_refuse",
-    "find_cores",
-    "host_name",
-    "identify",
-    "job_name",
-    "name_attempt",
-    "prepare_together",
-    "shares_store",
-]

@@ -11,11 +11,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import Failure, FailureError, cause_text, first_line, waiting
+from fastpipe.runtime.common import SHORT_EXIT_SECONDS, Failure, FailureError, cause_text, first_line, waiting
 from fastpipe.runtime.coordination.control import Control, Reply, exchange_or_refuse
 
 Value = TypeVar("Value")
-_GRACE_SECONDS = 0.5
 _LOST = (FailureError, dist.DistError)
 """Raised if another process, or the store, is lost."""
 _NOT_BUILT = "could not build the pipeline"
@@ -28,8 +27,8 @@ def agree(
 
     Args:
         control: the exchange with the other processes.
-        make: builds the part; also returns its message to the others, with ``plan`` and ``seed``, which must be equal
-            on all.
+        make: builds the part; also returns its message to the others, with ``plan``, values by argument, and ``seed``,
+            which must be equal on all.
         part: name of the part; None for the first one.
 
     Returns:
@@ -120,7 +119,7 @@ def _failure(control: Control, error: BaseException) -> Failure:
     if not isinstance(error, _LOST):
         return Failure(control.rank, cause_text(error), is_fatal=True)
     try:
-        for pause in waiting(_GRACE_SECONDS, control.lost):
+        for pause in waiting(SHORT_EXIT_SECONDS, control.lost):
             time.sleep(pause)
     except FailureError as lost:
         return lost.failure
@@ -129,18 +128,20 @@ def _failure(control: Control, error: BaseException) -> Failure:
 
 def _check_alike(replies: Sequence[Reply]) -> None:
     plans = [reply["plan"] for reply in replies]
-    if len(set(plans)) > 1:
-        listed = "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
-        raise ValueError(f"schedule: the ranks do not build the same pipeline: {listed}")
+    for name in dict.fromkeys(name for plan in plans for name in plan):
+        ranks: dict[str, list[int]] = {}
+        for rank, plan in enumerate(plans):
+            ranks.setdefault(plan.get(name, "the default"), []).append(rank)
+        if len(ranks) > 1:
+            found = ", ".join(f"{value} on ranks {having}" for value, having in ranks.items())
+            if name == "program":  # a digest, of what only the schedule decides
+                name, found = "schedule", f"its actions have another order on each of {list(ranks.values())}"
+            raise ValueError(f"{name}: the ranks do not build the same pipeline: {found}; pass the same on every rank")
     check_seeds([reply["seed"] for reply in replies])
 
 
 def check_seeds(seeds: Sequence[int | None]) -> None:
-    """Refuse different seeds on the ranks; None stands for torch's own generators.
-
-    Raises:
-        ValueError: listing the seeds by rank.
-    """
+    """Refuse different seeds on the ranks; None stands for torch's own generators."""
     if len(set(seeds)) > 1:
         listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
         raise ValueError(

@@ -30,9 +30,6 @@ def check_job(store: Any, *, decides: bool | None = None) -> None:
     Args:
         store: shared by the processes.
         decides: whether this process names the store's job; None: the first one that calls this does.
-
-    Raises:
-        ValueError: naming both jobs.
     """
     own, key = job_name() or "no name", "fastpipe/job"
     if decides:
@@ -59,9 +56,6 @@ def name_attempt(store: Any, rank: int, size: int, timeout: float) -> str:
 
     Args:
         store: shared by the processes, and by those of earlier attempts.
-        rank: of this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
 
     Raises:
         FailureError: if a process does not come in time.

@@ -23,12 +23,10 @@ class Control(ABC):
     """The exchange between the processes of a pipeline.
 
     Attributes:
-        rank: this process.
         step: number of calls of `begin`.
         deferred: results that the device computes after the host ends a step; None for a single process.
         elsewhere: in a mesh, the messages of the other pipelines in the last exchange, pipeline after pipeline.
         remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
-        size: number of processes.
     """
 
     rank = 0
@@ -37,6 +35,11 @@ class Control(ABC):
     deferred: DeferredResults | None = None
     remark = ""
     elsewhere: Sequence[Reply] = ()
+
+    @property
+    def dead(self) -> list[Failure]:
+        """The processes that have exited, by rank; from any thread. In a mesh also those of other pipelines."""
+        return []
 
     @abstractmethod
     def setup(self, message: Reply) -> list[Reply]:

@@ -60,11 +60,6 @@ class Cores:
 def find_cores(num_processes: int, device: torch.device, environment: Mapping[str, str] = os.environ) -> Cores:
     """This process's share of the cores, if requested and possible.
 
-    Args:
-        num_processes: of the pipeline.
-        device: the device of the stages.
-        environment: environment variables.
-
     Raises:
         ValueError: if FASTPIPE_PIN is not 0 or 1.
     """

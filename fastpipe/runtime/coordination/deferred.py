@@ -20,10 +20,18 @@ from datetime import timedelta
 from typing import Any
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import LOOK_SECONDS, Failure, attended, call_in_thread, cause_text, first_line, pauses
+from fastpipe.runtime.common import (
+    LATE_SECONDS,
+    LOOK_SECONDS,
+    Failure,
+    attended,
+    call_in_thread,
+    cause_text,
+    first_line,
+    pauses,
+)
 
 _CLOSING_SECONDS = 10
-_GRACE_SECONDS = 2.0
 _LOST = "lost"
 """The key of a failure that makes a result invalid; it replaces the contents."""
 
@@ -64,8 +72,6 @@ class DeferredResults:
 
     Args:
         store: shared by all processes; threads that wait clone it.
-        rank: this process.
-        timeout: seconds to wait for a result.
         dead: returns the processes that have exited.
     """
 
@@ -158,10 +164,10 @@ class DeferredResults:
             return bytes(self._reading.get(key)).decode()
 
         answer = call_in_thread(read, "fastpipe-fetch")
-        until = time.monotonic() + self.timeout + _GRACE_SECONDS
+        until = time.monotonic() + self.timeout + LATE_SECONDS
         while not wait([answer], LOOK_SECONDS).done:
             if self._dead():
-                until = min(until, time.monotonic() + _GRACE_SECONDS)
+                until = min(until, time.monotonic() + LATE_SECONDS)
             if time.monotonic() > until:
                 raise RuntimeError("the store does not answer")
         return answer.result()

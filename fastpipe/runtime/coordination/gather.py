@@ -42,11 +42,6 @@ Lost = Callable[[Sequence[int]], Failure | None]
 class Gather(ABC):
     """All-gather of messages between the processes of a pipeline.
 
-    Args:
-        rank: this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
-
     Attributes:
         suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
     """
@@ -68,9 +63,8 @@ class Gather(ABC):
     def late(self, missing: Sequence[int], step: int, phase: str) -> FailureError:
         """The error for processes that run and do not answer."""
         ranks = ", ".join(map(str, missing))
-        place, advice = f"the {phase} of step {step}", "call step and eval_step on every rank"
-        if step == 0:
-            place, advice = "the construction of the pipeline", "build it on every rank, all with the same group"
+        advice = "call step and eval_step on every rank" if step else "build it on every rank, all with the same group"
+        place = _place(step, phase)
         cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = None if self.suspected is None else self.suspected.rank
         return FailureError(Failure(suspected if suspected in missing else missing[0], cause, is_fatal=True))
@@ -114,12 +108,7 @@ class StoreGather(Gather):
     """All-gather over the store of a process group, on any hosts.
 
     Args:
-        store: shared by all processes, with its own prefix.
-        rank: this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
         gone: returns the failure that explains why the store does not answer.
-        lost: see `Control.lost`.
 
     Attributes:
         waits: the connection used for waiting.
@@ -194,6 +183,13 @@ class StoreGather(Gather):
             self.store.delete_key(self.written.pop(0)[1])
 
 
+def _place(step: int, phase: str) -> str:
+    """A phase in words."""
+    if step == 0:
+        return "the construction of the pipeline"
+    return f"the {phase if phase in ('start', 'end') else 'preparation'} of step {step}"
+
+
 def _key(step: int, phase: str, rank: int | None) -> str:
     return f"{step}/{phase}/{rank}"
 
@@ -203,15 +199,7 @@ _SLICE_SECONDS = 0.1
 
 
 class SharedMemoryGather(Gather):
-    """All-gather through shared memory; call `offer` and `connect` before the first exchange.
-
-    Args:
-        rank: this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
-        ranks_per_host: the ranks of this host.
-        lost: see `Control.lost`.
-    """
+    """All-gather through shared memory; call `offer` and `connect` before the first exchange."""
 
     def __init__(self, rank: int, size: int, timeout: float, ranks_per_host: RanksPerHost, lost: Lost) -> None:
         super().__init__(rank, size, timeout)
@@ -252,11 +240,10 @@ class SharedMemoryGather(Gather):
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """Exchange messages. Each begins with its process's step and phase, which must be equal on all."""
-        place = f"{phase} of step {step}"
-        self._native.post(f"{place}\n{json.dumps(message)}".encode())
+        self._native.post(f"{step} {phase}\n{json.dumps(message)}".encode())
         try:
             self._wait(step, phase)
-            return [self._read(rank, place, text) for rank, text in enumerate(self._native.messages())]
+            return [self._read(rank, step, phase, text) for rank, text in enumerate(self._native.messages())]
         except FailureError:
             raise
         except RuntimeError as error:
@@ -271,13 +258,15 @@ class SharedMemoryGather(Gather):
             if missing := deadline.passed(self._native.missing):
                 raise self.late(missing, step, phase)
 
-    def _read(self, rank: int, place: str, text: bytes | None) -> Reply:
+    def _read(self, rank: int, step: int, phase: str, text: bytes | None) -> Reply:
         if text is None:
             raise FailureError(Failure(rank, DIED, is_fatal=True))
         found, _, content = text.decode().partition("\n")
-        if found != place:
+        if found != f"{step} {phase}":
+            their_step, _, their_phase = found.partition(" ")
             cause = (
-                f"rank {rank} did not reach the {place}: it is at the {found}; call step and eval_step on every rank"
+                f"rank {rank} did not reach {_place(step, phase)}: it is at {_place(int(their_step), their_phase)}; "
+                "build pipelines, and call step and eval_step, in the same order on every rank"
             )
             raise FailureError(Failure(rank, cause, is_fatal=True))
         reply: Reply = json.loads(content)

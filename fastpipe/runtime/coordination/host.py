@@ -49,7 +49,6 @@ class RanksPerHost:
 
     Args:
         store: of the default group; None where there is none.
-        process: this process's rank in it.
     """
 
     def __init__(self, store: Any, process: int) -> None:

@@ -2,7 +2,7 @@
 
 A tensor-parallel stage, for example, is in one pipeline for every rank of the mesh's ``"tp"`` dimension. If one of them
 fails, the others wait for it within a stage, where nothing can be drained. So these pipelines begin and end their steps
-together, and share the watcher: a failure within a step is fatal for all of them. Whoever learns of it leaves the
+together, and share the watcher: a failure within a step is fatal for all of them. A rank that learns of it leaves the
 mesh's groups (`fastpipe.runtime.transport.MeshGroups`).
 
 `Processes` does the work for all processes of these pipelines, and numbers them through. Here the numbers become
@@ -17,16 +17,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastpipe.runtime.common import Failure, FailureError, pauses
+from fastpipe.runtime.common import SHORT_EXIT_SECONDS, Failure, FailureError, pauses
 from fastpipe.runtime.coordination.control import Control, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import StoreGather
 from fastpipe.runtime.coordination.processes import Processes
-
-_GRACE_SECONDS = 0.5
-"""Within which the end of a process is detected after its connections closed."""
-_TORCH_ERRORS = ("RuntimeError", "Dist")
-"""How the causes begin that a collective with a lost process raises."""
 
 
 class MeshControl(Control):
@@ -34,10 +29,8 @@ class MeshControl(Control):
 
     Args:
         whole: of all processes, pipeline after pipeline, each in the order of its ranks.
-        store: shared by the processes of this pipeline, with its own prefix.
         pipelines: where each pipeline is in the mesh, as text.
         size: the number of ranks of a pipeline.
-        timeout: seconds to wait for the others.
     """
 
     def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:
@@ -88,9 +81,9 @@ class MeshControl(Control):
         """Report a failure; in a step it ends all pipelines, this one included."""
         if not self.step:
             return self._placed(self._whole.publish(self._numbered(failure)))
-        if failure.cause.startswith(_TORCH_ERRORS) and not failure.is_fatal:
-            # a process that exits closes its connections first
-            for pause in pauses(_GRACE_SECONDS):
+        if not failure.is_fatal:
+            # a collective may have raised because a process exits, which closes its connections first
+            for pause in pauses(SHORT_EXIT_SECONDS):
                 if self._whole.lost() is not None:
                     break
                 time.sleep(pause)
@@ -121,9 +114,13 @@ class MeshControl(Control):
         # it belongs to the steps, which hold this control
         self._on_failure = lambda failure: None
 
+    @property
+    def dead(self) -> list[Failure]:
+        """See `Control.dead`."""
+        return list(map(self._placed, self._whole.dead))
+
     def _dead(self) -> list[Failure]:
-        placed = map(self._placed, self._whole.dead)
-        return [failure for failure in placed if failure.pipeline == self._pipelines[self._pipeline]]
+        return [failure for failure in self.dead if failure.pipeline == self._pipelines[self._pipeline]]
 
     def _placed(self, failure: Failure) -> Failure:
         """With a rank of a pipeline instead of a process's number."""

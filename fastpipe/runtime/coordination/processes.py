@@ -24,6 +24,7 @@ from typing import Any
 
 from fastpipe.runtime.common import (
     DIED,
+    EXIT_SECONDS,
     MAX_TEXT,
     SECONDS,
     Failure,
@@ -42,7 +43,6 @@ from fastpipe.runtime.coordination.lifeline import BEAT_SECONDS, GONE, LEFT, Lif
 logger = logging.getLogger("fastpipe")
 _UNWATCHED = "their exits are detected by connections to rank 0, or after the timeout"
 _LOOK_SECONDS = 0.1
-_GRACE_SECONDS = 1.0
 
 OnFailure = Callable[[Failure], None]
 
@@ -51,11 +51,6 @@ class Processes(Control):
     """Control of several processes, one per rank.
 
     Args:
-        store: shared by all processes, with its own prefix.
-        rank: this process.
-        size: number of processes.
-        timeout: seconds to wait for the others.
-        ranks_per_host: the ranks of this host.
         identity: returns the identity of a rank; None if it is not available yet.
     """
 
@@ -157,7 +152,7 @@ class Processes(Control):
 
     @property
     def dead(self) -> list[Failure]:
-        """The processes that have exited, by rank."""
+        """See `Control.dead`."""
         return self._watcher.dead
 
     def store_gone(self, error: RuntimeError) -> Failure:
@@ -239,8 +234,6 @@ class Watcher:
     """The watcher thread, and the failures in the store.
 
     Args:
-        store: shared by the processes.
-        local_peers: the processes of this host.
         lifeline: the connections to processes of other hosts.
 
     Attributes:
@@ -281,7 +274,8 @@ class Watcher:
         with self._lock:
             self.step = step
             self._on_failure = on_failure
-        if self.polls or self.dead:
+        # a process that has closed the pipeline is dead to the steps that follow
+        if self.polls or self.dead or self.local_peers.closed:
             self.local_peers.wake_own()
 
     def end(self) -> None:
@@ -312,7 +306,7 @@ class Watcher:
 
     def store_gone(self, error: RuntimeError) -> Failure:
         """The failure for a lost store, usually because its process died; the kernel may report that a little later."""
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = time.monotonic() + EXIT_SECONDS
         while not (dead := self.find_dead(self.step)) and time.monotonic() < deadline:
             time.sleep(0.01)
         if dead:
@@ -406,7 +400,7 @@ class Watcher:
         for rank, last_step in list(self.local_peers.closed.items()):
             if last_step >= step:
                 found.pop(rank, None)
-            elif last_step:  # a process that failed to build it has published why
+            else:  # a process that failed to build it has published why, which is read first
                 found[rank] = LEFT
         return [Failure(rank, cause, is_fatal=True) for rank, cause in sorted(found.items())]
 

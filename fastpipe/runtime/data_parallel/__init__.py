@@ -1,13 +1,13 @@
 """Data parallelism of a stage within a step: DistributedDataParallel or fully_shard.
 
-Promises: gradients are averaged over the replicas once a step, also if the backward is split.
+Promises: gradients are averaged over the replicas once per step, also if the backward is split.
 Uses: `common`.
 """
 
 from __future__ import annotations
 
 from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
-from fastpipe.runtime.data_parallel.interface import DataParallel, listed
+from fastpipe.runtime.data_parallel.interface import DataParallel
 from fastpipe.runtime.data_parallel.wrappers import (
     check_not_sharded,
     check_parallel,
@@ -15,15 +15,3 @@ from fastpipe.runtime.data_parallel.wrappers import (
     replicate,
     unwrapped,
 )
-
-__all__ = [
-    "DataParallel",
-    "Sharded",
-    "check_not_sharded",
-    "check_parallel",
-    "find_data_parallel",
-    "is_sharded",
-    "listed",
-    "replicate",
-    "unwrapped",
-]

@@ -1,4 +1,4 @@
-"""Stages with fully_shard (FSDP2): parameters are gathered and gradients reduced once a step.
+"""Stages with fully_shard (FSDP2): parameters are gathered and gradients reduced once per step.
 
 By default FSDP reduces at the end of every backward. For a split backward that is the end of I, and gradients from W
 would never be reduced. During a step its flags say that no backward is the last, so gradients accumulate in the
@@ -8,39 +8,28 @@ unsharded parameters; REDUCE_GRAD calls `post_backward` of every parameter group
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import Failure, FailureError, parameters_of, torch_private, walked
-from fastpipe.runtime.data_parallel.interface import DataParallel, listed
+from fastpipe.runtime.common import Failure, FailureError, listed, parameters_of, torch_private, walked
+from fastpipe.runtime.data_parallel.interface import DataParallel
+
+_HELD_BACK = {
+    "post_forward_mesh_info": None,
+    "reshard_after_backward": False,
+    "reduce_grads": False,
+    "all_reduce_grads": False,
+}
+"""The settings of a parameter group during a step; the user's are restored at its end."""
 
 
-@dataclass
-class _Flags:
-    """The user's settings of one parameter group."""
-
-    post_forward_mesh_info: Any
-    reshard_after_backward: bool
-    reduce_grads: bool
-    all_reduce_grads: bool
-
-    @classmethod
-    def of(cls, group: Any) -> _Flags:
-        return cls(
-            group.post_forward_mesh_info, group.reshard_after_backward, group.reduce_grads, group.all_reduce_grads
-        )
-
-    def restore(self, group: Any) -> None:
-        for name, value in vars(self).items():
-            setattr(group, name, value)
-
-
-_HELD_BACK = _Flags(None, False, False, False)
+def _set(group: Any, flags: Mapping[str, Any]) -> None:
+    for name, value in flags.items():
+        setattr(group, name, value)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -54,13 +43,12 @@ class Sharded(DataParallel):
 
     Args:
         modules: the modules with `fully_shard`, outer before inner.
-        stage: the stage's index, for messages.
     """
 
     def __init__(self, modules: Sequence[Any], stage: int) -> None:
         self.modules = modules
         self.stage = stage
-        self._flags: list[tuple[Any, _Flags]] = []
+        self._flags: list[tuple[Any, dict[str, Any]]] = []
         self._last: list[tuple[Any, bool]] = []
         self._reduces = False
         self._begun = False
@@ -91,8 +79,8 @@ class Sharded(DataParallel):
         if found:
             names = [f"{name} of a {type(module).__name__}" for module, name in found]
             raise ValueError(
-                f"stages: stage {self.stage} has parameters to train that it did not have when the Pipeline was built, "
-                f"{listed(names)}, which fully_shard does not cover; apply it to the new layers, and build a "
+                f"stages: stage {self.stage} has trainable parameters that it did not have when the Pipeline was "
+                f"built, {listed(names)}, which fully_shard does not cover; apply it to the new layers, and build a "
                 "new Pipeline"
             )
         return []
@@ -118,11 +106,11 @@ class Sharded(DataParallel):
         self._reduces = reduces
         self._begun = False
         self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
-        self._flags = [(group, _Flags.of(group)) for group in self._groups]
+        self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:
             context.is_last_backward = False
         for group, _ in self._flags:
-            _HELD_BACK.restore(group)
+            _set(group, _HELD_BACK)
 
     def unshard(self, failed: bool) -> None:
         """Start to gather the parameters; the forward, or the backward, waits for them."""
@@ -155,7 +143,7 @@ class Sharded(DataParallel):
         self._begun = True
         for group, flags in reversed(self._flags):
             group.wait_for_unshard()
-            flags.restore(group)
+            _set(group, flags)
             if failed:
                 _complete(group)
             group.post_backward()
@@ -169,9 +157,9 @@ class Sharded(DataParallel):
             torch_private.end_fsdp_backward(root)
         for group, flags in self._flags:
             group.wait_for_unshard()
-            if flags.reshard_after_backward:
+            if flags["reshard_after_backward"]:
                 group.reshard()
-            flags.restore(group)
+            _set(group, flags)
         for context, last in self._last:
             context.is_last_backward = last
         if begun:

@@ -2,7 +2,7 @@
 
 A wrapper reduces gradients from hooks in the backward. In a pipeline a backward is one microbatch's, may have two
 parts, and the last one to end need not belong to the last forward. So the hooks are disabled during a step. Their work
-is done once a step, by the program's instructions: UNSHARD before a stage is used, REDUCE_GRAD when its gradients are
+is done once per step, by the program's instructions: UNSHARD before a stage is used, REDUCE_GRAD when its gradients are
 complete. The rank waits for the reduction after its program.
 
 A rank that drains a failed step still takes part in its collectives, and reports the failure in them. So the other
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, parameters_of
+from fastpipe.runtime.common import children_of, listed, parameters_of
 
 
 class DataParallel(ABC):
@@ -51,15 +51,7 @@ class DataParallel(ABC):
         """The wrapped modules of the stage; the wrapper handles all that is in them."""
 
     def check_covers(self, module: nn.Module, stage: int) -> None:
-        """Refuse parameters outside of the wrapped modules, which would not be averaged.
-
-        Args:
-            module: of the stage.
-            stage: its index.
-
-        Raises:
-            ValueError: with the names and a remedy.
-        """
+        """Refuse parameters outside of the wrapped modules, which would not be averaged."""
         wrapped = set(self.wrapped)
         if module in wrapped or self.num_replicas == 1:
             return
@@ -123,7 +115,6 @@ class DataParallel(ABC):
         """End a step: wait for the reduction, and enable the wrapper's hooks.
 
         Args:
-            failed: the step failed on this rank.
             deadline: for the other replicas, on the monotonic clock.
 
         Raises:
@@ -157,10 +148,3 @@ class DataParallel(ABC):
     def put_aside(self) -> Callable[[], None]:
         """Save unreduced gradients that are not in ``.grad``; returns a function that restores them."""
         return lambda: None
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few names."""
-    if not names:
-        return "none"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

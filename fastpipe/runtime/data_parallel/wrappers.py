@@ -62,7 +62,6 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
     """Wrap modules with parameters in DistributedDataParallel, also frozen ones, which may be unfrozen later.
 
     Args:
-        modules: by stage.
         group: of the replicas: a process group, or a DeviceMesh of one dimension.
 
     Raises:
@@ -78,7 +77,10 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
         raise ValueError(f"data_parallel = {group!r}: give a process group, or a DeviceMesh such as mesh['dp']")
     for stage, module in modules.items():
         if find_data_parallel(module, stage) is not None:
-            raise ValueError(f"data_parallel: stage {stage} has replicas already; leave out one of the two")
+            raise ValueError(
+                f"data_parallel: stage {stage} is already wrapped in DistributedDataParallel or fully_shard; omit "
+                "data_parallel= or the wrapper"
+            )
     return {stage: _wrapped(module, group) for stage, module in modules.items()}
 
 
@@ -102,11 +104,7 @@ def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: int, num_routes: int) -> None:
-    """Refuse combinations that the ranks of this process cannot run.
-
-    Raises:
-        ValueError: with a remedy.
-    """
+    """Refuse combinations that the ranks of this process cannot run."""
     if parallel is None:
         return
     if num_local_ranks > 1 and (parallel.num_replicas > 1 or num_routes > 1):
@@ -122,11 +120,7 @@ def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: i
 
 
 def check_not_sharded(stage: int, parallel: DataParallel | None, dtype: torch.dtype) -> None:
-    """Refuse a stage whose wrapper sets the dtype of reduced gradients.
-
-    Raises:
-        ValueError: with a remedy.
-    """
+    """Refuse a stage whose wrapper sets the dtype of reduced gradients."""
     if parallel is not None and not parallel.whole_gradients:
         raise ValueError(
             f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which sets the dtype of summed "

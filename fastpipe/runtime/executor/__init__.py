@@ -10,15 +10,3 @@ from fastpipe.runtime.executor.cuda_graph import RecordedRanks, why_not
 from fastpipe.runtime.executor.events import DeviceEvent, DeviceEvents
 from fastpipe.runtime.executor.executor import Executor
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, Spans, executor_class
-
-__all__ = [
-    "DeviceEvent",
-    "DeviceEvents",
-    "Executor",
-    "LocalRanks",
-    "Outcome",
-    "RecordedRanks",
-    "Spans",
-    "executor_class",
-    "why_not",
-]

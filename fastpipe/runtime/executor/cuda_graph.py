@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,54 +21,38 @@ from fastpipe.runtime.common import cause_text, pytree, torch_private
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome
 from fastpipe.runtime.model import NoCopies, StageCopies
 from fastpipe.runtime.stage import Stage, StageWork
-from fastpipe.runtime.transport import Loopback, ProcessGroups, Transport
+from fastpipe.runtime.transport import Transport
 
 
-class Recording(ABC):
+class CudaGraph:
     """Recorded work of one device. It keeps the memory that it allocates, so a replay uses the same addresses."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
     def record(self, stream: Any, work: Callable[[], None]) -> None:
         """Call ``work`` and record, without running it, its work on the stream and on streams joined to it.
 
         Raises:
             RuntimeError: when something cannot be recorded; then nothing was done.
         """
-
-    @abstractmethod
-    def replay(self) -> None:
-        """Run the recorded work on the current stream."""
-
-
-class CudaGraph(Recording):
-    """A recording by ``torch.cuda.CUDAGraph``."""
-
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-
-    def record(self, stream: Any, work: Callable[[], None]) -> None:
-        """See `Recording.record`."""
         pool = torch.cuda.graph_pool_handle()
         try:
             # other threads (NCCL's, those that gather losses) query events meanwhile
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 work()
         except BaseException:  # raised again
-            _end_allocations(stream.device, pool)
+            # else torch's allocator may never reuse memory used by several streams
+            with contextlib.suppress(RuntimeError):  # already ended
+                torch_private.end_allocations(stream.device, pool)
             raise
 
     def replay(self) -> None:
-        """See `Recording.replay`."""
+        """Run the recorded work on the current stream."""
         self._graph.replay()
 
 
-def _end_allocations(device: torch.device, pool: Any) -> None:
-    """End a failed recording in torch's allocator, which otherwise may never reuse memory used by several streams."""
-    with contextlib.suppress(RuntimeError):  # already ended
-        torch_private.end_allocations(device, pool)
-
-
-Makers = tuple[Callable[[torch.device], Any], Callable[[], Recording]]
+Makers = tuple[Callable[[torch.device], Any], Callable[[], CudaGraph]]
 
 RECORDINGS: dict[str, Makers] = {"cuda": (torch.cuda.Stream, CudaGraph)}
 """By device type: factories of the stream to record on, and of a recording."""
@@ -79,19 +62,19 @@ def why_not(
     device: torch.device,
     ranks: Mapping[int, Mapping[int, Stage]],
     transport: Transport,
-    replicas: StageCopies,
+    copies: StageCopies,
 ) -> str:
     """Why no step of a pipeline can be recorded; empty if steps can be. ``ranks`` has the stages of local ranks."""
     if device.type not in RECORDINGS:
         return f"the stages compute on {device.type}, which cannot record work; put them on cuda"
     if len(ranks) > 1:
         return "several ranks are threads of this process, and a recording has one thread; start one process per rank"
-    if not isinstance(transport, Loopback | ProcessGroups):
+    if not transport.is_recordable:
         return (
             f"the messages of transport {transport.kind!r} have numbers, which a replay would repeat; use "
             "transport='process_group'"
         )
-    if not isinstance(replicas, NoCopies):
+    if not isinstance(copies, NoCopies):
         return "gradients of weights that several ranks hold are summed by the host after every step"
     if any(stage.parallel is not None for held in ranks.values() for stage in held.values()):
         return "the stages' replicas average gradients, and the host exchanges whether the step failed on one of them"
@@ -114,13 +97,11 @@ class RecordedStep:
     """A recorded step of one rank and the tensors that it uses.
 
     Attributes:
-        recording: the recorded work.
         tensors: its inputs, each once, in order of `tensors_of`.
         works: works of the stages, with its results.
-        grads: its gradients.
     """
 
-    recording: Recording
+    recording: CudaGraph
     tensors: list[torch.Tensor]
     works: list[StageWork]
     grads: Gradients

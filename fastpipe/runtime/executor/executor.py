@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,48 +23,34 @@ OnFailure = Callable[[int, BaseException], None]
 """``(position in the program, exception)``; called at once, before the rank drains the rest."""
 
 
+@dataclass(eq=False, repr=False)
 class Executor(ABC):
     """Runs the program of one rank, step by step.
 
     Args:
-        program: the program of all ranks.
-        rank: this rank.
-        stages: stages of this rank, by index.
-        transport: exchanges tensors with other ranks.
-        on_failure: called when an instruction fails.
-        timeout: seconds to wait for a peer.
-        num_threads: intra-op threads, the same on every rank.
         pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
-        device: device of the stages.
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
+
+    Attributes:
+        is_native: whether C++ runs the program.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        *,
-        on_failure: OnFailure,
-        timeout: float,
-        num_threads: int,
-        pairs: str = IN_ORDER,
-        device: torch.device = CPU,
-        streams: Mapping[int, torch.Stream] | None = None,
-    ) -> None:
-        self.program = program
-        self.rank = rank
-        self.stages = stages
-        self.transport = transport
-        self.on_failure = on_failure
-        self.timeout = timeout
-        self.num_threads = num_threads
-        self.pairs = pairs
-        self.device = device
-        self.streams = streams or {}
-        columns = program.columns[rank]
-        self.last = {index: last_microbatches(columns, index) for index in stages}
+    is_native: ClassVar[bool] = False
+    program: Program
+    rank: int
+    stages: Mapping[int, Stage]
+    transport: Transport
+    _: KW_ONLY
+    on_failure: OnFailure
+    timeout: float
+    num_threads: int
+    pairs: str = IN_ORDER
+    device: torch.device = CPU
+    streams: Mapping[int, torch.Stream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        columns = self.program.columns[self.rank]
+        self.last = {index: last_microbatches(columns, index) for index in self.stages}
         self._prepare()
 
     @abstractmethod

@@ -6,7 +6,7 @@ data-parallel collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,10 +25,12 @@ class NativeExecutor(Executor):
     A run uses the calling thread's grad mode, autocast and inference mode.
     """
 
+    is_native: ClassVar[bool] = True
+
     def _prepare(self) -> None:
         runtime: Any = native.load()
         if runtime is None:
-            raise ValueError(f"executor = 'native': {native.native_status()}")
+            raise ValueError(f"executor = 'native': {native.native_status()} Use executor='auto' or 'python' instead.")
         columns = np.ascontiguousarray(self.program[self.rank].columns)
         channels = [tuple(map(int, channel)) for channel in self.program.channels]
         places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]

@@ -31,8 +31,6 @@ class Step(NamedTuple):
     """An instruction with its references resolved.
 
     Attributes:
-        op: its operation.
-        call: runs it.
         label: label of a compute action for torch's profiler; empty for others, which run in a failed step, too.
     """
 
@@ -274,8 +272,7 @@ class _Resolver:
     def _made(self, kind: ActionKind, stage: int, microbatch: int) -> int:
         """Number of the message that an action makes for another stage; ``NONE`` without one."""
         target = feeds(kind, stage, self.program.num_stages)
-        carried = ChannelKind.ACTIVATION if kind is ActionKind.F else ChannelKind.GRADIENT
-        return NONE if target == NONE else self._number(Message(carried, target, microbatch))
+        return NONE if target == NONE else self._number(Message(ChannelKind.of(kind), target, microbatch))
 
     def _number(self, message: Message) -> int:
         return self.numbers.setdefault(message, len(self.numbers))
@@ -288,7 +285,7 @@ class _Resolver:
             self.slots[message] = it.slot
         if it.op is Op.SEND:
             # the instruction has the producing stage
-            message = message._replace(stage=it.stage + (1 if kind is ChannelKind.ACTIVATION else -1))
+            message = message._replace(stage=it.stage + kind.direction)
         match it.op:
             case Op.POST_RECV:
                 return partial(endpoint.post_recv, message, it.channel, it.slot)

@@ -40,7 +40,6 @@ class Outcome:
     Attributes:
         spans: times of the instructions, by rank.
         failure: the first failure of a local rank.
-        error: its exception.
         first: the step's first failure on any rank, as of the publication of `failure`.
     """
 
@@ -59,17 +58,9 @@ class LocalRanks:
     """Runs the program on the ranks of this process.
 
     Args:
-        stages: stages by index, by local rank.
-        executor: class of the executors.
-        transport: exchanges tensors between ranks.
-        timeout: seconds to wait for a peer.
         publish: called at once with a failure of a local rank; returns the step's first failure.
-        pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
-        device: device of the stages.
-        several_streams: whether each stage has its own stream.
 
     Attributes:
-        mesh_groups: groups of a mesh in which stages run collectives of their own.
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
     """

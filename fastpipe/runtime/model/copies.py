@@ -216,9 +216,6 @@ def check_told(replies: Sequence[Changes]) -> None:
 
     Args:
         replies: of every rank.
-
-    Raises:
-        ValueError: on every rank.
     """
     for rank, told in enumerate(replies):
         for name, (digest, holders) in told.items():
@@ -226,8 +223,8 @@ def check_told(replies: Sequence[Changes]) -> None:
                 given, _ = replies[other].get(name, (None, []))
                 if given != digest and name.startswith(FROZEN):
                     raise ValueError(
-                        f"{name} is not the same on ranks {rank} and {other}, which both have the weight: set it alike "
-                        "on every rank"
+                        f"{name} differs between ranks {rank} and {other}, which both hold the weight: set the same "
+                        "value on every rank"
                     )
                 if given != digest:
                     how = "was not" if given is None else "has other values, shape or dtype"
@@ -251,11 +248,7 @@ class NoCopies(StageCopies):
 
 
 def check_no_post_hooks(module: nn.Module) -> None:
-    """Refuse hooks that would receive half of a gradient.
-
-    Raises:
-        ValueError: with a remedy.
-    """
+    """Refuse hooks that would receive half of a gradient."""
     for name, parameter in parameters_of(module).items():
         if torch_private.post_hooks_of(parameter):
             raise ValueError(
@@ -266,11 +259,7 @@ def check_no_post_hooks(module: nn.Module) -> None:
 
 
 class LocalCopies(StageCopies):
-    """Both holders are in this process.
-
-    Args:
-        pairs: the user's module and its hidden copy, for every stage.
-    """
+    """Both holders are in this process."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
@@ -345,10 +334,8 @@ class RemoteCopies(StageCopies):
     """The other holder of each stage is another process.
 
     Args:
-        rank: this rank.
         modules: the stages held twice, ascending.
         holders: their ranks; the one with the first half is first.
-        exchange: swaps tensors with another rank.
     """
 
     def __init__(
@@ -444,7 +431,6 @@ def make_copies(
     """The copies for a placement.
 
     Args:
-        placement: the ranks of stages.
         modules: per local rank, its modules by stage.
         exchange: swaps tensors with another process; None if all ranks are here.
     """

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.common import cause_text, cuda_devices, keep_buffers, pytree, time_when_idle, torch_private
+from fastpipe.runtime.common import cause_text, cuda_devices, keep_state, pytree, time_when_idle, torch_private
 from fastpipe.runtime.model.chain import WholeNames, accepted_names, apart, as_arguments, as_layers, chosen
 
 _REPEATS = 5
@@ -197,10 +197,10 @@ def _leaves_of_a_graph(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def restored(layer: nn.Module) -> Iterator[None]:
-    """Restore buffers and gradients afterwards."""
-    put_back = keep_buffers([layer])
-    grads = [(parameter, parameter.grad) for parameter in layer.parameters()]
+def restored(*modules: nn.Module) -> Iterator[None]:
+    """Within it there are no gradients; restore them, and the state that a forward changes, afterwards."""
+    put_back = keep_state(modules)
+    grads = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
     try:
@@ -219,23 +219,22 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
     """The costs of the layers for ``partition``; None if it needs none, or if rank 0 computes them.
 
     Times differ between processes, and all must cut alike, so rank 0's are used.
-
-    Raises:
-        ValueError: naming ``example`` or ``partition``.
     """
     if not isinstance(partition, str) or partition not in MEASURED:
         if example is not None:
             raise ValueError(
-                f"example is given and partition = {partition!r} needs none: leave it out, or set partition to one of "
+                f"example is passed but partition = {partition!r} does not use it: omit it, or set partition to one of "
                 f"{', '.join(map(repr, MEASURED))}"
             )
         if partition != "layers" and callable(stages) and not isinstance(stages, nn.Module):
-            raise ValueError(f"partition = {partition!r}: stages is a function, which makes whole stages; leave it out")
+            raise ValueError(
+                f"partition = {partition!r}: stages is a function, which makes whole stages; omit partition"
+            )
         return None
     if example is None:
         raise ValueError(
-            f"partition = {partition!r}: pass one microbatch as example=, as the first layer takes it; a tuple is "
-            "several arguments"
+            f"partition = {partition!r}: pass one microbatch as example=, as the first layer takes it, or a "
+            "tuple of its arguments"
         )
     layers = as_layers(stages)
     if layers is None:
@@ -251,8 +250,8 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
             tuple(e.shape) if isinstance(e, torch.Tensor) else type(e).__name__ for e in pytree.tree_leaves(example)
         ]
         raise ValueError(
-            f"example, of {given}: the layers do not run on it ({cause_text(error)}): give one microbatch as the first "
-            "layer takes it; a tuple is several arguments"
+            f"example has {given}, on which the layers fail ({cause_text(error)}): pass one microbatch as the first "
+            "layer takes it, or a tuple of its arguments"
         ) from error
 
 
@@ -292,10 +291,7 @@ def cut_text(stages: Any, num_stages: int, partition: Any, unit: str, costs: Seq
     """The cut of a list of layers, and the ratio of the largest stage to the mean; empty for other forms.
 
     Args:
-        stages: the layers.
-        num_stages: number of stages.
         partition: as given to Pipeline.
-        unit: of the costs.
         costs: of the layers, used for the cut; default: their parameters.
     """
     layers = as_layers(stages)
@@ -320,8 +316,8 @@ def _imbalance(costs: Sequence[float], ranges: Sequence[range], unit: str) -> st
 def _check_count(num_layers: int, num_stages: int) -> None:
     if num_layers < num_stages:
         raise ValueError(
-            f"stages has {num_layers} layers and the schedule has {num_stages} stages: give at least one layer a "
-            "stage, or use fewer ranks or stages_per_rank"
+            f"stages has {num_layers} layers but the schedule has {num_stages} stages: give at least one layer "
+            "per stage, or use fewer ranks or stages_per_rank"
         )
 
 
@@ -329,7 +325,7 @@ def _explicit(counts: list[Any], num_layers: int, num_stages: int) -> list[range
     counts = [len(count) if isinstance(count, range) else count for count in counts]
     if len(counts) != num_stages or any(not isinstance(c, int) or c < 1 for c in counts) or sum(counts) != num_layers:
         raise ValueError(
-            f"partition = {counts}: give {num_stages} numbers of at least 1, one a stage, that sum to the "
+            f"partition = {counts}: give {num_stages} numbers of at least 1, one per stage, that sum to the "
             f"{num_layers} layers"
         )
     ends = [sum(counts[: i + 1]) for i in range(num_stages)]

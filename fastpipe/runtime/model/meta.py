@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import allocate, is_dtensor, local_part, torch_private, version_of
-from fastpipe.runtime.data_parallel import listed, unwrapped
+from fastpipe.runtime.common import allocate, is_dtensor, listed, local_part, torch_private, version_of
+from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import WholeNames
 from fastpipe.runtime.model.modules import check_device, state_prefix, tensors_of
 from fastpipe.runtime.model.shared_weight import SHARDED, Tie, kind_of_tie
@@ -32,13 +32,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 class Unfilled:
-    """Local stages that were built on the meta device, until the first step.
-
-    Args:
-        modules: by stage.
-        device: of the computation.
-        ties: weights with several names.
-    """
+    """Local stages that were built on the meta device, until the first step."""
 
     def __init__(self, modules: Mapping[int, nn.Module], device: torch.device, ties: Sequence[Tie]) -> None:
         self._modules = modules

@@ -24,12 +24,7 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
 
     Args:
         stages: the model's layers, a function of the stage's index, or a dict of the local stages.
-        num_stages: number of stages of the model.
-        local: the stages of this process.
         partition: ``"layers"``, or the number of layers per stage.
-
-    Raises:
-        TypeError, ValueError: naming ``stages`` or ``partition`` and the remedy.
     """
     if isinstance(stages, Mapping):
         return _from_mapping(stages, num_stages, local)
@@ -40,8 +35,8 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
     if isinstance(stages, nn.Module | type) or not callable(stages):
         raise TypeError(
             f"stages is a {type(stages).__name__}: give the list of the model's layers (or an nn.Sequential), a "
-            "function stage_index -> nn.Module, a dict {stage_index: nn.Module}, or what torch.distributed.pipelining "
-            "makes of it"
+            "function stage_index -> nn.Module, a dict {stage_index: nn.Module}, or the stages or Pipe of "
+            "torch.distributed.pipelining"
         )
     made = {stage: stages(stage) for stage in local}
     for stage, module in made.items():
@@ -100,7 +95,7 @@ def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None
                 continue
             if tensor.device.type != device.type or (device.index not in (None, tensor.device.index)):
                 raise ValueError(
-                    f"stages: {name} of stage {stage} is on {tensor.device} and device = {device}; move the stage with "
+                    f"stages: {name} of stage {stage} is on {tensor.device} but device = {device}; move the stage with "
                     f"module.to({str(device)!r}), or pass device={str(tensor.device)!r}"
                 )
 

@@ -109,7 +109,7 @@ def share(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> None:
                 continue
             if parameter.shape != first.shape or parameter.dtype != first.dtype:
                 raise ValueError(
-                    f"tied: {name} is {parameter.dtype} {tuple(parameter.shape)} and {tie.names[0]} is {first.dtype} "
+                    f"tied: {name} is {parameter.dtype} {tuple(parameter.shape)} but {tie.names[0]} is {first.dtype} "
                     f"{tuple(first.shape)}; tied weights need equal dtypes and shapes"
                 )
             if not sharded or stage == tie.stages[0]:
@@ -280,8 +280,6 @@ class Swaps:
     no cycle of waits can form.
 
     Args:
-        rank: this rank.
-        placement: the ranks of stages.
         exchange: swaps tensors of equal shapes and dtypes between two ranks.
     """
 
@@ -300,8 +298,6 @@ class Swaps:
         """The gradients of all stages' uses, including other processes'.
 
         Args:
-            tie: the weight.
-            own: the gradients of this process.
             like: a tensor with the weight's shape and dtype.
         """
         held = users_of(tie, self.placement)
@@ -334,10 +330,7 @@ def make_tied(
     """The work around a step: for ties across stages, and inside of it the result of ``make``.
 
     Args:
-        ties: of the unsplit model.
         modules: the user's modules by local stage, after `share`.
-        placement: the ranks of stages.
-        rank: this rank.
         exchange: swaps tensors with other processes; None if all ranks are here.
         make: creates the work for stages held twice.
     """

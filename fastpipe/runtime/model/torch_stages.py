@@ -86,7 +86,7 @@ def from_torch(
 def _check_count(there: int, num_stages: int, what: str) -> None:
     if there != num_stages:
         raise ValueError(
-            f"stages: {what} is of {there} stages and the schedule has {num_stages}: use stages_per_rank, or another "
+            f"stages: {what} is of {there} stages but the schedule has {num_stages}: use stages_per_rank, or another "
             "number of ranks, or split the model again"
         )
 

@@ -7,5 +7,3 @@ Uses: `model`, `common`.
 from __future__ import annotations
 
 from fastpipe.runtime.split.split import split
-
-__all__ = ["split"]

@@ -20,10 +20,6 @@ class Blocks(nn.ModuleList):
     The model's forward iterates over it as over its own list, and gives every block its mask and positions. Only the
     hidden states between blocks are handled here.
 
-    Args:
-        blocks: the stage's blocks, by number.
-        total: number of blocks of the model.
-
     Attributes:
         hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
             stage; afterwards this stage's output.
@@ -38,11 +34,7 @@ class Blocks(nn.ModuleList):
         self.hidden: torch.Tensor | None = None
 
     def begin(self, hidden: torch.Tensor | None) -> None:
-        """Prepare for the model's forward.
-
-        Args:
-            hidden: output of the previous stage; None in the first stage.
-        """
+        """Prepare for the model's forward."""
         self.hidden = hidden
         self._entered = False
 
@@ -61,7 +53,7 @@ class Blocks(nn.ModuleList):
         """Run a block on the hidden states; return them unchanged for a block of another stage."""
         if self._entered and hidden is not self.hidden:
             raise ValueError(
-                "split: this model changes the hidden states between its blocks; hand over its layers as "
+                "split: this model changes the hidden states between its blocks; pass its layers as "
                 "a list, written so that each takes what the one before it returns"
             )
         self._entered = True
@@ -81,11 +73,7 @@ class Placeholder(nn.Module):
 
 
 class HiddenStates(nn.Module):
-    """Replaces the embedding of a stage that also takes token ids: returns the previous stage's hidden states.
-
-    Attributes:
-        value: the hidden states.
-    """
+    """Replaces the embedding of a stage that also takes token ids: returns the previous stage's hidden states."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,6 @@ class DecoderLayers(Layers):
     """The layers of a causal language model or a text classifier; returned by `fastpipe.split`.
 
     Args:
-        model: the unsplit model.
         run: runs its forward on an example, to find its parts; None for supported models.
 
     Attributes:
@@ -130,8 +129,6 @@ class DecoderStage(WholeNames):
 
     Args:
         model: the unsplit model; its modules are used, not copied.
-        layout: the names of its parts.
-        num_blocks: number of blocks.
         layers: 0 for the embedding, then the blocks, then the norm with the head.
     """
 
@@ -243,7 +240,7 @@ def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
     elif run is None:
         raise ValueError(
             f"model is a {name} (model_type {kind!r}): without an example split supports causal language models of "
-            f"{', '.join(SUPPORTED)}; give one microbatch, as in split(model, input_ids), to try it, or hand over the "
+            f"{', '.join(SUPPORTED)}; give one microbatch, as in split(model, input_ids), to try it, or pass the "
             "layers as a list"
         )
     else:
@@ -251,8 +248,8 @@ def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
     blocks = len(getattr(getattr(model, layout.base), layout.blocks))
     if blocks != model.config.num_hidden_layers:
         raise ValueError(
-            f"model has {blocks} blocks and config.num_hidden_layers = {model.config.num_hidden_layers}: make them "
-            "alike, as the model's forward leaves out the rest"
+            f"model has {blocks} blocks but config.num_hidden_layers = {model.config.num_hidden_layers}: set both to "
+            "one number, as the model's forward skips the other blocks"
         )
     return layout
 
@@ -274,7 +271,10 @@ def _check_parts(model: Any, layout: _Layout) -> None:
     odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {layout.base, *layout.heads}))
     if odd:
         name = type(model).__name__
-        raise ValueError(f"model: {name} has other parts than split supports ({', '.join(odd)}); was something added?")
+        raise ValueError(
+            f"model: {name} has other parts than split supports: {', '.join(odd)}; remove what "
+            "was added, or pass the layers as a list"
+        )
 
 
 def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Layout:
@@ -288,10 +288,10 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
     children: dict[str, Any] = {} if base is None else children_of(base)
     lists = [key for key, part in children.items() if isinstance(part, nn.ModuleList)]
     if len(lists) != 1 or not len(children[lists[0]]):
-        raise ValueError(f"model: {name}.{prefix} has no single list of blocks; hand over the layers as a list")
+        raise ValueError(f"model: {name}.{prefix} has no single list of blocks; pass the layers as a list")
     (blocks,) = lists
     if parameters_of(base) or parameters_of(model):
-        raise ValueError(f"model: {name} has parameters beside its modules; hand over the layers as a list")
+        raise ValueError(f"model: {name} has parameters beside its modules; pass the layers as a list")
     row = list(children[blocks])
     calls: list[tuple[str, Any]] = []
     hidden: list[Any] = []
@@ -314,7 +314,7 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
             handle.remove()
     marks = [place for place, (key, _) in enumerate(calls) if not key]
     if len(marks) != 2 or not hidden:
-        raise ValueError(f"model: {name} does not run its blocks once, one after the other; hand over a list of layers")
+        raise ValueError(f"model: {name} does not run its blocks once, one after the other; pass a list of layers")
     after = {key for key, _ in calls[marks[1] + 1 :]}
     # parts for all blocks have no parameters, for example rotary embeddings; those that return hidden states are the
     # first stage's
@@ -328,7 +328,7 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
     heads = tuple(key for key in children_of(model) if key != prefix)
     embedding = [key for key, part in parts.items() if part is model.get_input_embeddings()]
     if not embedding:
-        raise ValueError(f"model: the embedding is no part of {name}.{prefix}; hand over the layers as a list")
+        raise ValueError(f"model: the embedding is no part of {name}.{prefix}; pass the layers as a list")
     last_parts = tuple(key for key in parts if key in after)
     found = embedding[0] if classifies else ""
     return _Layout(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found)

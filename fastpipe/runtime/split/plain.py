@@ -20,7 +20,7 @@ from fastpipe.runtime.split.blocks import shallow
 _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments of a module beside the previous one's output, by position and by name; equal in every step."""
-_INSTEAD = "hand over the model's layers as a list, each of which takes what the one before it returns"
+_INSTEAD = "pass the model's layers as a list, each of which takes what the one before it returns"
 
 
 @dataclass
@@ -28,10 +28,6 @@ class Call:
     """One call of a module.
 
     Attributes:
-        path: the module's name.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        output: its result.
         version: of the output; grows with changes in place.
         seen: version of the first argument at the call.
     """
@@ -160,7 +156,6 @@ class RowLayers(Layers):
     """The layers of a model with a row of modules; returned by `fastpipe.split`.
 
     Args:
-        model: the unsplit model.
         row: the names of the modules in the row, with their further arguments. Layer 0 is the model's forward up to the
             first of them.
     """
@@ -225,7 +220,7 @@ class RowStage(WholeNames):
             model(*args, **kwargs)
         except _Reached as reached:
             return reached.value
-        raise ValueError("split: the model's forward ended before its first block; hand over its layers as a list")
+        raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
 
 
 class _Reached(BaseException):
@@ -237,11 +232,7 @@ class _Reached(BaseException):
 
 
 class _End(nn.Module):
-    """Replaces a module of the row, to end the model's forward.
-
-    Args:
-        further: its further arguments on the example.
-    """
+    """Replaces a module of the row, to end the model's forward."""
 
     def __init__(self, further: Further) -> None:
         super().__init__()

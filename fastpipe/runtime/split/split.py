@@ -56,7 +56,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
         )
     if (example or kwargs) and isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         raise ValueError(
-            f"model is a {type(model).__name__} on the meta device, and the example is run on it: hand over its layers "
+            f"model is a {type(model).__name__} on the meta device, and the example is run on it: pass its layers "
             "as a list; supported models of Hugging Face need no example"
         )
     if isinstance(model, nn.Module) and is_hugging_face(model):
@@ -117,13 +117,13 @@ def _decoder(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> De
 def _compare(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor) -> None:
     if not torch.equal(_run_restored(model, sequence), expected):
         raise ValueError(
-            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); hand over "
+            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); pass "
             "the model's layers as a list"
         )
     if not model.training and not _equal_in_training(model, whole, sequence):
         raise ValueError(
             f"model: in training, its layers in sequence do not return the model's output ({type(model).__name__}); "
-            "does its forward use dropout between them? Make that a module, or hand over the model's layers as a list"
+            "make what its forward does between them, such as dropout, a module, or pass the model's layers as a list"
         )
 
 
@@ -153,8 +153,8 @@ def _run_layers(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]
             value = layer(value, **chosen(kwargs, accepted_names(layer)))
     except Exception as error:  # raised again with an explanation
         raise ValueError(
-            f"model: its layers in sequence fail where the model does not ({error}); does its forward use blocks, or "
-            "what comes after them, before the first block? Hand over the model's layers as a list"
+            f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "
+            "what comes after them, before the first block: pass the model's layers as a list"
         ) from error
     return value
 
@@ -164,4 +164,4 @@ def _check_complete(model: nn.Module, layers: Layers) -> None:
     found = {id(parameter) for layer in layers for parameter in layer.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     if missing:
-        raise ValueError(f"model: no layer has {missing[0]}; hand over the model's layers as a list")
+        raise ValueError(f"model: no layer has {missing[0]}; pass the model's layers as a list")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors
 from fastpipe.runtime.stage.context import ContextFactory, checked_contexts, current, last_microbatches
+from fastpipe.runtime.stage.held import HeldTensors, held_tensors
 from fastpipe.runtime.stage.losses import (
     AddedLosses,
     NoLoss,
@@ -32,39 +33,3 @@ from fastpipe.runtime.stage.random_numbers import (
     microbatch_seed,
 )
 from fastpipe.runtime.stage.stage import Stage
-
-__all__ = [
-    "AddedLosses",
-    "ContextFactory",
-    "Generators",
-    "IN_ORDER",
-    "NoLoss",
-    "PER_MICROBATCH",
-    "PairCounts",
-    "PairPolicy",
-    "Pairs",
-    "RandomNumbers",
-    "RngUsage",
-    "Stage",
-    "StageWork",
-    "TreespecCache",
-    "WAYS",
-    "add_loss",
-    "check_overlap",
-    "checked_contexts",
-    "checked_loss",
-    "current",
-    "describe_random",
-    "detached",
-    "from_tensors",
-    "last_microbatches",
-    "loss_and_metrics",
-    "microbatch_seed",
-    "names_of",
-    "pair_policy",
-    "returned_loss",
-    "scale_loss",
-    "sum_in_order",
-    "to_tensors",
-    "weighed",
-]

@@ -182,7 +182,7 @@ def add_loss(value: torch.Tensor, name: str = "added") -> None:
         RuntimeError: outside of a pipeline's step and of `AddedLosses`, when gradients are on.
     """
     if not isinstance(name, str):
-        raise TypeError(f"add_loss: name = {name!r}: give a text")
+        raise TypeError(f"add_loss: name = {name!r}: pass a str")
     losses = _open.losses
     if torch_private.graph_task() != -1 and (losses is None or torch_private.is_recomputing()):
         return  # this was added in the forward
@@ -292,8 +292,6 @@ class StageWork:
 
     Attributes:
         args: positional arguments of the module; None for all but the first stage.
-        kwargs: keyword arguments of the module.
-        targets: the loss function's second argument.
         divisors: divisor of each microbatch's loss before its backward; None for no scaling.
         loss_scale: factor of the backward's roots, see `fastpipe.GradScaler`; None for 1.
         output_grads: the caller's gradients of the outputs, instead of a loss.

@@ -179,8 +179,6 @@ def pair_policy(
         overlap: "auto", "always" or "never".
         num_ranks_here: number of ranks on this host.
         num_cores: number of cores that this process may use.
-        device: device of the stages.
-        several_streams: whether each stage has its own stream.
     """
     if overlap != "auto":
         return PairPolicy(TOGETHER if overlap == "always" else IN_ORDER, f"overlap={overlap!r}")

@@ -157,7 +157,6 @@ class RandomNumbers:
     """The random numbers of a pipeline's stages on this process.
 
     Args:
-        device: device of the stages.
         seed: seed of the states with ``rng="per_microbatch"``; else None.
         threads: whether several ranks are threads of this process.
         pairs: whether the two halves of a pair may run at the same time.
@@ -212,11 +211,6 @@ class RandomNumbers:
 
     def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> bool:
         """Begin a step: decide which actions exclude each other.
-
-        Args:
-            training: whether it has backwards.
-            flags: of the stages' modules, such as training mode.
-            has_pairs: whether it has pairs.
 
         Returns:
             Whether the actions of the step need this guard at all.

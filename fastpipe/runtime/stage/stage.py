@@ -22,6 +22,7 @@ from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
 from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors, treespec_tensor, treespec_text
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
+from fastpipe.runtime.stage.held import HeldTensors, Visit
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
 from fastpipe.runtime.stage.pairs import METHOD, Criterion, fuse, method_of, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
@@ -78,14 +79,20 @@ class Stage:
     """One slice of the model.
 
     Args:
-        index: index of the stage.
         module: the slice.
-        num_stages: number of stages of the model.
         loss_fn: ``loss_fn(output, target)`` on the last stage.
         recompute: what is recomputed in the backward; see `fastpipe.runtime.model.chain`.
         contexts: the user's contexts for F, and for B, I and W.
+        fused_weight_grad: whether W adds to gradients in one kernel.
+        grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
+        mesh: the pipeline's; None without one.
+        treespecs: treespecs that it sends and receives, on a device with streams; None elsewhere.
+        why_one_tensor: why it may return only one tensor; empty if it may return more.
+        wrapped: whether stages with parameters are wrapped for data parallelism.
+        held: what its rank holds for several stages; None where no rank has several of a route.
 
     Attributes:
+        bare: whether it is not wrapped only because it has no parameters.
         accepts: keyword arguments that the module's forward takes; None for any.
         later: those that later stages take; None for any.
         context: the current action and the user's contexts.
@@ -98,12 +105,7 @@ class Stage:
         parallel: data parallelism of the stage; None if its module is not wrapped.
         modules: the layers of a chain, or the one module.
         fuses: whether it has a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
-        plans: treespecs that it sends and receives, on a device with streams; None elsewhere.
-        why_one_tensor: why it may return only one tensor; empty if it may return more.
         leave_mesh: called on a rank that drains a failed step, before it joins a collective of its replicas.
-        bare: whether it was to be wrapped for data parallelism and has no parameters.
-        mesh: the pipeline's; None without one.
-        grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
     """
 
     def __init__(
@@ -114,6 +116,14 @@ class Stage:
         loss_fn: LossFunction | None = None,
         recompute: str = NONE,
         contexts: tuple[ContextFactory | None, ContextFactory | None] = (None, None),
+        *,
+        fused_weight_grad: bool = False,
+        grad_dtype: torch.dtype | None = None,
+        mesh: Any = None,
+        treespecs: TreespecCache | None = None,
+        why_one_tensor: str = "",
+        wrapped: bool = False,
+        held: HeldTensors | None = None,
     ) -> None:
         self.index = index
         self.module = module
@@ -122,13 +132,15 @@ class Stage:
         self.losses = StageLosses(index, self.is_last, loss_fn)
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
-        self.plans: TreespecCache | None = None
-        self.why_one_tensor = ""
+        self.fused_weight_grad = fused_weight_grad
+        self.grad_dtype = grad_dtype
+        self.mesh = mesh
+        self.treespecs = treespecs
+        self.why_one_tensor = why_one_tensor
+        self.bare = wrapped and self.parallel is None
         self.leave_mesh: Callable[[], None] = _stay
-        self.bare = False
-        self.mesh: Any = None
-        self.grad_dtype: torch.dtype | None = None
-        self.fused_weight_grad = False
+        self.held = held
+        self._visit: Visit | None = None
         self.context = ActionContext(index, *contexts)
         self.later: frozenset[str] | None = None
         self.running: int | None = None
@@ -172,7 +184,7 @@ class Stage:
             outputs = self._call(microbatch, inputs)
         if self.random is not None:
             self.random.note_graph(outputs)
-        self.running = None
+        self.running = self._visit = None
         return outputs
 
     def _rng(self, microbatch: int) -> AbstractContextManager[None]:
@@ -205,8 +217,8 @@ class Stage:
         value, values = apart(output)
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
-        make = treespec_tensor if self.plans is None else partial(self.plans.make, microbatch)
-        tensors = to_tensors(value, carried, self.index, make, self.mesh)
+        make = treespec_tensor if self.treespecs is None else partial(self.treespecs.make, microbatch)
+        tensors = to_tensors(value, carried, self.index, make, self.mesh, self._visit)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
                 f"stage {self.index} returns {len(tensors)} tensors, and with more than one the ranks can deadlock: "
@@ -216,10 +228,11 @@ class Stage:
 
     def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The positional arguments of the module, and the values carried from earlier stages."""
+        self._visit = None if self.held is None else Visit(self.held, self.index, microbatch)
         if self.work.args is not None:
             return self.work.args[microbatch], {}
-        read = treespec_text if self.plans is None else partial(self.plans.read, microbatch)
-        return from_tensors(inputs, read, self.mesh)
+        read = treespec_text if self.treespecs is None else partial(self.treespecs.read, microbatch)
+        return from_tensors(inputs, read, self.mesh, self._visit)
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
@@ -260,7 +273,7 @@ class Stage:
             outputs = self._finish(microbatch, output) if self.is_last else self._pack_outputs(microbatch, output, {})
         if self.random is not None:
             self.random.note_fused()
-        self.running = None
+        self.running = self._visit = None
         return outputs
 
     def _check_fused(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -446,8 +459,8 @@ class Stage:
         """
         if announce:
             self._split_report = SplitReport()
-        if self.plans is not None:
-            self.plans.begin(signature, announce)
+        if self.treespecs is not None:
+            self.treespecs.begin(signature, announce)
 
     def end(self) -> None:
         """Release the state of a step, including the batch."""
@@ -457,3 +470,6 @@ class Stage:
                 weights.clear()
         self._records.clear()
         self._waiting.clear()
+        self._visit = None
+        if self.held is not None:
+            self.held.clear()

@@ -31,32 +31,3 @@ from fastpipe.runtime.step.result import (
 )
 from fastpipe.runtime.step.steps import Settings, Steps
 from fastpipe.runtime.step.watchdog import WatchdogThread
-
-__all__ = [
-    "GradNorms",
-    "Held",
-    "MetricRules",
-    "Norm",
-    "Programs",
-    "Request",
-    "Rules",
-    "Settings",
-    "StepResult",
-    "Steps",
-    "Values",
-    "WatchdogThread",
-    "added_by_name",
-    "check_reduction",
-    "check_rules",
-    "check_split_and_merge",
-    "clip_grad_norm",
-    "count_rows",
-    "gather",
-    "loss_divisors",
-    "options_with_stages",
-    "reduce_metrics",
-    "rule_for",
-    "split",
-    "split_argument",
-    "weights_of",
-]

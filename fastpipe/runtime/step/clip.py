@@ -95,8 +95,8 @@ class Merged:
             one, other = gathered[first].item(), gathered[at].item()
             if one != other and not (math.isnan(one) and math.isnan(other)):
                 raise ValueError(
-                    f"the ranks that hold {norm.name} have different gradients of it: norm {one:g} on rank "
-                    f"{norm.rank}, {other:g} on rank {rank}; change gradients on all holders alike"
+                    f"the gradient of {norm.name} has norm {one:g} on rank {norm.rank} but {other:g} on rank {rank}: "
+                    "make the same changes to it on every rank that holds the parameter"
                 )
         return gathered[self._order]
 
@@ -124,7 +124,6 @@ class GradNorms:
         Args:
             all_gather: see `fastpipe.runtime.step.Steps.all_gather`.
             call: its first argument.
-            held: the gradients of this process.
             make: returns the order of the norm, and further entries of the message. An error in it, or in the
                 gradients, is an error on every rank.
 
@@ -153,17 +152,7 @@ def _unpacked(replies: Sequence[Reply]) -> torch.Tensor:
 
 
 def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Reply], num_ranks: int) -> None:
-    """Refuse gradients that differ between the pipelines of a mesh: their norm is that of a part.
-
-    Args:
-        merged: the gradients.
-        values: their norms in this pipeline.
-        replies: of the other pipelines.
-        num_ranks: of a pipeline.
-
-    Raises:
-        ValueError: naming the parameter and the remedy.
-    """
+    """Refuse gradients that differ between the pipelines of a mesh: their norm is that of a part."""
     for first in range(0, len(replies), num_ranks):
         other = merged.values(_unpacked(replies[first : first + num_ranks]))
         close = torch.isclose(values, other, rtol=1e-3, equal_nan=True)
@@ -177,11 +166,7 @@ def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Repl
 
 
 def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Both as numbers.
-
-    Raises:
-        ValueError: naming the invalid one, and what to give.
-    """
+    """Both as numbers."""
     limit, order = _number(max_norm), _number(math.inf if norm_type == "inf" else norm_type)
     if not limit >= 0:
         raise ValueError(f"max_norm = {max_norm!r}: give a number of at least 0; float('inf') only measures")
@@ -196,11 +181,6 @@ def _number(value: Any) -> float:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         return math.nan
-
-
-def gradients_of(parameters: Iterable[Named]) -> list[Held]:
-    """The existing gradients of the parameters."""
-    return [Held(p.stage, p.name, p.parameter.grad, p.is_echo) for p in parameters if p.parameter.grad is not None]
 
 
 @torch.no_grad()
@@ -288,9 +268,6 @@ def report_nonfinite(
     """Report the gradients that made the norm infinite or NaN.
 
     Args:
-        total: the norm.
-        norms: the gradients.
-        values: their norms.
         local: the gradients of this process; it logs only these.
         is_error: whether to raise.
         expected: log at INFO instead of WARNING.
@@ -322,7 +299,7 @@ def clip_grad_norm(
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See `fastpipe.Pipeline.clip_grad_norm_`."""
-    local = gradients_of(named)
+    local = [Held(p.stage, p.name, p.parameter.grad, p.is_echo) for p in named if p.parameter.grad is not None]
 
     def arguments() -> tuple[float, Reply]:
         # an error here is an error on every rank, so no rank hangs

@@ -21,9 +21,7 @@ def gather(steps: Steps, member: Membership, device: torch.device, own: Outputs)
     """The outputs of all processes, on every one of them. Collective, after a step.
 
     Args:
-        steps: exchanges messages with the other ranks.
         member: the group, and this process's place in it.
-        device: of received outputs.
         own: the outputs of this process; returned unchanged.
 
     Raises:

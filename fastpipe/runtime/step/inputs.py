@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, pytree, tensors_in
+from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import accepted_names, chosen, missing_argument, positional_names
 from fastpipe.runtime.stage import Stage, StageWork
@@ -38,7 +38,6 @@ class Request:
     """The arguments of one step; attributes as of `fastpipe.Pipeline.step`.
 
     Attributes:
-        training: whether there is a backward.
         reduces: whether gradients are reduced over the replicas of the pipeline.
         gathers_outputs: whether every rank gets the outputs.
     """
@@ -117,6 +116,8 @@ def _digest(value: Any, found: int, whole: bool) -> int:
         found = zlib.crc32(repr(value).encode(), found)
     elif type(value) in (torch.Tensor, nn.Parameter) and _is_read(value, whole):
         found = zlib.crc32(bytes_of(value if whole else _sampled(value)).numpy().data, found)
+    elif is_block_mask(value):
+        found = _digest(value.kv_num_blocks, found, whole)
     # other objects may have state that differs between ranks, such as a key-value cache
     return found
 
@@ -141,9 +142,6 @@ def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
 
     Args:
         digests: of every rank, from `batch_digests`. Arguments of different types are not compared.
-
-    Raises:
-        ValueError: naming the argument and the ranks.
     """
     for name in sorted({name for own in digests for name in own}):
         by_type: dict[str, dict[int, list[Any]]] = {}
@@ -169,8 +167,8 @@ def _signature_of(value: Any) -> Any:
     if type(value) in (list, tuple):
         return tuple(map(_signature_of, value))
     if value is None or isinstance(value, int | float | str):
-        return value
-    if pytree.tree_is_leaf(value):
+        return repr(value)  # 1 == 1.0 == True, and hash(-1) == hash(-2)
+    if pytree.tree_is_leaf(value) or is_block_mask(value):
         return type(value).__name__
     leaves, structure = pytree.tree_flatten(value)
     return str(structure), *map(_signature_of, leaves)
@@ -256,8 +254,8 @@ def _check_input(first: Stage, request: Request) -> None:
         return
     needed = "" if missing is None else f"the model's first layer needs {missing!r}; "
     raise ValueError(
-        f"the input is {'None' if args and args[0] is None else 'missing'}: {needed}give the batch on the rank of the "
-        "first stage, or nothing where the model takes none"
+        f"the input is {'None' if args and args[0] is None else 'missing'}: {needed}pass the batch on the rank with "
+        "the first stage, or no argument if the model takes none"
     )
 
 
@@ -307,9 +305,6 @@ def _note_whole(
     """Record the rows of a whole batch's tensors, one entry per distinct number. Refuse inputs with autograd history.
 
     Args:
-        inputs: receives the entries.
-        request: of the user.
-        value: one argument.
         rules: of all arguments.
         key: in the rules.
         name: in errors.
@@ -334,7 +329,7 @@ def _check_history(value: Any, name: str) -> None:
         )
 
 
-def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
+def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     """Refuse arguments whose microbatches do not match.
 
     Args:
@@ -352,15 +347,15 @@ def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     shared = [name for name, found in whole.items() if found[1] == NAMED and rows[name] == 1]
     if shared and not batch and RULE not in (way for _, way in whole.values()):
         raise ValueError(
-            f"{shared[0]} has 1 row and num_microbatches = {num_microbatches}: give at least one row a microbatch, or "
-            "fewer microbatches"
+            f"{shared[0]} has 1 row but num_microbatches = {num_microbatches}: give at least one row per microbatch, "
+            "or fewer microbatches"
         )
     for name in batch:
         if rows[name] != rows[batch[0]]:
             raise ValueError(
-                f"{name} has {rows[name]} rows (dimension 0) and {batch[0]} has {rows[batch[0]]}: an input with "
-                "another number of rows than the batch needs a rule in split=: 'replicate' to share it between all "
-                "microbatches, a dimension, or a function"
+                f"{name} has {rows[name]} rows (dimension 0) but {batch[0]} has {rows[batch[0]]}: give an "
+                "input whose number of rows differs from the batch's a rule in split=: 'replicate' to share it between "
+                "all microbatches, a dimension, or a function"
             )
     cut = [name for name, found in whole.items() if name in batch or found[1] == RULE]
     first = batch[0] if batch else next(iter(cut), "")
@@ -368,26 +363,23 @@ def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
         own, others = (list(rows_of_cut(count, num_microbatches)) for count in (rows[name], rows[first]))
         if any(mine * rows[first] != rows[name] * other for mine, other in zip(own, others, strict=True)):
             raise ValueError(
-                f"{name} has {rows[name]} rows and {first} has {rows[first]}: as microbatches of {own} and {others} "
-                "rows they do not match; give batches of the same length, lists of microbatches, or split= "
-                "with another dimension or 'replicate' for an input that is not a batch"
+                f"{name} has {rows[name]} rows but {first} has {rows[first]}: microbatches of {own} rows do "
+                f"not match microbatches of {others} rows; give batches of the same length, lists of microbatches, or "
+                "split= with another dimension or 'replicate' for an input that is not a batch"
             )
 
 
 def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
-    """Refuse a keyword argument that some stages get and others do not; ``given`` has the `Inputs.given` of every rank.
-
-    Raises:
-        ValueError: naming the argument and the ranks.
-    """
+    """Refuse a keyword argument that some stages get and others do not (`Inputs.given` of every rank)."""
     for name in sorted({name for own in given for name in own}):
         found = {rank: own[name] for rank, own in enumerate(given) if name in own}
         if len(set(map(tuple, found.values()))) > 1:
             without = [rank for rank, values in found.items() if not all(values)]
             others = [rank for rank in found if rank not in without]
+            where = f"but not on ranks {others}" if others else "for different microbatches"
             raise ValueError(
-                f"{name} is None on ranks {without}, and not (or for other microbatches) on ranks "
-                f"{others or without}; stages on all of them take it: give the same on each"
+                f"{name} is None on ranks {without} {where}; stages on all of these ranks take it, so pass the same "
+                "value on each"
             )
 
 
@@ -402,11 +394,7 @@ def stage_works(
     """The work of every local stage.
 
     Args:
-        inputs: of this process.
-        stages: the local ones.
-        request: of the user.
         weights: of the microbatches, the same on all ranks.
-        keep_outputs: whether to keep the last stage's outputs.
         loss_scale: multiplies the roots of the backward.
     """
     works = []

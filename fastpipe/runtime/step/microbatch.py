@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, TypeGuard
 
 import torch
 
-from fastpipe.runtime.common import pytree
+from fastpipe.runtime.common import is_block_mask, pytree
 
 Rule = int | str | None | Callable[..., Any]
 """A dimension, ``"replicate"`` (or None), or a function."""
@@ -32,11 +33,7 @@ def is_asked(rules: Rules, key: str | int) -> bool:
 
 
 def check_split_and_merge(splitting: Any, merging: Any) -> None:
-    """Refuse invalid rules.
-
-    Raises:
-        ValueError: with what to give.
-    """
+    """Refuse invalid rules."""
     for name, rules in (("split", splitting), ("merge", merging)):
         named = rules if isinstance(rules, Mapping) else {None: rules}
         for key, rule in named.items():
@@ -75,7 +72,8 @@ def split(
 
     Args:
         value: a tensor or a tree of tensors (split along a dimension; the first microbatches get the extra rows), a
-            list (one entry per microbatch), or an iterator (one item per microbatch).
+            list (one entry per microbatch), or an iterator (one item per microbatch). A BlockMask of FlexAttention is
+            split along its batch; all share one of a single row.
         num_microbatches: the number of microbatches.
         rule: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
         name: in errors.
@@ -98,7 +96,7 @@ def split(
         raise ValueError(f"split[{key!r}] = {rule!r}: give a dimension, 'replicate' or a function")
     if isinstance(value, torch.Tensor):
         return list(_split_leaf(value, num_microbatches, rule, name, key, shares_single_rows))
-    leaves, structure = pytree.tree_flatten(value)
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_block_mask)
     parts = [_split_leaf(leaf, num_microbatches, rule, name, key, shares_single_rows) for leaf in leaves]
     return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(num_microbatches)]
 
@@ -107,19 +105,16 @@ def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[A
     if len(values) != num_microbatches:
         or_pass = f", or pass num_microbatches={len(values)} to step" if values else ""
         raise ValueError(
-            f"{name} has {len(values)} microbatches and num_microbatches = {num_microbatches}: give as many{or_pass}"
+            f"{name} has {len(values)} microbatches but num_microbatches = {num_microbatches}: pass as many{or_pass}"
         )
     return values
-
-
-def has_single_row(tensor: torch.Tensor) -> bool:
-    """Whether all microbatches can share it: it broadcasts over the rows of a batch."""
-    return tensor.dim() == 0 or tensor.shape[0] == 1
 
 
 def _split_leaf(
     leaf: Any, num_microbatches: int, dim: int, name: str, key: str | int, shares_single_rows: bool
 ) -> Sequence[Any]:
+    if is_block_mask(leaf):
+        return _split_block_mask(leaf, num_microbatches, dim, name, key)
     if not isinstance(leaf, torch.Tensor):
         if isinstance(leaf, str | bytes | int | float | bool) or leaf is None:
             return [leaf] * num_microbatches
@@ -127,7 +122,7 @@ def _split_leaf(
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
             f"or say how to split it with split={{{key!r}: function}}"
         )
-    if shares_single_rows and has_single_row(leaf):
+    if shares_single_rows and (leaf.dim() == 0 or leaf.shape[0] == 1):
         return [leaf] * num_microbatches
     if leaf.layout is not torch.strided:
         raise ValueError(
@@ -141,8 +136,8 @@ def _split_leaf(
         )
     if leaf.shape[dim] < num_microbatches:
         raise ValueError(
-            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) and num_microbatches = "
-            f"{num_microbatches}: give at least one row a microbatch"
+            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
+            f"{num_microbatches}: give at least one row per microbatch"
         )
     if leaf.requires_grad or type(leaf) is not torch.Tensor:
         return leaf.tensor_split(num_microbatches, dim)
@@ -151,15 +146,58 @@ def _split_leaf(
     return leaf.unsafe_split_with_sizes(list(rows_of_cut(leaf.shape[dim], num_microbatches)), dim)
 
 
+def _split_block_mask(mask: Any, num_microbatches: int, dim: int, name: str, key: str | int) -> list[Any]:
+    """A BlockMask of each microbatch's rows, whose ``mask_mod`` still gets the row of the whole batch."""
+    rows = _rows_of_mask(mask)
+    if rows == 1:
+        return [mask] * num_microbatches
+    if dim != 0:
+        raise ValueError(f"split[{key!r}] = {dim}: {name} is a BlockMask, which is cut along its batch only: give 0")
+    if rows < num_microbatches:
+        raise ValueError(
+            f"{name} is a BlockMask of {rows} rows and num_microbatches = {num_microbatches}: give at least one row a "
+            "microbatch, or one row (create_block_mask with B=None) for all"
+        )
+    sizes = list(rows_of_cut(rows, num_microbatches))
+    # a tensor, not a number: flex_attention, compiled, takes it as an input, and is compiled once for all microbatches
+    firsts = torch.arange(rows, device=mask.kv_num_blocks.device)
+    starts = accumulate(sizes[:-1], initial=0)
+    return [_rows_of_block_mask(mask, start, size, firsts) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _rows_of_block_mask(mask: Any, start: int, size: int, firsts: torch.Tensor) -> Any:
+    first, mask_mod = firsts[start], mask.mask_mod
+
+    def shifted(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = mask_mod(b + first, h, q_idx, kv_idx)
+        return found
+
+    part = copy.copy(mask)
+    # every tensor of it, those of the backward included, has the batch as its first dimension
+    for attribute, value in vars(mask).items():
+        if isinstance(value, torch.Tensor) and value.shape[0] > 1:
+            setattr(part, attribute, value.narrow(0, start, size))
+    part.mask_mod = shifted
+    return part
+
+
+def _rows_of_mask(mask: Any) -> int:
+    """The rows of the batch that a BlockMask is for; one if it has no such dimension."""
+    blocks: torch.Tensor = mask.kv_num_blocks
+    return blocks.shape[0] if blocks.dim() == 3 else 1
+
+
 def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
     """The rows of a whole batch's tensors, by name; empty if it is not split along a dimension."""
     if not _is_whole(rule) or isinstance(value, list | Iterator):
         return {}
     if isinstance(value, torch.Tensor):
         return {name: value.shape[rule]} if value.dim() else {}
-    leaves, _ = pytree.tree_flatten_with_path(value)
-    tensors = {name + pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return {leaf: tensor.shape[rule] for leaf, tensor in tensors.items() if tensor.dim()}
+    leaves, _ = pytree.tree_flatten_with_path(value, is_leaf=is_block_mask)
+    found = {name + pytree.keystr(path): leaf for path, leaf in leaves}
+    tensors = {leaf: tensor for leaf, tensor in found.items() if isinstance(tensor, torch.Tensor) and tensor.dim()}
+    masks = {leaf: _rows_of_mask(mask) for leaf, mask in found.items() if is_block_mask(mask)}
+    return {leaf: tensor.shape[rule] for leaf, tensor in tensors.items()} | masks
 
 
 def rows_of_cut(rows: int, num_microbatches: int) -> Iterator[int]:
@@ -259,11 +297,7 @@ def _rebuilt(like: Any, children: list[Any]) -> Any:
 
 
 def check_merge_rules(output: Any, rules: Rules) -> None:
-    """Refuse a rule for an output that does not exist.
-
-    Raises:
-        ValueError: naming the rule and the outputs.
-    """
+    """Refuse a rule for an output that does not exist."""
     if not isinstance(rules, Mapping):
         return
     keys = _keys_of(output) or [0]

@@ -45,11 +45,7 @@ _RULES = ("mean", "sum", "list")
 
 
 def check_rules(rules: Any) -> None:
-    """Refuse invalid ``metrics``.
-
-    Raises:
-        ValueError: naming the entry.
-    """
+    """Refuse invalid ``metrics``."""
     for name, rule in rules.items() if isinstance(rules, Mapping) else [(None, rules)]:
         if not isinstance(name, str | None):
             raise ValueError(f"metrics[{name!r}]: metrics have names; give that of one which loss_fn returns")
@@ -214,13 +210,7 @@ class StepOutputs:
 
 
 class OutputExchange:
-    """Exchanges the values of a step between processes.
-
-    Args:
-        control: the connection to the other processes.
-        device: the device of the stages.
-        events: of that device.
-    """
+    """Exchanges the values of a step between processes."""
 
     def __init__(self, control: Control, device: torch.device, events: DeviceEvents) -> None:
         self._control, self._device, self._events = control, device, events

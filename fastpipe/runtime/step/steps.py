@@ -25,6 +25,7 @@ from torch import nn
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
     CPU,
+    EXIT_SECONDS,
     Failure,
     FailureError,
     Interrupts,
@@ -32,11 +33,11 @@ from fastpipe.runtime.common import (
     attended,
     cause_text,
     failure_of,
+    listed,
     set_grad_dtype,
     waiting,
 )
 from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
-from fastpipe.runtime.data_parallel import listed
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
@@ -45,8 +46,8 @@ from fastpipe.runtime.step.inputs import (
     Request,
     batch_digests,
     check_batches,
-    check_cuts,
     check_given,
+    check_splits,
     stage_works,
     take_inputs,
 )
@@ -137,8 +138,6 @@ def _update_wrapper(stage: Stage) -> None:
 _COMPARED_WHOLE, _COMPARED_EVERY = 2, 256
 """Ranks compare all values of their batches in the first steps and periodically, which waits for the device. In other
 steps they compare a sample of the CPU tensors."""
-_GRACE_SECONDS = 1.0
-"""Within which the end of a process is detected after its connection closed."""
 _MAX_SIGNATURES = 64
 """The number of cached input signatures; other signatures cost a step with headers."""
 
@@ -168,10 +167,7 @@ class Steps:
 
     Args:
         settings: the user's.
-        plans: the programs.
-        ranks: the local ranks, with their stages.
-        control: the connection to the other processes.
-        replicas: handles stages that two ranks hold.
+        copies: handles stages that two ranks hold.
         random: the random numbers of the stages.
         unfilled: the stages of a pipeline that was built on meta, until its first step.
         forward_only: whether the schedule has no backward.
@@ -189,10 +185,10 @@ class Steps:
     def __init__(
         self,
         settings: Settings,
-        plans: Programs,
+        programs: Programs,
         ranks: LocalRanks,
         control: Control,
-        replicas: StageCopies,
+        copies: StageCopies,
         random: RandomNumbers,
         unfilled: Unfilled | None = None,
         *,
@@ -200,16 +196,17 @@ class Steps:
         warn_after: float = float("inf"),
     ) -> None:
         self.settings = settings
-        self.plans = plans
+        self.programs = programs
         self.ranks = ranks
         self.control = control
-        self.replicas = replicas
+        self.copies = copies
         self.random = random
         self.unfilled = unfilled
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.announced: dict[tuple[Any, ...], int] = {}
-        self._lossless: set[tuple[Any, ...]] = set()  # signatures of steps without a loss
+        self._lossless: set[tuple[Any, ...]] = set()
+        """Signatures of training steps without a loss, which run forward only."""
         self._flags: tuple[bool, ...] = ()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.reported: Failure | None = None
@@ -230,20 +227,13 @@ class Steps:
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
-        lossless = False
         with self._exchanging(), contextlib.ExitStack() as after:
             self._has_separate_grads = False
-            after.callback(self.replicas.release)
+            after.callback(self.copies.release)
             inputs, replies = self._agree_on_inputs(request)
             signature = (request.training, *(reply["signature"] for reply in replies))
-            lossless = signature in self._lossless
-            if not lossless:
-                program = self.plans.program(request.num_microbatches, not request.training)
-                if not self.ranks.has(program):
-                    prepare_together(self.control, lambda: self.ranks.prepare(program))
-                if any(reply["unreduced"] for reply in replies):
-                    update_replicas(self.control, self.ranks, self.stages, program)
-                    self._reset_signatures()
+            if signature not in self._lossless:
+                program = self._prepare(request, replies)
                 with self._published():
                     weights = self._weights(replies, request)
                     with torch.set_grad_enabled(request.training):
@@ -251,17 +241,26 @@ class Steps:
                     if self._interrupts.pending and outcome.failure is None:
                         outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
                     replies = self._finish(outcome, request, trace)
-                lossless = any(reply.get("no_loss") for reply in replies)
-        if lossless:
-            # no loss: this step, and others with the same signature, run forward only
-            if len(self._lossless) == _MAX_SIGNATURES:
-                self._lossless.clear()
-            self._lossless.add(signature)
-            return self._run(_replayed(request, inputs), trace)
+                if any(reply.get("no_loss") for reply in replies):
+                    if len(self._lossless) == _MAX_SIGNATURES:
+                        self._lossless.clear()
+                    self._lossless.add(signature)
+        if signature in self._lossless:
+            return self._run(_forward_only(request, inputs), trace)
         self._raise_failure(program, outcome, replies)
         self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
+
+    def _prepare(self, request: Request, replies: Sequence[Reply]) -> Program:
+        """The program of a step, with its executors and the replicas of its stages up to date."""
+        program = self.programs.program(request.num_microbatches, not request.training)
+        if not self.ranks.has(program):
+            prepare_together(self.control, lambda: self.ranks.prepare(program))
+        if any(reply["unreduced"] for reply in replies):
+            update_replicas(self.control, self.ranks, self.stages, program)
+            self._reset_signatures()
+        return program
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
@@ -316,7 +315,7 @@ class Steps:
             # on the rank that failed, its own exception says more
             raise error from outcome.error or error.__cause__
         if request.training and self._has_separate_grads:
-            self.replicas.after_step(not any("failure" in reply for reply in replies))
+            self.copies.after_step(not any("failure" in reply for reply in replies))
         return replies
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
@@ -344,9 +343,9 @@ class Steps:
         inputs = Inputs()
         message: Reply = {"call": _call_text(request) + self.random.call_text()}
         try:
-            message["told"] = self.replicas.prepare()
+            message["told"] = self.copies.prepare()
             self.check_filled()
-            self.plans.program(request.num_microbatches, not request.training)
+            self.programs.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
                 if stage.parallel is not None:
@@ -367,17 +366,13 @@ class Steps:
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
-        self.replicas.agreed()
+        self.copies.agreed()
         if self.unfilled is not None:
             self._use_values()
         return inputs, replies
 
     def check_filled(self) -> None:
-        """Refuse to use stages that were built on meta and have no values.
-
-        Raises:
-            ValueError: naming the tensor and the remedy.
-        """
+        """Refuse to use stages that were built on meta and have no values."""
         if self.unfilled is not None:
             self.unfilled.check()
 
@@ -386,12 +381,12 @@ class Steps:
         for stage in self.stages:
             if stage.grad_dtype is not None:
                 set_grad_dtype(stage.module, stage.grad_dtype)
-        self.replicas.equalise(initialised=True)
+        self.copies.equalise(initialised=True)
         self.unfilled = None
 
-    def follow(self, plans: Programs, *, forward_only: bool) -> None:
+    def follow(self, programs: Programs, *, forward_only: bool) -> None:
         """Run other programs on the same stages from the next step on."""
-        self.plans, self.forward_only = plans, forward_only
+        self.programs, self.forward_only = programs, forward_only
         self.ranks.forget()
         self._reset_signatures()
 
@@ -448,7 +443,7 @@ class Steps:
         except FailureError:
             raise
         except BaseException:  # raised again, unless a lost process caused it
-            for pause in waiting(_GRACE_SECONDS, self.control.lost):
+            for pause in waiting(EXIT_SECONDS, self.control.lost):
                 time.sleep(pause)
             raise
 
@@ -468,7 +463,7 @@ class Steps:
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
         whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
-        check_cuts(whole, request.num_microbatches)
+        check_splits(whole, request.num_microbatches)
         taken = {name for reply in replies for name in reply["kwargs"]}
         for name in request.kwargs:
             if name not in taken:
@@ -476,7 +471,7 @@ class Steps:
         check_given([reply["kwargs"] for reply in replies])
         for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
             raise ValueError(
-                f"split[{name!r}]: no stage's forward takes such an argument by name; name one that it takes, the "
+                f"split[{name!r}]: no stage's forward has a parameter of this name; use one that it has, the "
                 "position of an input, 'target' or 'output_grad'"
             )
         check_batches([reply.get("batch", {}) for reply in replies])
@@ -534,16 +529,16 @@ class Steps:
             stage.context.step = self.random.step_count
         for stage in stages:
             stage.shaped(number, announce)
-        self.replicas.follow()
+        self.copies.follow()
         if request.training:
-            self.replicas.before_step()
+            self.copies.before_step()
             self._has_separate_grads = True
         guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
         for stage in stages:
             stage.random = self.random if guards else None
 
     def _has_pairs(self, request: Request) -> bool:
-        return request.training and self.plans.has_pairs(request.num_microbatches)
+        return request.training and self.programs.has_pairs(request.num_microbatches)
 
     def _number(self, signature: tuple[Any, ...]) -> int:
         """The number of a signature for transports; if the cache is full, the oldest number is reused."""
@@ -648,7 +643,7 @@ def _call_text(request: Request) -> str:
     return f"{call} with num_microbatches={request.num_microbatches}{names}{more}"
 
 
-def _replayed(request: Request, inputs: Inputs) -> Request:
+def _forward_only(request: Request, inputs: Inputs) -> Request:
     """The same request, forward only, with the microbatches that were already taken."""
     args = request.args if inputs.args is None else (list(inputs.args),)
     kwargs = {name: inputs.kwargs.get(name, value) for name, value in request.kwargs.items()}

@@ -1,4 +1,4 @@
-"""Who waits for whom: a thread that reports steps that take long, and where the ranks were when a step failed.
+"""A thread that reports slow steps, and where the ranks were when a step failed.
 
 An executor exposes only its position in the program. All processes know the programs of all ranks, so a position says
 what a rank does, for which message of which rank it waits, and what it did before.
@@ -10,27 +10,32 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from fastpipe.action import NONE, Action
 from fastpipe.program import ChannelKind, Instruction, Op, Program
-from fastpipe.runtime.common import ForkGuard, logged, torch_private
+from fastpipe.runtime.common import PLACES_SECONDS, ForkGuard, logged, torch_private
 from fastpipe.runtime.coordination import Control
 from fastpipe.runtime.executor import LocalRanks
 
 logger = logging.getLogger("fastpipe")
-RECENT = 10
-"""The number of earlier instructions in a text."""
+RECENT, RECORDED = 10, 100
+"""The number of earlier instructions in a report, and in an error: there all before the last ten are folded."""
+_LONGEST_PERIOD = 25
 MAX_RANKS = 64
 """The number of ranks in a text."""
-_GRACE_SECONDS = 1.0
 _COLLECTIVES = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
 
-def place_text(program: Program, rank: int, position: int, where: str = "") -> str:
+def place_text(program: Program, rank: int, position: int, where: str = "", recorded: int = RECENT) -> str:
     """What a rank does at a position of its program, where in its Python, and what it did before."""
     instructions = program[rank]
-    before = " ".join(_short(it) for it in list(instructions)[max(0, position - RECENT) : position])
-    after = f"; before that: {before}" if before else ""
+    before = list(instructions)[max(0, position - recorded) : position]
+    after = "".join(
+        f"; before {those}: {text}"
+        for those, text in (("that", _listed(before[-RECENT:])), ("those", folded(before[:-RECENT])))
+        if text
+    )
     if position >= len(instructions):
         return f"at the end of its program{after}"
     return f"at {position} of {len(instructions)}: {_doing(program, rank, instructions[position])}{where}{after}"
@@ -56,10 +61,44 @@ def _short(it: Instruction) -> str:
     return str(it.action) if it.action is not None else f"{it.op.name}({it.stage},{it.microbatch})"
 
 
+def _listed(instructions: Sequence[Instruction]) -> str:
+    return " ".join(map(_short, instructions))
+
+
+def folded(instructions: Sequence[Instruction]) -> str:
+    """Instructions as text in which ``[0F3 SEND(0,3)]x2`` stands for ``0F3 SEND(0,3) 0F4 SEND(0,4)``."""
+    shapes = [(it.op, it.stage, it.action and _without_microbatch(it.action)) for it in instructions]
+    numbers = [it.microbatch for it in instructions]
+    parts, start = [], 0
+    while start < len(instructions):
+
+        def repeats(period: int, start: int = start) -> int:
+            end = start + period
+            while end < len(shapes) and (shapes[end], numbers[end]) == (
+                shapes[end - period],
+                numbers[end - period] + 1,
+            ):
+                end += 1
+            return (end - start) // period
+
+        # what covers most of them, and of those the shortest
+        period = max(range(1, _LONGEST_PERIOD + 1), key=lambda period: (period * (repeats(period) - 1), -period))
+        count = repeats(period)
+        text = _listed(instructions[start : start + period])
+        parts.append(f"[{text}]x{count}" if count > 1 else text)
+        start += period * count
+    return " ".join(parts)
+
+
+def _without_microbatch(action: Action) -> tuple[int, ...]:
+    pair = () if action.pair_stage == NONE else (action.pair_stage, action.pair_microbatch - action.microbatch)
+    return action.kind, *pair
+
+
 def places_text(program: Program, positions: Mapping[int, int]) -> str:
     """Where the ranks were when a step failed, but for those that had drained their programs by then."""
     within = [rank for rank in sorted(positions) if positions[rank] < len(program[rank])]
-    lines = [f"rank {rank} was {place_text(program, rank, positions[rank])}" for rank in within]
+    lines = [f"rank {rank} was {place_text(program, rank, positions[rank], recorded=RECORDED)}" for rank in within]
     return f"fastpipe: when the step failed\n{_bounded(lines)}"
 
 
@@ -74,11 +113,6 @@ class Watchdog:
     Every process whose call lasts longer than ``warn_after``, and every one that has been between calls for as long,
     writes into the store what it does. The lowest rank that is within a call logs what all have written, and again
     each time the duration has doubled.
-
-    Args:
-        control: the exchange with the other processes.
-        ranks: the local ranks.
-        warn_after: seconds.
 
     Attributes:
         phase: what the current call does now.
@@ -113,7 +147,7 @@ class Watchdog:
             return
         self._due = 2 * seconds
         self._control.put_place(step, bool(phase), self._text())
-        if not phase or self.thread.stop.wait(min(_GRACE_SECONDS, self._warn_after / 4)) or since != self._since:
+        if not phase or self.thread.stop.wait(min(PLACES_SECONDS, self._warn_after / 4)) or since != self._since:
             return
         first, lines = self._report("")
         if first == self._control.rank:
@@ -122,7 +156,8 @@ class Watchdog:
     def last_report(self) -> str:
         """The report for the error that ends the pipeline."""
         failed = self._ranks.failed_at
-        text = "; ".join(f"was {place_text(program, rank, position)}" for rank, program, position in failed)
+        places = (place_text(program, rank, position, recorded=RECORDED) for rank, program, position in failed)
+        text = "; ".join(f"was {place}" for place in places)
         self._control.put_place(self._step, True, text or self._text())
         _, lines = self._report(text)
         return f"fastpipe: when the pipeline ended\n{_bounded(lines)}"

@@ -12,23 +12,4 @@ from fastpipe.runtime.transport.loopback import Loopback
 from fastpipe.runtime.transport.process_group import CoalescedGroups, ProcessGroups
 from fastpipe.runtime.transport.selection import CHOICES, Mixed, select_transport
 from fastpipe.runtime.transport.shared_memory import SharedMemory
-from fastpipe.runtime.transport.transport import NATIVE_ALONE, Message, Transport, why_not_python
-
-__all__ = [
-    "CHOICES",
-    "CoalescedGroups",
-    "Loopback",
-    "Membership",
-    "MeshGroups",
-    "Message",
-    "Mixed",
-    "NATIVE_ALONE",
-    "ProcessGroups",
-    "SharedMemory",
-    "Transport",
-    "membership",
-    "ranks_per_host",
-    "registered_group",
-    "select_transport",
-    "why_not_python",
-]
+from fastpipe.runtime.transport.transport import Message, Transport, why_not_python

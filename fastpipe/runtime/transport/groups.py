@@ -52,12 +52,8 @@ class Membership:
     """This process as a member of a pipeline's processes.
 
     Attributes:
-        rank: rank of this process in the group.
-        size: number of processes.
         group: the process group; None for a single process.
         ranks: global ranks of the members.
-        device: device of this process.
-        timeout: seconds to wait for other members.
         lost: returns the failure of a member, if any; polled while waiting for members to connect.
         attempt: the prefix of all keys; see `name_attempt`.
     """
@@ -104,7 +100,6 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
     Args:
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         device: device of the pipeline; decides the backend if a group is created.
-        timeout: seconds to wait for other processes.
 
     Raises:
         FailureError: when the process group's store does not answer.
@@ -224,9 +219,6 @@ class Aborts:
     In sequence they could deadlock: NCCL may synchronize the device before it frees a communicator, while a kernel of
     the next group waits for the lost rank. An abort takes up to the group's timeout in torch, and in NCCL until every
     CUDA graph with a message of the group is freed.
-
-    Args:
-        backends: backends of the groups.
     """
 
     def __init__(self, backends: Iterable[Any]) -> None:
@@ -258,10 +250,6 @@ class MeshGroups:
     rank closes its own: at once if it failed, otherwise before it waits for anything but messages of its pipeline. Of
     the ranks that wait for each other one is not in a collective, closes its connections, and so unblocks the others,
     which close theirs.
-
-    Args:
-        groups: process groups.
-        device: of the stages.
     """
 
     def __init__(self, groups: Sequence[Any] = (), device: torch.device = CPU) -> None:
@@ -281,21 +269,10 @@ class MeshGroups:
             return
         groups, self._groups = self._groups, []
         for group in groups:
-            backend = torch_private.backend_for(group, self._device)
+            backend = [torch_private.backend_for(group, self._device)]
             runtime.drop_backends(group)
-            # its end waits for its threads, which may still serve peers
-            aside([_Dropped(backend)], "fastpipe-leave")
-            del backend
-
-
-class _Dropped:
-    """Holds a backend until it is called."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def __call__(self) -> None:
-        self._backend = None
+            # dropped in a thread: its end waits for its own threads, which may still serve peers
+            aside([backend.clear], "fastpipe-leave")
 
 
 _WATCHDOG = {
@@ -319,8 +296,6 @@ class OwnGroups:
     """Groups that a pipeline creates of its own processes. Collective: all processes create them together.
 
     Args:
-        member: membership of this process.
-        names: a name per group.
         timeout: limit of waits for a peer.
 
     Attributes:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from fastpipe.machine import Lanes, lane_numbers
@@ -19,16 +20,16 @@ from fastpipe.runtime.common import Tensors, copy_of, lost_peer
 from fastpipe.runtime.transport.transport import Endpoint, Message, SpecBook, Transport
 
 
+@dataclass(eq=False)
 class _Operation:
     """A send or a receive in its queue."""
 
-    def __init__(self, channel: int, sends: bool, message: Message, tensors: Tensors | None, due: float) -> None:
-        self.channel = channel
-        self.sends = sends
-        self.message = message
-        self.tensors = tensors
-        self.due = due
-        self.done = False
+    channel: int
+    sends: bool
+    message: Message
+    tensors: Tensors | None
+    due: float
+    done: bool = False
 
 
 class _Hub:
@@ -149,6 +150,8 @@ class Loopback(Transport):
 
     kind = "loopback"
     lanes: Lanes = "directed"
+    is_local = True
+    is_recordable = True
 
     def __init__(self, lanes: str = "directed", delay: float = 0.0) -> None:
         if lanes not in ("directed", "pair"):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -77,11 +77,15 @@ def write_header(specs: Specs | None) -> torch.Tensor:
     numbers = [_POISON, 0] if specs is None else [_GOOD, len(specs)]
     for spec in specs or ():
         if spec.dtype not in _DTYPES:
-            raise ValueError(f"a stage hands on a tensor of {spec.dtype}, which cannot be sent; convert it")
+            raise ValueError(
+                f"a message to another stage has a tensor of {spec.dtype}, which cannot be sent: convert it to an "
+                "ordinary floating-point, complex, integer or bool dtype, such as torch.float32"
+            )
         numbers += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.size), *spec.size, *spec.stride]
     if len(numbers) > HEADER:
         raise ValueError(
-            f"a stage hands on {len(specs or ())} tensors, more than a header describes; join some of them"
+            f"a message to another stage has {len(specs or ())} tensors, more than a header describes; join "
+            "some of them"
         )
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
 
@@ -101,14 +105,13 @@ def read_header(header: torch.Tensor) -> Specs | None:
     return tuple(specs)
 
 
+@dataclass(eq=False)
 class _Receive:
     """A pending receive: queued (announcing) or posted."""
 
-    def __init__(self, message: Message, slot: int) -> None:
-        self.message = message
-        self.slot = slot
-        self.tensors: Tensors | None = None
-        self.works: list[Any] = []
+    message: Message
+    tensors: Tensors | None = None
+    works: list[Any] = field(default_factory=list)
 
 
 class ProcessGroupEndpoint(Endpoint):
@@ -132,7 +135,7 @@ class ProcessGroupEndpoint(Endpoint):
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
         """See `Endpoint.post_recv`."""
-        receive = self.receives[slot] = _Receive(message, slot)
+        receive = self.receives[slot] = _Receive(message)
         if self.book.announcing:
             self.queued.setdefault(channel, deque()).append(receive)
         elif self._peer(channel) not in self.broken:
@@ -256,12 +259,9 @@ def swap(
     other, in either direction.
 
     Args:
-        out: the group to send with.
         back: the group to receive with; may be the same.
         ranks: own rank and peer.
         tensors: on any devices that the groups support.
-        waits: waits of this rank.
-        timeout: limit for the peer.
 
     Raises:
         FailureError: when the peer is dead or silent.
@@ -304,11 +304,12 @@ class ProcessGroups(Transport):
 
     Args:
         member: membership of this process; the new groups are modelled on its group.
-        timeout: seconds to wait for a peer.
     """
 
     kind = "process_group"
     lanes = "directed"
+    needs_queues = True
+    is_recordable = True
 
     def __init__(self, member: Membership, timeout: float = 600) -> None:
         self.rank = member.rank
@@ -369,13 +370,7 @@ class ProcessGroups(Transport):
         wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self.timeout, self.device)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange tensors of the same specs with another rank, between steps; returns the peer's.
-
-        Used for the copies of a stage on two ranks, and for tied weights.
-
-        Raises:
-            FailureError: when the peer is dead or silent.
-        """
+        """See `Transport.exchange`."""
         low, high = sorted((self.rank, peer))
         self._connect([(0, low, high), (1, high, low)])
         out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]
@@ -417,13 +412,13 @@ class ProcessGroups(Transport):
 _BACKENDS = ("gloo", "nccl")
 
 
+@dataclass(eq=False)
 class _Part:
     """A transfer of a coalesced operation."""
 
-    def __init__(self, verb: str, tensor: torch.Tensor) -> None:
-        self.verb = verb
-        self.tensor = tensor
-        self.work: Any = None
+    verb: str
+    tensor: torch.Tensor
+    work: Any = None
 
 
 class _CoalescedEndpoint(ProcessGroupEndpoint):
@@ -541,10 +536,7 @@ def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.
     """Start an operation, coalesced if the backend supports it.
 
     Args:
-        group: group of two ranks.
-        peer: the other rank in the group.
         parts: the transfers; each gets its work to wait for.
-        device: device of the tensors.
     """
     if not torch_private.backend_for(group, device).supports_coalescing:
         for part in parts:

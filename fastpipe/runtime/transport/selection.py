@@ -14,7 +14,7 @@ import torch
 
 from fastpipe.program import Channel, Program
 from fastpipe.runtime import native
-from fastpipe.runtime.common import Failure, first_line
+from fastpipe.runtime.common import Failure, first_line, listed
 from fastpipe.runtime.coordination import host_name
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.runtime.transport.process_group import CoalescedGroups, ProcessGroups
@@ -30,10 +30,7 @@ class Mixed(Transport):
 
     Args:
         shared: this rank's side of the shared memory; None if no rank shares memory with it.
-        groups: the transport to all other ranks.
         host_groups: groups of ranks that share memory, the same on all ranks.
-        own: this rank.
-        why: why not all ranks share memory.
     """
 
     kind = "mixed"
@@ -70,7 +67,7 @@ class Mixed(Transport):
         return runtime.over_both(self.shared.link, *self.shared.native_arguments(program), near, far)
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `ProcessGroups.exchange`."""
+        """See `Transport.exchange`."""
         return self.groups.exchange(peer, tensors)
 
     def close(self) -> None:
@@ -89,25 +86,21 @@ class Mixed(Transport):
 
     def describe(self) -> str:
         """See `Transport.describe`."""
-        shared = ", ".join(f"({_listed(group)})" for group in self.host_groups if len(group) > 1)
+        shared = ", ".join(f"({listed(group, most=None)})" for group in self.host_groups if len(group) > 1)
         near = [rank for rank in self.host_groups[self._group_of[self.own]] if rank != self.own]
         far = [rank for rank in sorted(self._group_of) if rank not in (*near, self.own)]
-        mine = f"shared memory with {_listed(near)}, " if near else ""
+        mine = f"shared memory with {listed(near, most=None)}, " if near else ""
         return (
             f"{self.kind}, lanes {self.lanes}: shared memory within ranks {shared}, four {self.groups.backend} groups "
-            f"elsewhere ({self.why}); rank {self.own}: {mine}groups with {_listed(far)}"
+            f"elsewhere ({self.why}); rank {self.own}: {mine}groups with {listed(far, most=None)}"
         )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 Offer = dict[str, Any]
 Exchange = Callable[[str, dict[str, Any]], Sequence[dict[str, Any]]]
 
-_GROUPS = {made.kind: made for made in (ProcessGroups, CoalescedGroups)}
-CHOICES = ("shared_memory", "cuda_ipc", *_GROUPS)
+_GROUPS: dict[str, type[ProcessGroups]] = {made.kind: made for made in (ProcessGroups, CoalescedGroups)}
+CHOICES: dict[str, type[Transport]] = {SharedMemory.kind: SharedMemory, CudaIpc.kind: CudaIpc, **_GROUPS}
 """Transports of several processes that can be selected by name."""
 _SAME = {
     "host": "they are not all on one host",
@@ -135,9 +128,6 @@ def select_transport(
     Args:
         choice: ``"auto"``, or one of ``CHOICES``; the same on all processes.
         exchange: ``(phase, message) -> messages of all processes``.
-        member: membership of this process.
-        device: device of this process.
-        timeout: seconds to wait for other processes.
         num_sharing: number of ranks that may run on this rank's cores, itself included; decides how long waits spin.
         by_python: whether this process has the Python executor, which supports only process groups.
 

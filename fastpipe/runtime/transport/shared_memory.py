@@ -34,12 +34,11 @@ class SharedMemory(Transport):
 
     Args:
         link: this rank's side, connected to its peers.
-        member: membership of this process.
-        timeout: seconds to wait for a peer between steps.
     """
 
     kind = "shared_memory"
     lanes = "directed"
+    has_endpoint = False
 
     def __init__(self, link: Any, member: Membership, timeout: float) -> None:
         self.link = link
@@ -59,7 +58,7 @@ class SharedMemory(Transport):
         return channels, [np.ascontiguousarray(of_rank.columns) for of_rank in program]
 
     def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `ProcessGroups.exchange`."""
+        """See `Transport.exchange`."""
         try:
             group = self._exchange_group()
         except RuntimeError as error:
@@ -117,13 +116,6 @@ none."""
 class Trial:
     """This process's copy engine, and a small allocation that peers open as a test.
 
-    Args:
-        runtime: the extension.
-        device: device of this process.
-
-    Attributes:
-        engine: the engine for `CudaIpc`.
-
     Raises:
         RuntimeError: with the reason, if no copy engine is usable.
     """
@@ -151,14 +143,7 @@ class Trial:
 
 
 class CudaIpc(SharedMemory):
-    """Transport between processes of one host, on GPUs that may be shared; made by `select_transport`.
-
-    Args:
-        link: this rank's side of the host's shared memory, connected to its peers.
-        engine: its copy engine.
-        member: membership of this process.
-        timeout: seconds to wait for a peer between steps.
-    """
+    """Transport between processes of one host, on GPUs that may be shared; made by `select_transport`."""
 
     kind = "cuda_ipc"
 

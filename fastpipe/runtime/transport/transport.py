@@ -7,8 +7,10 @@ program. The Python executor uses the endpoint; the native executor creates its 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from fastpipe.machine import Lanes
 from fastpipe.program import ChannelKind, Program
@@ -21,7 +23,6 @@ class Message(NamedTuple):
     Attributes:
         kind: activations or gradients.
         stage: the consuming stage.
-        microbatch: index of the microbatch.
     """
 
     kind: ChannelKind
@@ -30,8 +31,7 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         what = "output" if self.kind is ChannelKind.ACTIVATION else "gradient"
-        producer = self.stage - 1 if self.kind is ChannelKind.ACTIVATION else self.stage + 1
-        return f"the {what} of stage {producer}, microbatch {self.microbatch}"
+        return f"the {what} of stage {self.stage - self.kind.direction}, microbatch {self.microbatch}"
 
 
 class SpecBook:
@@ -74,9 +74,9 @@ class SpecBook:
             self.write(message, found)
         elif self._open[message] != found and not alike(self._open[message], found):
             raise ValueError(
-                f"{message} changed without a change in the inputs: expected {specs_text(self._open[message])}, found "
-                f"{specs_text(found)}; pad it to one shape, or cut the model so that who makes it and who takes it are "
-                "in one stage"
+                f"{message} changed although the inputs did not: expected {specs_text(self._open[message])}, found "
+                f"{specs_text(found)}; pad it to one shape, or place the layers that produce and consume it in one "
+                "stage"
             )
         return ready
 
@@ -112,12 +112,8 @@ class Endpoint(ABC):
         """Release the state of a step."""
 
 
-NATIVE_ALONE = ("shared_memory", "cuda_ipc")
-"""Transports without a Python endpoint."""
-
-
 def why_not_python(kind: str) -> str:
-    """The error text for the Python executor with one of `NATIVE_ALONE`."""
+    """The error text for the Python executor with a transport that has no endpoint."""
     return (
         f"executor = 'python': transport = {kind!r} requires the native executor; set executor='native', or "
         "transport='process_group'"
@@ -131,23 +127,46 @@ class Transport(ABC):
         kind: its name.
         lanes: which channels share one order.
         why: why a faster transport was not chosen; empty if none is faster.
+        has_endpoint: whether the Python executor can use it.
+        is_local: whether it connects only threads of one process.
+        needs_queues: whether its messages wait on streams of CUDA, which share hardware queues. Copy engines refuse too
+            few queues themselves.
+        is_recordable: whether a CUDA graph may repeat its messages.
     """
 
     kind: str
     lanes: Lanes
     why: str = ""
+    has_endpoint = True
+    is_local = False
+    needs_queues = False
+    is_recordable = False
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """One rank's side, for the Python executor.
 
         Raises:
-            ValueError: for a transport in `NATIVE_ALONE`.
+            ValueError: if `has_endpoint` is False.
         """
         raise ValueError(why_not_python(self.kind))
 
     @abstractmethod
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side as an object of the extension ``runtime``; all ranks create theirs in the same order."""
+
+    def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Exchange tensors of the same specs with another rank, between steps; returns the peer's.
+
+        Used for stages that two ranks hold, and for tied weights.
+
+        Raises:
+            FailureError: when the peer is dead or silent.
+            ValueError: for a transport that cannot.
+        """
+        raise ValueError(
+            f"transport: {type(self).__name__} has no exchange(peer, tensors), which stages on two ranks and weights "
+            "shared by stages need; define it, or set transport='auto'"
+        )
 
     def prepare_exchange(self) -> None:  # noqa: B027 - optional
         """Prepare to exchange tensors between steps; called on every rank."""

@@ -7,5 +7,3 @@ Uses: `step` and all below.
 from __future__ import annotations
 
 from fastpipe.runtime.tune.profiling import Measured, profile
-
-__all__ = ["Measured", "profile"]

@@ -23,10 +23,10 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors, children_of, cuda_devices, keep_buffers, pytree, time_when_idle
+from fastpipe.runtime.common import Tensors, children_of, cuda_devices, pytree, time_when_idle
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
-from fastpipe.runtime.model import Chain, chosen
+from fastpipe.runtime.model import Chain, chosen, restored
 from fastpipe.runtime.stage import Stage, StageWork, from_tensors, to_tensors
 from fastpipe.runtime.step import StepResult, Steps
 from fastpipe.timeline import Timeline
@@ -36,16 +36,11 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class Unit:
-    """Costs of a stage or a layer for one microbatch.
+    """Costs of a stage or a layer for one microbatch, in seconds and bytes.
 
     Attributes:
-        forward: seconds.
-        backward_input: seconds.
-        backward_weight: seconds.
         held: bytes kept from the forward to the end of the backward: tensors saved by autograd, inputs and outputs,
             without parameters and buffers.
-        output: bytes of its output.
-        parameters: bytes of its parameters.
         rows: of the first input; 0 without a tensor.
     """
 
@@ -62,9 +57,7 @@ class Meters:
     """Meters on the stages of this process.
 
     Args:
-        stages: the local ones.
         by_layer: whether each layer of a stage is measured separately.
-        trains: whether there are backwards.
 
     Attributes:
         units: by stage, the costs of its layers in order, or of the whole stage.
@@ -106,7 +99,7 @@ class Meters:
                 inner = Chain({name: part}) if self.by_layer else part
                 place = _place(stage.is_first and name == ends[0], stage.is_last and name == ends[1])
                 probe = _Probe(stage, Stage(place[0], inner, place[1], stage.losses.loss_fn), args, kwargs)
-                with torch.set_grad_enabled(self.trains), probe.restored():
+                with torch.set_grad_enabled(self.trains), restored(inner):
                     self.units[stage.index][number] = probe.unit()
                 args, carried = from_tensors(probe.outputs)
                 kwargs = {**kwargs, **carried}
@@ -120,17 +113,7 @@ def _place(at_start: bool, at_end: bool) -> tuple[int, int]:
 
 
 class _Probe:
-    """A part of a stage, run as a stage of its own on one microbatch.
-
-    Args:
-        stage: the whole stage, whose work has the targets.
-        part: the part.
-        args: of the part.
-        kwargs: of the whole stage.
-
-    Attributes:
-        outputs: of the part.
-    """
+    """A part of a stage, run as a stage of its own on one microbatch."""
 
     def __init__(self, stage: Stage, part: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.part = part
@@ -142,26 +125,13 @@ class _Probe:
         self._kwargs = [{k: v for k, v in chosen(kwargs, part.accepts).items() if k not in self._carried}]
         self._devices = cuda_devices([part.module])
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context that restores gradients and buffers."""
-        module = self.part.module
-        grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        restore_buffers = keep_buffers([module])
-        for parameter, _ in grads:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            self.part.end()
-            restore_buffers()
-            for parameter, grad in grads:
-                parameter.grad = grad
-
     def unit(self) -> Unit:
         """Medians over a few runs."""
-        held = self._held_bytes()
-        runs = [self._run() for _ in range(_REPEATS)]
+        try:
+            held = self._held_bytes()
+            runs = [self._run() for _ in range(_REPEATS)]
+        finally:
+            self.part.end()
         forward, inputs, weights = (statistics.median(column) for column in zip(*runs, strict=True))
         tensors = [leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, torch.Tensor)]
         rows = len(tensors[0]) if tensors and tensors[0].dim() else 0
@@ -227,9 +197,7 @@ class Measured:
     """The measurements, the same on every process.
 
     Attributes:
-        timelines: of the traced steps.
         units: by stage, the costs of its parts.
-        num_microbatches: of a step.
     """
 
     timelines: Sequence[Timeline]
@@ -345,19 +313,12 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
 @contextlib.contextmanager
 def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
     """Context that restores gradients, buffers, random generators and the step count."""
-    kept = [(parameter, parameter.grad) for parameter in parameters]
-    restore_buffers = keep_buffers(modules)
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     step_count = steps.random.step_count
-    for parameter in parameters:
-        parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), restored(*modules):
             yield
     finally:
-        for parameter, grad in kept:
-            parameter.grad = grad
-        restore_buffers()
         steps.random.step_count = step_count
 
 

@@ -24,7 +24,6 @@ class Agreed:
     """The plan of rank 0, on every rank.
 
     Attributes:
-        schedule: of the plan.
         counts: its partition; None keeps the present one.
         recomputes: for every stage whether it recomputes; None keeps the present choice.
         keeps: whether all stages already do that.
@@ -44,9 +43,7 @@ def agree(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Agreed:
     """Distribute the plan of rank 0.
 
     Args:
-        steps: of the pipeline.
         plan: on this rank; optional except on rank 0.
-        rank: of this process.
 
     Raises:
         ValueError: if rank 0 has none, or another rank has a different one.
@@ -55,8 +52,8 @@ def agree(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Agreed:
     for other, reply in enumerate(replies):
         if reply["digest"] not in (None, replies[0]["digest"]):
             raise ValueError(
-                f"plan: rank {other} has a different one than rank 0 (with a time limit, a search may stop elsewhere); "
-                "plan on rank 0, and call replan() without a plan on the others"
+                f"plan differs between rank 0 and rank {other} (searches with a time limit need not end alike): pass "
+                "rank 0's plan on every rank, or none on the other ranks"
             )
     text = replies[0]["text"]
     schedule = _schedule_of(plan) if plan is not None else Schedule.from_csv(text["csv"], name=text["name"])
@@ -72,10 +69,10 @@ def _offer(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Reply:
     ways = [[stage.index, stage.recompute] for stage in steps.stages]
     if plan is None:
         if rank == 0:
-            raise ValueError("plan = None on rank 0: give what fastpipe.plan returned; other ranks may leave it out")
+            raise ValueError("plan = None on rank 0: pass the result of fastpipe.plan; only other ranks may omit it")
         return {"digest": None, "ways": ways}
     if not isinstance(plan, Plan | Schedule):
-        raise TypeError(f"plan is a {type(plan).__name__}: give what fastpipe.plan returned, or a Schedule")
+        raise TypeError(f"plan is a {type(plan).__name__}: pass the result of fastpipe.plan, or a Schedule")
     schedule = _schedule_of(plan).validate()
     partition, recomputes = (None, None) if isinstance(plan, Schedule) else (plan.partition, plan.recomputes)
     counts = None if partition is None else [len(part) for part in partition]
@@ -89,25 +86,26 @@ def _schedule_of(plan: Plan | Schedule) -> Schedule:
 
 
 def check_fits(new: Schedule, counts: Counts, old: Schedule, old_counts: Counts) -> None:
-    """Refuse a plan for another pipeline.
-
-    Raises:
-        ValueError: naming the difference.
-    """
+    """Refuse a plan for another pipeline."""
     if new.num_ranks != old.num_ranks:
-        raise ValueError(f"plan is for {new.num_ranks} ranks, and the pipeline has {old.num_ranks}: plan for these")
+        raise ValueError(
+            f"plan is for {new.num_ranks} ranks but the pipeline has {old.num_ranks}: pass the pipeline's costs to plan"
+        )
     if old_counts is None and (counts is not None or new.num_stages != old.num_stages):
         raise ValueError(
-            f"plan has {new.num_stages} stages of its own partition, and this pipeline was given {old.num_stages} "
-            "stages ready made: plan with the costs of these (pipe.profile), or build a Pipeline of a list of layers"
+            f"plan has {new.num_stages} stages but this pipeline was given {old.num_stages} finished stages, which "
+            "cannot be partitioned again: plan with the costs of pipe.profile, or build a Pipeline from a list of "
+            "layers"
         )
     if counts is None and new.num_stages != old.num_stages:
         raise ValueError(
-            f"plan has {new.num_stages} stages, and the model is cut into {old.num_stages}: plan with pipe.profile's "
-            "costs, or with pipe.profile_layers's, which allow another partition"
+            f"plan has {new.num_stages} stages but the model is cut into {old.num_stages}: plan with the costs of "
+            "pipe.profile, or, for another partition, of pipe.profile_layers"
         )
     if counts is not None and old_counts is not None and sum(counts) != sum(old_counts):
-        raise ValueError(f"plan is for {sum(counts)} layers, and the model has {sum(old_counts)}: plan with its costs")
+        raise ValueError(
+            f"plan is for {sum(counts)} layers but the model has {sum(old_counts)}: pass its costs to plan"
+        )
 
 
 def why_not_movable(stages: Sequence[Stage], num_processes: int) -> str | None:
@@ -122,8 +120,8 @@ def why_not_movable(stages: Sequence[Stage], num_processes: int) -> str | None:
 def refusal(reason: str) -> ValueError:
     """The error for a plan that moves stages, with the alternatives."""
     return ValueError(
-        f"plan moves layers to other ranks, or changes which stages recompute: not possible, as {reason}. To "
-        "change the order alone, plan with placement=pipe.schedule and the costs of pipe.profile(...). For more, save "
+        f"plan moves layers to other ranks or changes which stages recompute, which is not possible, as {reason}. To "
+        "change only the order, plan with placement=pipe.schedule and the costs of pipe.profile(...). Otherwise save "
         "with fastpipe.save_checkpoint, build a Pipeline with schedule=plan.schedule, partition=plan.partition, "
         "recompute=plan.recompute, and load with fastpipe.load_checkpoint"
     )

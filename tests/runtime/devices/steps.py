@@ -48,8 +48,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "one stage a rank": Case("1f1b", 3, {}, {}),
-    "several stages a rank": Case("interleaved_1f1b", 2, {"stages_per_rank": 2}, {}),
+    "one stage per rank": Case("1f1b", 3, {}, {}),
+    "several stages per rank": Case("interleaved_1f1b", 2, {"stages_per_rank": 2}, {}),
     "split backward": Case("zbv", 2, {}, {}),
     "pairs": Case("dualpipev", 2, {}, {}),
     "pairs in order": Case("dualpipev", 2, {}, {"overlap": "never"}),
@@ -184,7 +184,7 @@ def same(grad: torch.Tensor, other: torch.Tensor, step: int) -> bool:
     return torch.equal(grad.cpu(), other.cpu()) if step < 6 else torch.allclose(grad.cpu(), other.cpu())
 
 
-class FakeGraph(recording.Recording):
+class FakeGraph(recording.CudaGraph):
     """A recording of the fake device."""
 
     def __init__(self, account: Any) -> None:
