@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument("--ranks", type=positive(int), default=processes or 4, help="how many ranks")
     pipeline.add_argument("--schedule", default="dualpipev", help=schedules)
-    pipeline.add_argument("--microbatches", type=positive(int), default=8, help="into how many a step's batch is cut")
+    pipeline.add_argument("--microbatches", type=positive(int), default=8, help="into how many a step's batch is split")
     pipeline.add_argument("--executor", default="auto", choices=["auto", "native", "python"], help="what runs it")
     pipeline.add_argument("--device", default="auto", choices=DEVICES, help="a GPU a process, or the CPU")
     model = parser.add_argument_group("model")
@@ -77,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--sample", type=positive(int), default=320, help="how many bytes to write at the end")
     training.add_argument("--checkpoints", type=Path, help="folder to save into, and to go on from if it has some")
     training.add_argument("--save-every", type=positive(int), default=50, help="how many steps, and at the end")
+    training.add_argument("--memory-copies", type=positive(int), help="of each step, for restarts: on how many hosts")
     training.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="folder for the picture")
     return parser.parse_args()
 
@@ -152,7 +153,8 @@ def train(session: Session, args: argparse.Namespace, console: Console) -> None:
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = random_batches(session.corpus.training, args.rows * args.microbatches, args.context, args.seed)
     meter, budget = Meter(), Budget(args.steps, args.seconds)
-    step = resume(session, optimizer, args, budget, console)
+    memory = fastpipe.MemoryCheckpoint(pipe, optimizer, keep=args.memory_copies) if args.memory_copies else None
+    step = resume(session, optimizer, memory, args, budget, console)
     batches = itertools.islice(batches, step, None)
     spent = budget.spent(step)
     writing = None
@@ -168,25 +170,37 @@ def train(session: Session, args: argparse.Namespace, console: Console) -> None:
         spent = budget.spent(step)
         meter.update(result, inputs.numel(), traced)
         console.progress(meter.line(step, spent))
+        extra = {"step": step, "seconds": budget.elapsed()}
+        if memory is not None:
+            memory.save(extra)
         if args.checkpoints and (step % args.save_every == 0 or spent == 1):
-            extra = {"step": step, "seconds": budget.elapsed()}
             path = args.checkpoints / f"step{step}"
             writing = fastpipe.save_checkpoint(path, pipe, optimizer, extra=extra, asynchronous=True, keep=2)
     console.end_progress(meter.line(step, spent))
     if writing is not None:
         writing.result()  # raises if it could not be written
+    if memory is not None:
+        memory.close()
 
 
 def resume(
-    session: Session, optimizer: torch.optim.Optimizer, args: argparse.Namespace, budget: Budget, console: Console
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    memory: fastpipe.MemoryCheckpoint | None,
+    args: argparse.Namespace,
+    budget: Budget,
+    console: Console,
 ) -> int:
-    """Load the newest checkpoint, if there is one; the step to go on with."""
+    """Load the newest checkpoint, if there is one, in memory or on disk; the step to go on with."""
     found = fastpipe.latest_checkpoint(args.checkpoints) if args.checkpoints else None
-    if found is None:
+    if memory is not None:
+        extra = memory.load(found)
+    else:
+        extra = fastpipe.load_checkpoint(found, session.pipe, optimizer) if found else None
+    if extra is None:
         return 0
-    extra = fastpipe.load_checkpoint(found, session.pipe, optimizer)
     budget.start -= extra["seconds"]
-    console.fact("resumed", f"from {found}")
+    console.fact("resumed", f"from {found}" if memory is None else f"after step {extra['step']}")
     return int(extra["step"])
 
 

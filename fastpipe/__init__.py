@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastpipe.checkpoint_folder import latest_checkpoint
     from fastpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
     from fastpipe.runtime.grad_scaler import GradScaler
+    from fastpipe.runtime.memory_checkpoint import MemoryCheckpoint
     from fastpipe.runtime.model import carry, layer_costs
     from fastpipe.runtime.native import native_status
     from fastpipe.runtime.pipeline import Pipeline, StepResult
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "GradScaler": "fastpipe.runtime.grad_scaler",
+    "MemoryCheckpoint": "fastpipe.runtime.memory_checkpoint",
     "AddedLosses": "fastpipe.runtime.stage",
     "add_loss": "fastpipe.runtime.stage",
     "Pipeline": "fastpipe.runtime.pipeline",
@@ -65,6 +67,7 @@ __all__ = [
     "GradScaler",
     "Instruction",
     "LayerCosts",
+    "MemoryCheckpoint",
     "Op",
     "Pipeline",
     "Plan",

@@ -215,11 +215,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Check that a path can be saved to: it does not exist, or has only files of a checkpoint.
-
-    Raises:
-        ValueError: if there is something else.
-    """
+    """Check that a path can be saved to: it does not exist, or has only files of a checkpoint."""
     target = real_path(path)
     if target.exists() and not target.is_dir():
         raise ValueError(f"path = {str(path)!r} is a file; give a new folder")

@@ -38,7 +38,7 @@ class CostModel:
             hand-overs within a rank are free.
         backward: seconds of B; I + W unless given.
         overlapped: seconds of a fused F and B, by the stage of its forward; the sum of the two unless given.
-        bandwidth: bytes a second of a link, given like ``comm``; infinite unless given.
+        bandwidth: bytes per second of a link, given like ``comm``; infinite unless given.
         activation_bytes: bytes of the tensor that a stage hands to the next one; its gradient has as many.
         stage_bytes: bytes that a stage holds of one microbatch from the start of F to the end of W or B.
         recompute: the part of its forward that a stage runs again in its backward, from 0 to 1 (``recompute="full"`` of
@@ -133,7 +133,7 @@ class CostModel:
         return latency + self.message_bytes(channel, consumer_stage) / bandwidth
 
     def link(self, source: int, destination: int) -> tuple[float, float]:
-        """Latency in seconds and bandwidth in bytes a second of the link between two ranks, in that direction."""
+        """Latency in seconds and bandwidth in bytes per second of the link between two ranks, in that direction."""
         found = []
         for name, otherwise in _LINK_FIELDS.items():
             value = getattr(self, name)
@@ -270,7 +270,7 @@ def _check(name: str, value: Any) -> None:
         if name == "recompute" and number > 1:
             raise ValueError(f"recompute = {number!r}: give the part of a forward that is run again, from 0 to 1")
         if name == "bandwidth" and number < 1 / LARGEST:
-            raise ValueError(f"bandwidth = {number!r}: give bytes a second, or leave it out for an infinite one")
+            raise ValueError(f"bandwidth = {number!r}: give bytes per second, or leave it out for an infinite one")
 
 
 def _check_links(name: str, value: Mapping[Any, Any]) -> None:

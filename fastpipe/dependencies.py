@@ -90,7 +90,7 @@ def play(
 
 
 class _Player:
-    """The state of `play`: one clock per rank, one time per event, and who waits for which event."""
+    """The state of `play`: one clock per rank, one time per event, and the ranks that wait for each event."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class _Message:
 
 @dataclass
 class _Flow:
-    """All messages of a schedule, by who makes them and who takes them."""
+    """All messages of a schedule, by producer and consumer."""
 
     channels: dict[Channel, int] = field(default_factory=dict)
     made: dict[tuple[int, int], list[_Message]] = field(default_factory=lambda: defaultdict(list))

@@ -64,7 +64,7 @@ def check_one_queue(program: Program, *, coalesced: bool = False, late: bool = F
         late: whether receives begin at their waits, as in a step that announces its messages.
 
     Raises:
-        ProgramError: with the cycle of who waits for whom.
+        ProgramError: with the cycle of waits.
     """
     lanes = np.array(lane_numbers(COALESCED if coalesced else "directed", program.channels), dtype=np.int32)
     together: Sequence[Sequence[Batch] | None] = batches(program) if coalesced else [None] * program.num_ranks
@@ -189,7 +189,7 @@ def _side_by_side(posts: Ints, lane: Ints, together: Sequence[Batch]) -> tuple[I
 
 
 def _cycle(program: Program, ranks: Sequence[_Rank], rank: int) -> str:
-    """Follow who waits for whom until a rank comes again."""
+    """Follow the waits until a rank comes again."""
     path: list[int] = []
     lines: list[str] = []
     while rank not in path:

@@ -127,7 +127,7 @@ def _check_pair(schedule: Schedule, done: Done, stage: int, microbatch: int, for
 
 
 def _describe_cycle(orders: Sequence[Sequence[Action]], played: Play) -> str:
-    """Follow who waits for whom from any stuck rank until one comes again."""
+    """Follow the waits from any stuck rank until one comes again."""
     producers: dict[tuple[Event, int, int], tuple[int, int]] = {}
     for rank, order in enumerate(orders):
         for position, action in enumerate(order):

@@ -1,8 +1,8 @@
 """The proof that a program cannot hang, mismatch a transfer or misuse a buffer.
 
 Structure first (every rank by itself, then every channel), then one run of the abstract machine in which no send is
-complete before its receive is there (a SEND goes on; its WAIT_SEND is what waits): the machine is monotone, so a run
-that comes to its end shows that every run does.
+complete before its receive is posted (a SEND returns; its WAIT_SEND waits). The machine is monotone, so one run that
+ends shows that every run does. docs/guarantees.md says what the proof does not cover.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Key = tuple[ChannelKind, int, int]
 def validate_program(program: Program, *, lanes: Lanes = "directed", queues: int | None = None) -> Program:
     """Prove that every rank comes to its end, whatever the timing.
 
-    On every channel the order of sends is the order of receives, every slot and send is used rightly, and the whole
-    is free of cycles even when a send completes only at its receive. Where every channel has a lane of its own, that
+    On every channel the order of sends is the order of receives, every slot and send is used rightly, and nothing waits
+    in a cycle even if a send completes only when its receive is posted. Where every channel has a lane of its own, that
     holds too when receives are made only at their waits, as in a step whose messages are announced by headers. For
     coalesced lanes, which are not used in such a step, both are proved: as they are, and with a lane for each channel.
 
@@ -45,8 +45,7 @@ def validate_program(program: Program, *, lanes: Lanes = "directed", queues: int
         The program.
 
     Raises:
-        ProgramError: naming rank, position and instruction; for a program that can hang, the cycle of who waits for
-            whom.
+        ProgramError: naming rank, position and instruction; for a program that can hang, the cycle of waits.
     """
     if not isinstance(program, Program):
         raise TypeError(f"program: expected a Program, found {type(program).__name__}; lower gives one")
@@ -351,7 +350,7 @@ def _check_channels(program: Program, checks: list[_RankCheck]) -> None:
 
 
 def _describe_cycle(program: Program, outcome: Outcome, lanes: Sequence[int]) -> str:
-    """Follow who waits for whom from any blocked rank until a transfer comes again.
+    """Follow the waits from any blocked rank until a transfer comes again.
 
     Args:
         outcome: of a run that got stuck, of a program in which every send has its receive.

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for bad input.
     """
-    if sys.stdout is None:  # closed by who started the command: nobody reads it
+    if sys.stdout is None:  # closed by the caller
         sys.stdout = io.StringIO()
     try:
         with warnings.catch_warnings():

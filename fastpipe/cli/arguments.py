@@ -19,7 +19,7 @@ _COST_HELP = {
     "backward": "seconds of B; I + W unless given",
     "overlapped": "seconds of a fused F and B; their sum unless given",
     "comm": "seconds of latency of a transfer",
-    "bandwidth": "bytes a second of a link",
+    "bandwidth": "bytes per second of a link",
     "activation_bytes": "bytes that a stage hands to the next",
     "stage_bytes": "bytes that a stage holds of a microbatch from F to W or B",
     "recompute": "the part of F, 0 to 1, that I or B runs again",

@@ -42,7 +42,7 @@ class LayerCosts:
         held_bytes: bytes that a layer holds of a microbatch from its forward to its backward for the weights.
         parameter_bytes: bytes that stay: weights, gradients, and what the optimizer keeps.
         comm: seconds of latency between two ranks, as in `CostModel`.
-        bandwidth: bytes a second of a link, as in `CostModel`.
+        bandwidth: bytes per second of a link, as in `CostModel`.
         launch: seconds that a stage action costs whatever its size, beside those of its layers; what makes small stages
             and small microbatches dear.
         fused: seconds of a fused F and B as a fraction of the two; 1 unless given.

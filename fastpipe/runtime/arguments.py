@@ -46,6 +46,7 @@ class ModelArguments:
     fused_weight_grad: bool
     data_parallel: Any
     device: str | torch.device | None
+    cache_carried: bool
 
     def check(self) -> None:
         """Check what does not depend on the model.
@@ -56,6 +57,7 @@ class ModelArguments:
         check_policy(self.recompute)
         check_grad_dtype(self.grad_dtype)
         _check_switch("fused_weight_grad", self.fused_weight_grad)
+        _check_switch("cache_carried", self.cache_carried)
         groups = [] if self.tied is None else self.tied
         if not (_is_list(groups) and all(isinstance(names, str | Sequence) for names in groups)):
             raise ValueError(f"tied = {self.tied!r}: give a list of groups of names, as in [('0.weight', '11.weight')]")
@@ -164,11 +166,7 @@ class BatchArguments:
         check_split_and_merge(self.split, self.merge_rules)
 
     def check_loss_parameters(self, schedule: Schedule) -> None:
-        """Refuse a loss with parameters if two ranks compute it: their gradients would not be summed.
-
-        Raises:
-            ValueError: with the remedy.
-        """
+        """Refuse a loss with parameters if two ranks compute it: their gradients would not be summed."""
         is_trained = isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters())
         if is_trained and schedule.placement.num_routes > 1:
             raise ValueError(
@@ -214,10 +212,9 @@ class ExecutionArguments:
         Raises:
             ValueError: for an invalid timeout, with what to give.
         """
-        timeout = self.timeout
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-            raise ValueError(f"timeout = {timeout!r}: give seconds, more than 0")
-        return min(timeout, _LONGEST)
+        if not _is_seconds(self.timeout):
+            raise ValueError(f"timeout = {self.timeout!r}: give seconds, more than 0")
+        return min(self.timeout, _LONGEST)
 
     def checked_warn_after(self) -> float:
         """The seconds after which a step is reported.
@@ -228,7 +225,7 @@ class ExecutionArguments:
         seconds = self.warn_after
         if seconds is None:
             return min(60.0, self.checked_timeout() / 10)
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+        if not _is_seconds(seconds):
             raise ValueError(f"warn_after = {seconds!r}: give seconds, more than 0, or None")
         return float(seconds)
 
@@ -248,7 +245,7 @@ class ExecutionArguments:
                 "init_device_mesh(device_type, sizes, mesh_dim_names=('pp', 'tp')) makes one"
             )
         if self.group is not None:
-            raise ValueError("mesh and group: both say which processes are the pipeline's; leave out group")
+            raise ValueError("mesh and group: both name the pipeline's processes; omit group")
         return self.mesh["pp"]
 
     def other_dimensions(self) -> dict[str, int]:
@@ -272,11 +269,7 @@ class ExecutionArguments:
         return {text: tuple(sorted(own)) for text, own in zip(texts, ranks, strict=True)}
 
     def check_replicas(self, stages: Iterable[Stage]) -> None:
-        """Refuse stages whose gradients would not be averaged over the mesh's replicas.
-
-        Raises:
-            ValueError: naming the stage, the mesh's dimensions and the remedy.
-        """
+        """Refuse stages whose gradients would not be averaged over the mesh's replicas."""
         names = () if self.mesh is None else self.mesh.mesh_dim_names
         replicated = {name: self.mesh[name].size() for name in names if name.startswith("dp") or name == "cp"}
         wanted = math.prod(replicated.values())
@@ -361,11 +354,16 @@ class Arguments:
         values = {"transport": where} if isinstance(where, str) and where != "auto" else {}
         values |= {"loss_reduction": reduction} if isinstance(reduction, str) and reduction != "mean" else {}
         values |= {"grad_dtype": str(self.model.grad_dtype)} if self.model.grad_dtype is not None else {}
+        values |= {"cache_carried": "True"} if self.model.cache_carried else {}
         return values
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _check_switch(name: str, value: Any) -> None:

@@ -386,7 +386,7 @@ def save_checkpoint(
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read.
     """
-    optimizers = _as_optimizers(optimizer)
+    optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {}
     call, step = f"save_checkpoint of {_shown(path)}", pipe.step_count
 
@@ -395,14 +395,14 @@ def save_checkpoint(
         if keep is not None and not is_whole(keep, 1):
             raise ValueError(f"keep = {keep!r}: give a whole number of at least 1 (the new checkpoint counts), or None")
         check_target(path)
-        state.update(_whole_state(pipe, optimizers, extra))
-        return {"optimizes": _optimizes(pipe, optimizers)}
+        state.update(whole_state(pipe, optimizers, extra))
+        return {"optimizes": optimizes(pipe, optimizers)}
 
     def write(saved: dict[str, Any], members: Any) -> Any:
         return _write(_Writer(real_path(path), step, keep), saved, call, members)
 
     def attend(replies: Sequence[Reply]) -> None:
-        _check_all_optimize(replies)
+        check_all_optimize(replies)
         if not asynchronous:
             return pipe._steps.attend(lambda: write(state, group))
         # it is used in the background, as the script uses the other one
@@ -420,7 +420,8 @@ def _shown(path: Any) -> str:
     return os.fspath(path) if isinstance(path, str | os.PathLike) else repr(path)
 
 
-def _whole_state(pipe: Pipeline, optimizers: Optimizers, extra: Any) -> dict[str, Any]:
+def whole_state(pipe: Pipeline, optimizers: Optimizers, extra: Any) -> dict[str, Any]:
+    """What this rank saves: sections by name; without copies of tensors."""
     pipe._steps.check_filled()
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     # DCP saves a tuple as one value
@@ -495,7 +496,7 @@ def load_checkpoint(
             others none.
         StepError: if another rank cannot load.
     """
-    optimizers = _as_optimizers(optimizer)
+    optimizers = as_optimizers(optimizer)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
@@ -516,16 +517,22 @@ def load_checkpoint(
         )
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
-        return {"keys": list(state["model"]), "optimizes": _optimizes(pipe, optimizers)}
+        return {"keys": list(state["model"]), "optimizes": optimizes(pipe, optimizers)}
 
     def read(replies: Sequence[Reply]) -> None:
-        _check_all_optimize(replies)
+        check_all_optimize(replies)
         _check_all_taken(_section(saved, "model"), replies, path)
         no_dist = not dist.is_initialized()
         with _errors_of_dcp(call, group):
             pipe._steps.attend(lambda: load(state, storage_reader=readers[0], process_group=group, no_dist=no_dist))
 
     pipe._steps.all_gather(call, prepare, read)
+    return restore(pipe, optimizers, state)
+
+
+def restore(pipe: Pipeline, optimizers: Optimizers, state: Mapping[str, Any]) -> Any:
+    """Load a state of `whole_state`; returns its ``extra``."""
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     pipe.load_state_dict(state["model"])
     load_flat_state(optimizers, names, state["optimizer"])
     _set_generators(pipe, state["random"])
@@ -534,7 +541,8 @@ def load_checkpoint(
     return state["extra"][0] if "extra" in state else None
 
 
-def _as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
+def as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
+    """The optimizers that a caller gave."""
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -544,13 +552,14 @@ def _as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optim
     return list(optimizer)
 
 
-def _optimizes(pipe: Pipeline, optimizers: Optimizers) -> bool | None:
+def optimizes(pipe: Pipeline, optimizers: Optimizers) -> bool | None:
     """Whether this rank gives an optimizer; None if it has nothing to optimize."""
     trains = any(parameter.requires_grad for parameter in pipe.parameters())
     return bool(optimizers) if trains or optimizers else None
 
 
-def _check_all_optimize(replies: Sequence[Reply]) -> None:
+def check_all_optimize(replies: Sequence[Reply]) -> None:
+    """Raise ValueError if some ranks give an optimizer and others none."""
     given = [reply["optimizes"] for reply in replies]
     if True in given and False in given:
         raise ValueError(

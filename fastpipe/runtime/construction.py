@@ -71,11 +71,13 @@ from fastpipe.runtime.stage import (
     IN_ORDER,
     PER_MICROBATCH,
     ContextFactory,
+    HeldTensors,
     PairPolicy,
     RandomNumbers,
     Stage,
     TreespecCache,
     checked_contexts,
+    held_tensors,
     pair_policy,
 )
 from fastpipe.runtime.step import Programs, Steps, options_with_stages
@@ -205,7 +207,7 @@ class BuildRequest:
             program = self.programs.program(self.num_microbatches, forward_only=False)
             values |= {"fastpipe": f"version {__version__}", "recv_lookahead": str(self.programs.recv_lookahead)}
             values |= {VARIABLE: queues_text(self.programs.queues)} if self.programs.queues is not None else {}
-            values |= {"stage_to_rank": str(program.placement.routes), "order of actions in schedule": program.digest()}
+            values |= {"stage_to_rank": str(program.placement.routes), "program": program.digest()}
         return values
 
 
@@ -312,7 +314,7 @@ def build_stages(
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
 
-    def stage_of(index: int, module: nn.Module) -> Stage:
+    def stage_of(index: int, module: nn.Module, held: HeldTensors | None) -> Stage:
         sends = any(len(set(route[index : index + 2])) > 1 for route in placement.routes)
         stage = Stage(
             index,
@@ -327,13 +329,17 @@ def build_stages(
             treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
             why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
             wrapped=model.data_parallel is not None,
+            held=held,
         )
         if model.grad_dtype is not None:
             check_not_sharded(index, stage.parallel, model.grad_dtype)
             set_grad_dtype(module, model.grad_dtype)
         return stage
 
-    stages = {rank: {i: stage_of(i, module) for i, module in held.items()} for rank, held in by_rank.items()}
+    stages = {}
+    for rank, modules_here in by_rank.items():
+        held = held_tensors(placement, model.cache_carried)
+        stages[rank] = {index: stage_of(index, module, held) for index, module in modules_here.items()}
     movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(
         modules=modules,

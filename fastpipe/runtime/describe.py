@@ -50,6 +50,8 @@ def describe(
         lines.append("random      " + describe_random(seed))
     lines += [f"replicas    {text}" for text in replica_texts(stages)]
     lines += [f"recompute   {text}" for text in recompute_texts(stages)]
+    if any(stage.held is not None and stage.held.with_gradient for stage in stages):
+        lines.append("carried     once to each rank; gradients are summed on a rank, latest stage first")
     if schedule.splits_backward:
         lines.append("backward    " + split_text(stages))
     return "\n".join(lines)
@@ -78,7 +80,7 @@ def replica_texts(stages: Sequence[Stage]) -> list[str]:
             found.setdefault(stage.parallel.description, []).append(str(stage.index))
     return [
         f"{description}: {'stage' if len(indices) == 1 else 'stages'} {', '.join(indices)}; gradients are averaged "
-        "once a step, from REDUCE_GRAD on, after a stage's last B or W"
+        "once per step, from REDUCE_GRAD on, after a stage's last B or W"
         for description, indices in found.items()
     ]
 

@@ -77,7 +77,9 @@ class GradScaler(torch.amp.GradScaler):
         inverses = [reply["inverse"] for reply in replies]
         if not all(math.isclose(inverse, inverses[0]) for inverse in inverses):
             listed = ", ".join(f"{1 / inverse:g} on rank {rank}" for rank, inverse in enumerate(inverses))
-            raise ValueError(f"the scale is {listed}: make the scaler and call update on every rank alike")
+            raise ValueError(
+                f"the scale is {listed}: construct the GradScaler with the same arguments and call update on every rank"
+            )
         every = [*replies, *self._steps.control.elsewhere]
         # a rank without trained parameters has no gradients, and torch needs found_inf of every rank
         found.setdefault(found_inf.device, found_inf)

@@ -133,6 +133,10 @@ class Pipeline:
             ``torch.float32`` for bf16 parameters. Clipping supports them; the optimizer must, too.
         fused_weight_grad: W accumulates a linear's weight gradient in ``.grad`` within its matrix product. Saves a
             temporary and a pass over memory, but rounds differently; see docs/training.md.
+        cache_carried: where ranks have several stages, also a tensor that requires a gradient and that stages pass on
+            (a value of `carry`, for example) crosses to a rank once, and its gradient once back. The gradients of its
+            uses are then summed rank by rank, which rounds differently from the unsplit model; see docs/guide.md.
+            Tensors without a gradient cross once in any case.
         tied: groups of names of one weight, as in ``[("0.weight", "11.weight")]``: the number of the stage, and the
             name in it. Not needed for layers of a list that share a Parameter.
         overlap: how pairs of a forward and a backward (``OVERLAP_F_B``) run if the modules have no method for them:
@@ -142,7 +146,7 @@ class Pipeline:
             for every F (the module and its loss).
         backward_context: the same for every B, I and W.
         warn_after: seconds after which a step that has not ended is reported in the log, with what each rank does and
-            whom it waits for. Default: a tenth of `timeout`, at most 60. ``float("inf")`` reports nothing.
+            which rank it waits for. Default: a tenth of `timeout`, at most 60. ``float("inf")`` reports nothing.
         cuda_graph: record a CUDA graph of a step per signature of its inputs, and replay it. Steps that cannot be
             recorded run without; `describe` gives the reason. See docs/training.md for its effects.
 
@@ -192,6 +196,7 @@ class Pipeline:
         backward_context: ContextFactory | None = None,
         grad_dtype: torch.dtype | None = None,
         fused_weight_grad: bool = False,
+        cache_carried: bool = False,
         cuda_graph: bool = False,
         warn_after: float | None = None,
     ) -> None:
@@ -206,6 +211,7 @@ class Pipeline:
                 fused_weight_grad=fused_weight_grad,
                 data_parallel=data_parallel,
                 device=device,
+                cache_carried=cache_carried,
             ),
             ScheduleArguments(
                 schedule=schedule,

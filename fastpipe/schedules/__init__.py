@@ -1,4 +1,4 @@
-"""The schedules that the field knows: one file a family, and the registry of them all.
+"""The schedules that the field knows: one file per family, and the registry of them all.
 
 A generator turns numbers of ranks and microbatches, and its options, into a `Schedule`, the same every time; what it
 does not take it refuses with ValueError. Proofs, lowering, simulation and execution know nothing of generators. The
@@ -78,11 +78,7 @@ def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, **options
 
 
 def find(name: str) -> Family:
-    """The family called ``name``.
-
-    Raises:
-        ValueError: naming those there are.
-    """
+    """The family called ``name``."""
     if not isinstance(name, str):
         raise TypeError(
             f"schedule name: expected a str, found {type(name).__name__} {getattr(name, '__name__', name)}; give the "

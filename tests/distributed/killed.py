@@ -23,6 +23,7 @@ from typing import Any
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import fastpipe.runtime.checkpoint as checkpoint
+import fastpipe.runtime.memory_checkpoint as memory_checkpoint
 import fastpipe.runtime.pipeline as pipeline
 
 Kill = Callable[[], None]
@@ -57,6 +58,12 @@ def within(method: str, number: int, kill: Kill) -> None:
     register_module_forward_pre_hook(forward)
 
 
+def before_call(owner: Any, name: str, number: int, kill: Kill) -> None:
+    """Kill before the given call of a function."""
+    calls = itertools.count(1)
+    around(owner, name, lambda: kill() if next(calls) == number else None)
+
+
 def arm(point: str, kill: Kill) -> None:
     """Have this process killed at a point: where it is built, in a step, and so on."""
     name, number = point.rstrip("0123456789"), int("0" + "".join(filter(str.isdigit, point)))
@@ -67,6 +74,7 @@ def arm(point: str, kill: Kill) -> None:
         "evaluation": lambda: within("eval_step", number, kill),
         "clip": lambda: around(pipeline.Pipeline, "clip_grad_norm_", kill),
         "save": lambda: around(checkpoint._Writer, "write_data", lambda: None, kill),
+        "refresh": lambda: before_call(memory_checkpoint._Slots, "publish", number, kill),
         "close": lambda: around(pipeline, "_close", kill),
     }[name]()
 

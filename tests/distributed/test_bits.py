@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline
-from fastpipe.runtime.common.tensors import bytes_of
+from fastpipe.runtime.common.tensors import bytes_of, digest_of
 from tests.conftest import WAYS, paired, skip_without_native
 from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES, squared
-from tests.runtime.test_bits import COMBINATIONS
+from tests.runtime.test_bits import COMBINATIONS, OF_A_KIND
+from tests.runtime.test_held import batch, grads_of, pipeline
 
 
 def compare(
@@ -25,9 +26,8 @@ def compare(
 
 
 # Both executors run every schedule over loopback (tests/runtime/test_bits.py). Here the native one does again, and the
-# Python one, which gives c10d the same transfers, one schedule of a kind: a line, a loop, a V, two routes. Two ranks,
+# Python one, which gives c10d the same transfers, one schedule of a kind. Two ranks,
 # whose neighbours to both sides are one, have these by the native one alone; the boundaries below are by both in turn.
-OF_A_KIND = ("1f1b", "interleaved_zb", "dualpipev", "dualpipe")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,25 @@ def hand_over_every_dtype(executor: str, transport: str) -> None:
 )
 def test_every_dtype(transport: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(hand_over_every_dtype, executor, transport)
+
+
+def hold(schedule: str, executor: str, transport: str) -> tuple[str, dict[str, str]]:
+    """Runs on every rank: the loss and the gradients of two steps of a pipeline that keeps what it passes on."""
+    pipe = pipeline("residuals", schedule, executor, transport=transport, cache_carried=True)
+    x, target = batch()
+    pipe.step(x, target=target)
+    loss = pipe.step(x, target=target).loss
+    assert loss is not None
+    return digest_of(loss), {name: digest_of(grad) for name, grad in grads_of(pipe).items()}
+
+
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
+def test_tensors_that_ranks_hold(executor: str, transport: str, group_of: GroupOf) -> None:
+    """The bits of threads."""
+    answers = group_of(4).run(hold, "zbv", executor, transport)
+    loss, expected = hold("zbv", "python", "loopback")
+    assert {found for found, _ in answers} == {loss}
+    assert {name: digest for _, found in answers for name, digest in found.items()} == expected
 
 
 @pytest.mark.parametrize(("case", "executor"), paired(CASES), indirect=["executor"])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe import Pipeline, StepError, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
+from fastpipe import Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
 from tests.distributed.ranks import ranks
 from tests.distributed.test_step import GroupOf, caught
@@ -143,25 +143,6 @@ def test_a_rank_of_which_all_is_frozen_needs_no_condition(group_of: GroupOf, tmp
     assert group_of(2).run(train_what_is_not_frozen, str(tmp_path)) == [[False, False], [True, True]]
 
 
-def die_in_a_save(folder: str) -> tuple[str, int | None]:
-    """Runs on every rank: rank 1 is killed when all have begun to save."""
-    pipe = pipeline("1f1b", None)
-    pipe.step(torch.zeros(16, WIDTH), target=torch.zeros(16, WIDTH))
-    if dist.get_rank() == 1:
-        checkpoint.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(StepError) as error:
-        save_checkpoint(folder, pipe)
-    return str(error.value), error.value.rank
-
-
-def test_killed_in_a_save(tmp_path: Path) -> None:
-    """Who it was is known, and nobody waits for it in the exchange of torch's checkpoints."""
-    with ranks(4) as group:
-        group.start(die_in_a_save, str(tmp_path / "a"))
-        for text, rank in group.results([0, 2, 3]):
-            assert rank == 1 and "its process died" in text, text
-
-
 PHASES = {
     "nothing is written": (0, checkpoint._Writer, "prepare_global_plan", 1),
     "some is written": (1, checkpoint._SyncedFile, "write", 3),
@@ -203,7 +184,7 @@ def die_in_the_second_save(folder: str, phase: str, asynchronous: bool) -> str:
     return str(error.value)
 
 
-IN_THE_BACKGROUND = ["some is written", "all are done", "between the renames"]
+IN_THE_BACKGROUND = ["some is written", "between the renames"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +196,7 @@ def test_killed_in_any_phase_the_one_before_it_loads(phase: str, asynchronous: b
     with ranks(2) as group:
         group.start(die_in_the_second_save, str(path), phase, asynchronous)
         (text,) = group.results([1 - victim])
-        assert asynchronous or f"rank {victim}" in text
+        assert asynchronous or (f"rank {victim}" in text and "its process died" in text), text
     expected = uninterrupted(momentum, range(3))
     saved = 2 if phase == "before the old one is removed" else 1
     for found in (path, latest_checkpoint(tmp_path)):

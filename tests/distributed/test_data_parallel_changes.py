@@ -314,6 +314,6 @@ def beside_others(executor: str) -> str:
 
 def test_changes_beside_holders_and_shards(executor: str, group_of: GroupOf) -> None:
     even, odd, *_ = group_of(4).run(beside_others, executor)
-    assert odd.startswith("ValueError: stages: stage 1 has parameters to train")
+    assert odd.startswith("ValueError: stages: stage 1 has trainable parameters")
     assert "weight of a Linear, bias of a Linear, which fully_shard" in odd
     assert even.startswith("StepError: rank 1 refused its input: ValueError: stages: stage 1")

@@ -90,7 +90,7 @@ def test_options_of_ddp_and_parameters_without_gradients(executor: str, group_of
 
 
 def hooks(executor: str) -> list[int]:
-    """A communication hook gets undivided gradients, bucket by bucket, once a step."""
+    """A communication hook gets undivided gradients, bucket by bucket, once per step."""
     over = mesh()
     replica = over.get_local_rank("dp")
     seen: list[int] = []

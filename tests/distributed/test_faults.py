@@ -63,10 +63,10 @@ EXPECTED = {
     "raise": "named, and the next step works",
     "nasty exception": "named, and the next step works",
     "SystemExit": "named, and the next step works",
-    "exit": "named, and the pipeline is over",
-    "kill": "named, and the pipeline is over",
-    "stop": "named after the timeout, and the pipeline is over",
-    "delay": "waited for, with the same bits",
+    "exit": "named, and the pipeline is closed",
+    "kill": "named, and the pipeline is closed",
+    "stop": "named after the timeout, and the pipeline is closed",
+    "delay": "waited for, with bit-identical results",
     "NaN": "named by clip_grad_norm_",
     "wrong argument": "refused on all ranks, and the next step works",
     "skipped step": "refused on all ranks, and the next step works",
@@ -208,8 +208,8 @@ def write_table(seconds: float) -> int:
     rows = [f"| {fault} | {count} | {result} |" for fault in sorted(found) for result, count in found[fault].items()]
     text = (
         f"{sum(map(Counter.total, found.values()))} of the {len(cases)} cases of `tests/distributed/test_faults.py` "
-        "(1F1B, ZBV and DualPipeV; 2 and 4 ranks;\nexecutors and transports; forward and backward), in a random order, "
-        "all of them nightly:\n\n"
+        "(1F1B, ZBV and DualPipeV; 2 and 4 ranks;\nexecutors and transports; forward and backward), in a random order. "
+        "The nightly tests run all of them:\n\n"
         "| fault | cases | outcome |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     )
     write_block("faults", text)

@@ -1,30 +1,12 @@
-"""What several processes report: metrics and added losses, the same on every rank and those of the unsplit model."""
+"""What several processes report is the same on every rank; that it is the unsplit model's is in test_bits.py."""
 
 from typing import Any
 
-import pytest
 import torch
 
 from fastpipe import Pipeline
-from tests.conftest import paired
 from tests.distributed.ranks import GroupOf
-from tests.runtime.checks import train_and_compare
 from tests.runtime.models import Balanced, measured
-
-
-def compare(case: str, schedule: str, executor: str, transport: str) -> None:
-    train_and_compare(case, schedule, 8, executor=executor, transport=transport, steps=2)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "executor"),
-    paired(["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "chimera"]),
-    indirect=["executor"],
-)
-def test_added_losses_and_metrics(schedule: str, executor: str, group_of: GroupOf) -> None:
-    transport = "shared_memory" if executor == "native" else "process_group"
-    for case in ("added_losses", "metrics"):
-        group_of(2).run(compare, case, schedule, executor, transport)
 
 
 def report(executor: str) -> dict[str, Any]:

@@ -34,18 +34,17 @@ def compare(executors: list[str], hosts: str, schedule: str, case: str = "plain"
         return train_and_compare(case, schedule, 8, executor=executor).describe()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev", "dualpipe"])
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "dualpipe"])
 def test_bits(schedule: str, group_of: GroupOf) -> None:
     for rank, text in enumerate(group_of(4).run(compare, ["native"], TWO_AND_TWO, schedule)):
         words = "mixed, lanes directed: shared memory within ranks (0, 1), (2, 3), four gloo groups elsewhere"
         assert f"{words} (they are not all on one host); rank {rank}: shared memory with {rank ^ 1}, groups" in text
 
 
-# A neighbour is far away, the next but one near; one rank is alone; a V and a loop that cross hosts at every step.
+# One rank is alone; a loop that crosses hosts at every step, whose next neighbour but one is near; two routes.
 @pytest.mark.parametrize(
     ("hosts", "schedule", "case"),
-    [("abab", "1f1b", "plain"), ("abbb", "zbv", "two_tensors"), ("abab", "interleaved_1f1b", "plain")]
-    + [("aaba", "dualpipe", "plain"), ("abca", "dualpipev", "plain")],
+    [("abbb", "zbv", "two_tensors"), ("abab", "interleaved_1f1b", "plain"), ("aaba", "dualpipe", "plain")],
 )
 def test_any_ranks_may_be_on_a_host(hosts: str, schedule: str, case: str, group_of: GroupOf) -> None:
     for text in group_of(4).run(compare, ["native"], hosts, schedule, case):
@@ -161,14 +160,10 @@ def fail_on_hosts(scenario: Scenario, hosts: str) -> dict[str, Any]:
 
 
 # What is drained over each kind of link is in test_failure.py; here it is told from host to host.
-FAILURES = [("1f1b", 1, False, 2), ("1f1b", 2, True, 0), ("zbv", 3, False, 2), ("dualpipev", 3, True, 2)]
-FAILURES += [("interleaved_1f1b", 5, False, 0), ("dualpipe", 0, True, 2)]
+FAILURES = [("1f1b", 2, True, 0), ("dualpipev", 3, True, 2), ("interleaved_1f1b", 5, False, 0)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stage", "backward", "step"),
-    FAILURES,
-)
+@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), FAILURES)
 def test_a_failure_is_known_on_all_hosts(
     schedule: str, stage: int, backward: bool, step: int, group_of: GroupOf
 ) -> None:

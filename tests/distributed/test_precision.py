@@ -147,7 +147,10 @@ def in_fp32(schedule: str, executor: str, transport: str) -> list[str]:
     return wrong + [name for name, p in pipe.named_parameters() if p.grad.dtype is not torch.float32]
 
 
-@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+@pytest.mark.parametrize(
+    ("schedule", "executor", "transport"),
+    [(schedule, *way) for schedule, way in zip(("1f1b", "zbv", "dualpipe"), WAYS, strict=True)],
+    indirect=["executor"],
+)
 def test_tied_gradients_in_fp32(schedule: str, transport: str, executor: str, group_of: GroupOf) -> None:
     assert group_of(2).run(in_fp32, schedule, executor, transport) == [[], []]

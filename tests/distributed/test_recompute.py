@@ -1,28 +1,12 @@
-"""Stages that recompute, in several processes and with replicas: the bits of the unsplit model."""
+"""Stages that recompute and have replicas: the bits of the unsplit model; tests/runtime has those without replicas."""
 
 import pytest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.conftest import paired
 from tests.distributed.meshes import build, mesh, two_steps
 from tests.distributed.ranks import GroupOf
-from tests.runtime.checks import train_and_compare
-
-
-def compare(schedule: str, executor: str, transport: str) -> None:
-    for way in ("full", "layers"):
-        train_and_compare("added_losses", schedule, 8, executor=executor, transport=transport, steps=2, recompute=way)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "executor"),
-    paired(["1f1b", "zbv", "dualpipev", "dualpipe", "chimera"]),
-    indirect=["executor"],
-)
-def test_processes(schedule: str, executor: str, group_of: GroupOf) -> None:
-    group_of(2).run(compare, schedule, executor, "shared_memory" if executor == "native" else "process_group")
 
 
 def train(wrap: str, schedule: str, way: str, executor: str) -> list[list[str]]:

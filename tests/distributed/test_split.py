@@ -11,11 +11,10 @@ from fastpipe.testing import reference_step
 from tests.conftest import paired
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
 from tests.distributed.ranks import GroupOf
-from tests.distributed.test_bits import OF_A_KIND
 from tests.distributed.test_step import caught
 from tests.runtime.checks import same_bits
 from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder
-from tests.runtime.test_bits import microbatches_for
+from tests.runtime.test_bits import OF_A_KIND, microbatches_for
 
 
 def train_all(kind: str, schedules: list[str], executor: str) -> None:

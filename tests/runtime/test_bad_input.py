@@ -251,7 +251,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a rule for an input by its name": (
         {"split": {"x": 1}},
         lambda p: p.step(X, target=Y),
-        r"split\['x'\]: no stage's forward takes such an argument by name; .*the position of an input",
+        r"split\['x'\]: no stage's forward has a parameter .*the position of an input",
     ),
     "a rule for an output that nobody returns": (
         {"merge": {99: 0}},

@@ -23,6 +23,8 @@ def microbatches_for(schedule: str, num_ranks: int) -> int | None:
     return None
 
 
+OF_A_KIND = ("1f1b", "interleaved_zb", "dualpipev", "dualpipe")
+"""One schedule of each kind: a line, a loop, a V, two routes."""
 COMBINATIONS = [
     (name, num_ranks, count)
     for name in TRAINING

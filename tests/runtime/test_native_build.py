@@ -87,8 +87,12 @@ def test_a_missing_symbol_is_reported_when_it_is_loaded(tree: NativeTree, core: 
     assert "loading it failed (ImportError: " in status and "undefined symbol" in status
 
 
+@pytest.mark.nightly
 def test_an_isolated_build_finds_the_installed_torch(tmp_path: Path) -> None:
-    """`pip install .` as users type it: pip hides torch from the build, which must neither miss nor download it."""
+    """`pip install .` as users type it: pip hides torch from the build, which must neither miss nor download it.
+
+    .ci/run installs fastpipe itself in this way, and uses it.
+    """
     tree = NativeTree(tmp_path, torch=True)
     result = tree.python("-m", "pip", "wheel", "--no-deps", "--wheel-dir", "dist", ".", FASTPIPE_BUILD_EXT="1")
     if "No matching distribution found for setuptools" in result.stdout and not os.environ.get("CI"):

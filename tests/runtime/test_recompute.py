@@ -21,7 +21,7 @@ from tests.runtime.test_losses import TWO, whole
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
-def test_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
+def test_schedules_of_each_kind(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     options = {"num_ranks": num_ranks, "executor": executor, "recompute": "full", "steps": 2}
     train_and_compare("added_losses", schedule, num_microbatches, **options)
 

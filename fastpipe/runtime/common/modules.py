@@ -79,11 +79,7 @@ def _rename(module: nn.Module, named: Mapping[str, torch.Tensor | None]) -> None
 
 
 def check_grad_dtype(dtype: Any) -> None:
-    """Refuse an invalid dtype of gradients.
-
-    Raises:
-        ValueError: naming the dtype, or a torch release without ``grad_dtype``.
-    """
+    """Refuse an invalid dtype of gradients."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

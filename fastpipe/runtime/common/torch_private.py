@@ -471,6 +471,10 @@ def host_identity() -> str:
     return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") if boot.exists() else ""
 
 
+MEMORY_FOLDER = "/dev/shm"
+"""A tmpfs: files in memory, which outlive the processes. Linux has it by default; containers may make it small."""
+
+
 def start_of_process(pid: int) -> str:
     """The start time of a process, as the kernel writes it; empty if unknown or if the process is gone."""
     with contextlib.suppress(OSError):
@@ -588,7 +592,7 @@ PRIVATE = (
         "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
         "_use_python_reducer _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers _build_params_for_reducer "
         "_build_debug_param_to_name_mapping _ddp_init_helper",
-        "averages once a step, outside of a backward; new parameters",
+        "averages once per step, outside of a backward; new parameters",
         _REPLICATED,
     ),
     Private("torch.distributed.Logger", "_set_static_graph", "a rebuilt reducer", _REPLICATED),
@@ -606,7 +610,7 @@ PRIVATE = (
     Private(
         f"{_FSDP}._fsdp_state.FSDPState",
         "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init _state_ctx _root_post_backward_final_callback",
-        "gradients reduced once a step",
+        "gradients reduced once per step",
         _SHARDED,
     ),
     Private(f"{_FSDP}._fsdp_state.FSDPStateContext", "is_last_backward", "the same", _SHARDED),

@@ -8,7 +8,7 @@ Uses: `common`.
 from __future__ import annotations
 
 from fastpipe.runtime.coordination.agreement import agree, building, prepare_together
-from fastpipe.runtime.coordination.attempt import check_job, name_attempt, shares_store
+from fastpipe.runtime.coordination.attempt import check_job, job_name, name_attempt, shares_store
 from fastpipe.runtime.coordination.control import Alone, Control, Reply, exchange_or_refuse
 from fastpipe.runtime.coordination.cores import Cores, find_cores
 from fastpipe.runtime.coordination.deferred import DeferredResults

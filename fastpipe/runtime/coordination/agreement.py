@@ -134,16 +134,14 @@ def _check_alike(replies: Sequence[Reply]) -> None:
             ranks.setdefault(plan.get(name, "the default"), []).append(rank)
         if len(ranks) > 1:
             found = ", ".join(f"{value} on ranks {having}" for value, having in ranks.items())
+            if name == "program":  # a digest, of what only the schedule decides
+                name, found = "schedule", f"its actions have another order on each of {list(ranks.values())}"
             raise ValueError(f"{name}: the ranks do not build the same pipeline: {found}; pass the same on every rank")
     check_seeds([reply["seed"] for reply in replies])
 
 
 def check_seeds(seeds: Sequence[int | None]) -> None:
-    """Refuse different seeds on the ranks; None stands for torch's own generators.
-
-    Raises:
-        ValueError: listing the seeds by rank.
-    """
+    """Refuse different seeds on the ranks; None stands for torch's own generators."""
     if len(set(seeds)) > 1:
         listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
         raise ValueError(

@@ -30,9 +30,6 @@ def check_job(store: Any, *, decides: bool | None = None) -> None:
     Args:
         store: shared by the processes.
         decides: whether this process names the store's job; None: the first one that calls this does.
-
-    Raises:
-        ValueError: naming both jobs.
     """
     own, key = job_name() or "no name", "fastpipe/job"
     if decides:

@@ -2,7 +2,7 @@
 
 A tensor-parallel stage, for example, is in one pipeline for every rank of the mesh's ``"tp"`` dimension. If one of them
 fails, the others wait for it within a stage, where nothing can be drained. So these pipelines begin and end their steps
-together, and share the watcher: a failure within a step is fatal for all of them. Whoever learns of it leaves the
+together, and share the watcher: a failure within a step is fatal for all of them. A rank that learns of it leaves the
 mesh's groups (`fastpipe.runtime.transport.MeshGroups`).
 
 `Processes` does the work for all processes of these pipelines, and numbers them through. Here the numbers become
@@ -22,9 +22,6 @@ from fastpipe.runtime.coordination.control import Control, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import StoreGather
 from fastpipe.runtime.coordination.processes import Processes
-
-_TORCH_ERRORS = ("RuntimeError", "Dist")
-"""How the causes begin that a collective with a lost process raises."""
 
 
 class MeshControl(Control):
@@ -84,8 +81,8 @@ class MeshControl(Control):
         """Report a failure; in a step it ends all pipelines, this one included."""
         if not self.step:
             return self._placed(self._whole.publish(self._numbered(failure)))
-        if failure.cause.startswith(_TORCH_ERRORS) and not failure.is_fatal:
-            # a process that exits closes its connections first
+        if not failure.is_fatal:
+            # a collective may have raised because a process exits, which closes its connections first
             for pause in pauses(SHORT_EXIT_SECONDS):
                 if self._whole.lost() is not None:
                     break

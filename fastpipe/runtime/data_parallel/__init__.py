@@ -1,6 +1,6 @@
 """Data parallelism of a stage within a step: DistributedDataParallel or fully_shard.
 
-Promises: gradients are averaged over the replicas once a step, also if the backward is split.
+Promises: gradients are averaged over the replicas once per step, also if the backward is split.
 Uses: `common`.
 """
 

@@ -1,4 +1,4 @@
-"""Stages in DistributedDataParallel: buckets are averaged once a step, by the wrapper's communication hook.
+"""Stages in DistributedDataParallel: buckets are averaged once per step, by the wrapper's communication hook.
 
 DDP's reducer expects one hook call per parameter, in the backward that it is prepared for. A pipeline has no such
 backward: a stage's last I and last W may have other actions between them. And the end of that backward would wait for
@@ -270,7 +270,7 @@ class Reduced:
         names = [name for name, p in self.wrapper.module.named_parameters() if id(p) in ids and name not in ignored]
         if names and torch_private.has_comm_hook(self.wrapper):
             raise ValueError(
-                f"data_parallel: stage {self.stage} has parameters to train that it did not have before, "
+                f"data_parallel: stage {self.stage} has trainable parameters that it did not have before, "
                 f"{listed(names)}, and its DistributedDataParallel has a communication hook, which may depend on the "
                 "old buckets; build a new Pipeline"
             )
@@ -301,8 +301,8 @@ class Reduced:
         dist.all_gather(everywhere, own, group=group)
         if not all(torch.equal(other, own) for other in everywhere):
             raise ValueError(
-                f"data_parallel: the replicas of stage {self.stage} do not have the same new parameters to train, "
-                f"here {listed(self.missed())}; unfreeze, exchange or append layers in all replicas alike"
+                f"data_parallel: the replicas of stage {self.stage} do not have the same new parameters, "
+                f"here {listed(self.missed())}; unfreeze, exchange or append the same layers in all replicas"
             )
 
     def _broadcast(self) -> None:
@@ -380,7 +380,7 @@ class Replicated(DataParallel):
                     f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have trainable "
                     "parameters that were not trainable when it was wrapped, here "
                     f"{listed(self._reduced[wrapper].missed())}; unfreeze, exchange or append "
-                    "layers in all replicas alike"
+                    "the same layers in all replicas"
                 )
         found = [wrapper for wrapper, count in missing.items() if count]
         for wrapper in found:
@@ -456,7 +456,7 @@ class Replicated(DataParallel):
         if num_asking:
             cause = (
                 f"data_parallel: {num_asking} of {self.num_replicas} replicas have new trainable parameters since the "
-                "last step, and this one has none; unfreeze, exchange or append layers in all replicas alike"
+                "last step, and this one has none; unfreeze, exchange or append the same layers in all replicas"
             )
             raise FailureError(Failure(None, cause))
         if num_failed:
@@ -490,11 +490,7 @@ class Replicated(DataParallel):
 
 
 def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
-    """Refuse options that depend on hooks in the backward.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse options that depend on hooks in the backward."""
     sparse = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     refused = {
         "mixed_precision": wrapper.mixed_precision is not None,
@@ -506,5 +502,5 @@ def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:
         if found:
             raise ValueError(
                 f"stages: the DistributedDataParallel of stage {stage} has {option}, which a pipeline cannot keep, as "
-                "gradients are reduced once a step; leave it out"
+                "gradients are reduced once per step; leave it out"
             )

@@ -1,4 +1,4 @@
-"""Stages with fully_shard (FSDP2): parameters are gathered and gradients reduced once a step.
+"""Stages with fully_shard (FSDP2): parameters are gathered and gradients reduced once per step.
 
 By default FSDP reduces at the end of every backward. For a split backward that is the end of I, and gradients from W
 would never be reduced. During a step its flags say that no backward is the last, so gradients accumulate in the
@@ -79,8 +79,8 @@ class Sharded(DataParallel):
         if found:
             names = [f"{name} of a {type(module).__name__}" for module, name in found]
             raise ValueError(
-                f"stages: stage {self.stage} has parameters to train that it did not have when the Pipeline was built, "
-                f"{listed(names)}, which fully_shard does not cover; apply it to the new layers, and build a "
+                f"stages: stage {self.stage} has trainable parameters that it did not have when the Pipeline was "
+                f"built, {listed(names)}, which fully_shard does not cover; apply it to the new layers, and build a "
                 "new Pipeline"
             )
         return []

@@ -2,7 +2,7 @@
 
 A wrapper reduces gradients from hooks in the backward. In a pipeline a backward is one microbatch's, may have two
 parts, and the last one to end need not belong to the last forward. So the hooks are disabled during a step. Their work
-is done once a step, by the program's instructions: UNSHARD before a stage is used, REDUCE_GRAD when its gradients are
+is done once per step, by the program's instructions: UNSHARD before a stage is used, REDUCE_GRAD when its gradients are
 complete. The rank waits for the reduction after its program.
 
 A rank that drains a failed step still takes part in its collectives, and reports the failure in them. So the other
@@ -51,11 +51,7 @@ class DataParallel(ABC):
         """The wrapped modules of the stage; the wrapper handles all that is in them."""
 
     def check_covers(self, module: nn.Module, stage: int) -> None:
-        """Refuse parameters outside of the wrapped modules, which would not be averaged.
-
-        Raises:
-            ValueError: with the names and a remedy.
-        """
+        """Refuse parameters outside of the wrapped modules, which would not be averaged."""
         wrapped = set(self.wrapped)
         if module in wrapped or self.num_replicas == 1:
             return

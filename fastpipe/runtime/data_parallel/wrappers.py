@@ -104,11 +104,7 @@ def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: int, num_routes: int) -> None:
-    """Refuse combinations that the ranks of this process cannot run.
-
-    Raises:
-        ValueError: with a remedy.
-    """
+    """Refuse combinations that the ranks of this process cannot run."""
     if parallel is None:
         return
     if num_local_ranks > 1 and (parallel.num_replicas > 1 or num_routes > 1):
@@ -124,11 +120,7 @@ def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: i
 
 
 def check_not_sharded(stage: int, parallel: DataParallel | None, dtype: torch.dtype) -> None:
-    """Refuse a stage whose wrapper sets the dtype of reduced gradients.
-
-    Raises:
-        ValueError: with a remedy.
-    """
+    """Refuse a stage whose wrapper sets the dtype of reduced gradients."""
     if parallel is not None and not parallel.whole_gradients:
         raise ValueError(
             f"grad_dtype = {dtype}: stage {stage} is {parallel.description}, which sets the dtype of summed "

@@ -170,11 +170,7 @@ Policy = str | Callable[[int, nn.Module], str]
 
 
 def check_policy(policy: Any) -> None:
-    """Refuse an invalid ``recompute``.
-
-    Raises:
-        ValueError: naming the value.
-    """
+    """Refuse an invalid ``recompute``."""
     if not callable(policy) and policy not in WAYS:
         raise ValueError(
             f"recompute = {policy!r}: use 'none', 'full' (each stage as a whole), 'layers' (each layer by itself), or "
@@ -323,11 +319,7 @@ class Layers(Sequence[nn.Module]):
         return Chain({self._names[i]: self._layers[i] for i in indices})
 
     def check_unhooked(self, indices: Iterable[int]) -> None:
-        """Refuse hooks of layers that `chain` would not call.
-
-        Raises:
-            ValueError: naming the layer.
-        """
+        """Refuse hooks of layers that `chain` would not call."""
         for i in indices:
             if self._layers and torch_private.has_forward_hooks(self._layers[i]):
                 raise ValueError(
@@ -367,11 +359,7 @@ def has_own_forward(model: Any) -> bool:
 
 
 def check_forward(module: nn.Module) -> None:
-    """Check that calling a module runs its class's forward, so that a part of it can do the same.
-
-    Raises:
-        ValueError: for a ``forward`` replaced on the instance, a compiled module, and a wrapped one.
-    """
+    """Check that calling a module runs its class's forward, so that a part of it can do the same."""
     name = type(module).__name__
     if torch_private.is_compiled(module):
         raise ValueError(
@@ -432,7 +420,7 @@ def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapp
     if way == LAYERS:
         raise ValueError(
             f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, without a list of layers; "
-            "use 'full', give the model's layers as a list, or have it use torch.utils.checkpoint itself "
+            "use 'full', give the model's layers as a list, or use torch.utils.checkpoint within it "
             "(models of Hugging Face: model.gradient_checkpointing_enable() before the split)"
         )
     if wrapper is not None:

@@ -216,9 +216,6 @@ def check_told(replies: Sequence[Changes]) -> None:
 
     Args:
         replies: of every rank.
-
-    Raises:
-        ValueError: on every rank.
     """
     for rank, told in enumerate(replies):
         for name, (digest, holders) in told.items():
@@ -251,11 +248,7 @@ class NoCopies(StageCopies):
 
 
 def check_no_post_hooks(module: nn.Module) -> None:
-    """Refuse hooks that would receive half of a gradient.
-
-    Raises:
-        ValueError: with a remedy.
-    """
+    """Refuse hooks that would receive half of a gradient."""
     for name, parameter in parameters_of(module).items():
         if torch_private.post_hooks_of(parameter):
             raise ValueError(

@@ -197,10 +197,10 @@ def _leaves_of_a_graph(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def restored(layer: nn.Module) -> Iterator[None]:
-    """Restore buffers and gradients afterwards."""
-    put_back = keep_state([layer])
-    grads = [(parameter, parameter.grad) for parameter in layer.parameters()]
+def restored(*modules: nn.Module) -> Iterator[None]:
+    """Within it there are no gradients; restore them, and the state that a forward changes, afterwards."""
+    put_back = keep_state(modules)
+    grads = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
     try:
@@ -219,9 +219,6 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
     """The costs of the layers for ``partition``; None if it needs none, or if rank 0 computes them.
 
     Times differ between processes, and all must cut alike, so rank 0's are used.
-
-    Raises:
-        ValueError: naming ``example`` or ``partition``.
     """
     if not isinstance(partition, str) or partition not in MEASURED:
         if example is not None:

@@ -25,9 +25,6 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
     Args:
         stages: the model's layers, a function of the stage's index, or a dict of the local stages.
         partition: ``"layers"``, or the number of layers per stage.
-
-    Raises:
-        TypeError, ValueError: naming ``stages`` or ``partition`` and the remedy.
     """
     if isinstance(stages, Mapping):
         return _from_mapping(stages, num_stages, local)

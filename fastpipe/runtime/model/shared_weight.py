@@ -75,11 +75,7 @@ def kinds_of_ties(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> dict
 
 
 def check_alike(found: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a weight whose stages have different wrappers.
-
-    Raises:
-        ValueError: with a remedy.
-    """
+    """Refuse a weight whose stages have different wrappers."""
     kinds: dict[str, str] = {}
     for name, kind in ((name, kind) for part in found for name, kind in part.items()):
         if kinds.setdefault(name, kind) != kind:
@@ -90,11 +86,7 @@ def check_alike(found: Sequence[Mapping[str, str]]) -> None:
 
 
 def check_own_replicas(tie: Tie, stage: int, module: nn.Module) -> None:
-    """Refuse a new Parameter in a wrapped module: the wrapper would still reduce the old one.
-
-    Raises:
-        ValueError: with a remedy.
-    """
+    """Refuse a new Parameter in a wrapped module: the wrapper would still reduce the old one."""
     if kind_of(module):
         raise ValueError(
             f"tied: stage {stage} was wrapped in {kind_of(module)} while its {tie.names[0]} was a Parameter of its "
@@ -106,9 +98,6 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
     """Refuse the user's hooks on a weight of several stages: they would run on the gradient of one stage's uses.
 
     Hooks of reductions exist only within a step.
-
-    Raises:
-        ValueError: with a remedy.
     """
     hooks_of, post_hooks_of = torch_private.hooks_of, torch_private.post_hooks_of
     for method, find in (("register_hook", hooks_of), ("register_post_accumulate_grad_hook", post_hooks_of)):
@@ -232,8 +221,8 @@ class SharedShards(Shared):
         for stage, alias in self.aliases.items():
             if local_part(alias).shape != local_part(self.parameter).shape:
                 raise ValueError(
-                    f"tied: {tie.names[0]} is sharded in another way in stage {stage} than in stage {self.stages[0]}; "
-                    "apply fully_shard to both alike"
+                    f"tied: {tie.names[0]} is sharded differently in stages {stage} and {self.stages[0]}; "
+                    "apply fully_shard with the same arguments to both"
                 )
 
     def adopt(self) -> None:

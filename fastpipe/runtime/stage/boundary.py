@@ -12,6 +12,8 @@ round differently.)
 Of a DTensor the local shard is sent. Its dimensions, placements and shape are part of the structure, and the receiver
 makes a DTensor of its own ranks in the same dimensions of the pipeline's mesh; autograd takes its gradient back alike.
 
+A tensor that the receiving rank already holds is not sent: the structure names it (see `fastpipe.runtime.stage.held`).
+
 On a device with streams, reading a treespec blocks the host. So in a step that announces its shapes both ends cache
 the treespecs without values. In other steps such a treespec must not change: the sender checks that, and the receiver
 does not read it.
@@ -37,6 +39,7 @@ import torch
 
 from fastpipe.runtime.common import Tensors, is_block_mask, is_dtensor, pytree
 from fastpipe.runtime.model import as_arguments
+from fastpipe.runtime.stage.held import Sent, Visit
 
 _FACTORIES = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
 
@@ -195,6 +198,7 @@ def to_tensors(
     stage: int,
     make: Callable[[bytes, bool], torch.Tensor] = treespec_tensor,
     mesh: Any = None,
+    visit: Visit | None = None,
 ) -> Tensors:
     """The tensors of a stage's output and carried values.
 
@@ -204,6 +208,7 @@ def to_tensors(
         stage: index of the stage.
         make: ``(text, lasting) -> treespec tensor``; ``lasting`` says that the text has no values.
         mesh: the pipeline's.
+        visit: of the stage, where ranks hold tensors for several stages.
 
     Raises:
         ValueError: for a tree that cannot be encoded; names the stage.
@@ -211,8 +216,8 @@ def to_tensors(
     if not carried:
         if isinstance(value, torch.Tensor) and not _is_treespec(value) and not is_dtensor(value):
             return (value,)
-        if type(value) in (tuple, list) and _is_plain(value):
-            return tuple(value)
+        if type(value) in (tuple, list) and _is_plain(value) and (visit is None or visit.made(value)):
+            return tuple(value) if visit is None else visit.send(value)[0]
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=is_block_mask)
     kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -221,8 +226,16 @@ def to_tensors(
     places = tuple(order[id(tensor)] for tensor in found)
     values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == _VALUE]
     spreads = tuple(_spread(leaf, mesh, stage) for leaf in found if is_dtensor(leaf))
+    # to_local is differentiable
+    distinct: list[Any] = list(tensors.values())
+    sent = tuple(t.to_local() if is_dtensor(t) else t for t in distinct)
+    sent, keys = (sent, ()) if visit is None else visit.send(sent)
     try:
-        text = _structure_text(structure, kinds, places, spreads) + _END + _json([to_data(value) for value in values])
+        text = (
+            _structure_text(structure, kinds, places, keys, spreads)
+            + _END
+            + _json([to_data(value) for value in values])
+        )
     except (TypeError, ValueError) as error:
         names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
         if any(map(is_block_mask, values)):
@@ -235,21 +248,23 @@ def to_tensors(
             "tensors, None, numbers, text, and tuples, lists or dicts of them; or register its class by "
             "torch.utils._pytree.register_dataclass or register_pytree_node"
         ) from error
-    # to_local is differentiable
-    sent: list[Any] = list(tensors.values())
-    return make(_padded(text), not values), *(t.to_local() if is_dtensor(t) else t for t in sent)
+    return make(_padded(text), not values), *sent
 
 
 def from_tensors(
-    tensors: Tensors, read: Callable[[torch.Tensor], bytes] = treespec_text, mesh: Any = None
+    tensors: Tensors,
+    read: Callable[[torch.Tensor], bytes] = treespec_text,
+    mesh: Any = None,
+    visit: Visit | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional arguments of a stage and the carried values; ``read`` gives the text of a treespec."""
     if not tensors or not _is_treespec(tensors[0]):
-        return tensors, {}
+        return (tensors if visit is None else visit.receive(tensors)), {}
     described, _, found = read(tensors[0]).partition(_END)
-    structure, kinds, places, spreads = _structure(described)
+    structure, kinds, places, keys, spreads = _structure(described)
+    tensors = tensors[1:] if visit is None else visit.receive(tensors[1:], keys)
     given: dict[str, Iterator[Any]] = {
-        _TENSOR: (tensors[1 + place] for place, spread in zip(places, spreads, strict=True) if spread is None),
+        _TENSOR: (tensors[place] for place, spread in zip(places, spreads, strict=True) if spread is None),
         _SPREAD: _rebuilt(tensors, places, spreads, mesh),
         _VALUE: map(from_data, () if _is_empty(found) else json.loads(found)),
     }
@@ -323,7 +338,7 @@ def _rebuilt(
         if place not in made:
             names, dims, shape, stride = spread
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-            local, part = tensors[1 + place], _part(mesh, names)
+            local, part = tensors[place], _part(mesh, names)
             made[place] = DTensor.from_local(
                 local, part, placements, run_check=False, shape=torch.Size(shape), stride=stride
             )
@@ -345,9 +360,13 @@ def _padded(text: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def _structure_text(
-    structure: pytree.TreeSpec, kinds: str, places: tuple[int, ...], spreads: tuple[Spread | None, ...]
+    structure: pytree.TreeSpec,
+    kinds: str,
+    places: tuple[int, ...],
+    keys: tuple[Sent, ...],
+    spreads: tuple[Spread | None, ...],
 ) -> bytes:
-    return _json([_shape(structure), kinds, places, *spreads])
+    return _json([_shape(structure), kinds, places, keys, *spreads])
 
 
 def _shape(structure: pytree.TreeSpec) -> Any:
@@ -361,11 +380,14 @@ def _shape(structure: pytree.TreeSpec) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _structure(text: bytes) -> tuple[pytree.TreeSpec, str, tuple[int, ...], tuple[Spread | None, ...]]:
-    shape, kinds, places, *spreads = json.loads(text)
+def _structure(
+    text: bytes,
+) -> tuple[pytree.TreeSpec, str, tuple[int, ...], tuple[Sent, ...], tuple[Spread | None, ...]]:
+    shape, kinds, places, keys, *spreads = json.loads(text)
     found: Iterator[Any] = iter([tuple(map(tuple, spread)) for spread in spreads])
     in_order = [kind for kind in kinds if kind in (_TENSOR, _SPREAD)]
-    return _spec(shape), kinds, tuple(places), tuple(next(found) if k == _SPREAD else None for k in in_order)
+    sent = tuple((made, place, held) for made, place, held in keys)
+    return _spec(shape), kinds, tuple(places), sent, tuple(next(found) if k == _SPREAD else None for k in in_order)
 
 
 def _spec(shape: Any) -> pytree.TreeSpec:

@@ -57,17 +57,12 @@ def current() -> Current | None:
     """
     if _thread.action is not None:
         return _thread.action
-    found = _native_current()
+    runtime: Any = native.load()
+    found = None if runtime is None else runtime.current()
     if found is None:
         return None
     step, stage, microbatch, op, is_last, training = found
     return Current(step, stage, microbatch, Op(op).name, is_last, training)
-
-
-def _native_current() -> tuple[int, int, int, int, bool, bool] | None:
-    runtime: Any = native.load()
-    found: tuple[int, int, int, int, bool, bool] | None = None if runtime is None else runtime.current()
-    return found
 
 
 def checked_contexts(

@@ -22,6 +22,7 @@ from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
 from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors, treespec_tensor, treespec_text
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
+from fastpipe.runtime.stage.held import HeldTensors, Visit
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
 from fastpipe.runtime.stage.pairs import METHOD, Criterion, fuse, method_of, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
@@ -88,6 +89,7 @@ class Stage:
         treespecs: treespecs that it sends and receives, on a device with streams; None elsewhere.
         why_one_tensor: why it may return only one tensor; empty if it may return more.
         wrapped: whether stages with parameters are wrapped for data parallelism.
+        held: what its rank holds for several stages; None where no rank has several of a route.
 
     Attributes:
         bare: whether it is not wrapped only because it has no parameters.
@@ -121,6 +123,7 @@ class Stage:
         treespecs: TreespecCache | None = None,
         why_one_tensor: str = "",
         wrapped: bool = False,
+        held: HeldTensors | None = None,
     ) -> None:
         self.index = index
         self.module = module
@@ -136,6 +139,8 @@ class Stage:
         self.why_one_tensor = why_one_tensor
         self.bare = wrapped and self.parallel is None
         self.leave_mesh: Callable[[], None] = _stay
+        self.held = held
+        self._visit: Visit | None = None
         self.context = ActionContext(index, *contexts)
         self.later: frozenset[str] | None = None
         self.running: int | None = None
@@ -179,7 +184,7 @@ class Stage:
             outputs = self._call(microbatch, inputs)
         if self.random is not None:
             self.random.note_graph(outputs)
-        self.running = None
+        self.running = self._visit = None
         return outputs
 
     def _rng(self, microbatch: int) -> AbstractContextManager[None]:
@@ -213,7 +218,7 @@ class Stage:
         if values or carried:
             carried = carried_on(carried, values, self.index, self.accepts, self.later)
         make = treespec_tensor if self.treespecs is None else partial(self.treespecs.make, microbatch)
-        tensors = to_tensors(value, carried, self.index, make, self.mesh)
+        tensors = to_tensors(value, carried, self.index, make, self.mesh, self._visit)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
                 f"stage {self.index} returns {len(tensors)} tensors, and with more than one the ranks can deadlock: "
@@ -223,10 +228,11 @@ class Stage:
 
     def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The positional arguments of the module, and the values carried from earlier stages."""
+        self._visit = None if self.held is None else Visit(self.held, self.index, microbatch)
         if self.work.args is not None:
             return self.work.args[microbatch], {}
         read = treespec_text if self.treespecs is None else partial(self.treespecs.read, microbatch)
-        return from_tensors(inputs, read, self.mesh)
+        return from_tensors(inputs, read, self.mesh, self._visit)
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
@@ -267,7 +273,7 @@ class Stage:
             outputs = self._finish(microbatch, output) if self.is_last else self._pack_outputs(microbatch, output, {})
         if self.random is not None:
             self.random.note_fused()
-        self.running = None
+        self.running = self._visit = None
         return outputs
 
     def _check_fused(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -464,3 +470,6 @@ class Stage:
                 weights.clear()
         self._records.clear()
         self._waiting.clear()
+        self._visit = None
+        if self.held is not None:
+            self.held.clear()

@@ -152,11 +152,7 @@ def _unpacked(replies: Sequence[Reply]) -> torch.Tensor:
 
 
 def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Reply], num_ranks: int) -> None:
-    """Refuse gradients that differ between the pipelines of a mesh: their norm is that of a part.
-
-    Raises:
-        ValueError: naming the parameter and the remedy.
-    """
+    """Refuse gradients that differ between the pipelines of a mesh: their norm is that of a part."""
     for first in range(0, len(replies), num_ranks):
         other = merged.values(_unpacked(replies[first : first + num_ranks]))
         close = torch.isclose(values, other, rtol=1e-3, equal_nan=True)
@@ -170,11 +166,7 @@ def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Repl
 
 
 def check_limits(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Both as numbers.
-
-    Raises:
-        ValueError: naming the invalid one, and what to give.
-    """
+    """Both as numbers."""
     limit, order = _number(max_norm), _number(math.inf if norm_type == "inf" else norm_type)
     if not limit >= 0:
         raise ValueError(f"max_norm = {max_norm!r}: give a number of at least 0; float('inf') only measures")

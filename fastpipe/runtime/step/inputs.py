@@ -142,9 +142,6 @@ def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
 
     Args:
         digests: of every rank, from `batch_digests`. Arguments of different types are not compared.
-
-    Raises:
-        ValueError: naming the argument and the ranks.
     """
     for name in sorted({name for own in digests for name in own}):
         by_type: dict[str, dict[int, list[Any]]] = {}
@@ -332,7 +329,7 @@ def _check_history(value: Any, name: str) -> None:
         )
 
 
-def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
+def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     """Refuse arguments whose microbatches do not match.
 
     Args:
@@ -373,11 +370,7 @@ def check_cuts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
 
 
 def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
-    """Refuse a keyword argument that some stages get and others do not; ``given`` has the `Inputs.given` of every rank.
-
-    Raises:
-        ValueError: naming the argument and the ranks.
-    """
+    """Refuse a keyword argument that some stages get and others do not (`Inputs.given` of every rank)."""
     for name in sorted({name for own in given for name in own}):
         found = {rank: own[name] for rank, own in enumerate(given) if name in own}
         if len(set(map(tuple, found.values()))) > 1:

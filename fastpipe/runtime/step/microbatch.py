@@ -33,11 +33,7 @@ def is_asked(rules: Rules, key: str | int) -> bool:
 
 
 def check_split_and_merge(splitting: Any, merging: Any) -> None:
-    """Refuse invalid rules.
-
-    Raises:
-        ValueError: with what to give.
-    """
+    """Refuse invalid rules."""
     for name, rules in (("split", splitting), ("merge", merging)):
         named = rules if isinstance(rules, Mapping) else {None: rules}
         for key, rule in named.items():
@@ -301,11 +297,7 @@ def _rebuilt(like: Any, children: list[Any]) -> Any:
 
 
 def check_merge_rules(output: Any, rules: Rules) -> None:
-    """Refuse a rule for an output that does not exist.
-
-    Raises:
-        ValueError: naming the rule and the outputs.
-    """
+    """Refuse a rule for an output that does not exist."""
     if not isinstance(rules, Mapping):
         return
     keys = _keys_of(output) or [0]

@@ -60,7 +60,6 @@ class Programs:
         self.parallel = False
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool, bool], Program] = {}
-        self._have_pairs: dict[int, bool] = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The schedule for a number of microbatches."""
@@ -96,15 +95,12 @@ class Programs:
 
     def has_backward(self, num_microbatches: int) -> bool:
         """Whether the schedule has actions other than forwards."""
-        kinds = {part.kind for rank in self.schedule(num_microbatches) for action in rank for part in action.parts}
-        return kinds != {ActionKind.F}
+        return not self.schedule(num_microbatches).forward_only
 
     def has_pairs(self, num_microbatches: int) -> bool:
         """Whether the schedule fuses forwards and backwards; some do so only with more microbatches."""
-        if num_microbatches not in self._have_pairs:
-            kinds = {action.kind for rank in self.schedule(num_microbatches) for action in rank}
-            self._have_pairs[num_microbatches] = ActionKind.OVERLAP_F_B in kinds
-        return self._have_pairs[num_microbatches]
+        columns = self.schedule(num_microbatches).columns
+        return any((kinds == ActionKind.OVERLAP_F_B).any() for kinds, *_ in columns)
 
     @property
     def num_stages(self) -> int:

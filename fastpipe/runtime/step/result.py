@@ -45,11 +45,7 @@ _RULES = ("mean", "sum", "list")
 
 
 def check_rules(rules: Any) -> None:
-    """Refuse invalid ``metrics``.
-
-    Raises:
-        ValueError: naming the entry.
-    """
+    """Refuse invalid ``metrics``."""
     for name, rule in rules.items() if isinstance(rules, Mapping) else [(None, rules)]:
         if not isinstance(name, str | None):
             raise ValueError(f"metrics[{name!r}]: metrics have names; give that of one which loss_fn returns")

@@ -46,8 +46,8 @@ from fastpipe.runtime.step.inputs import (
     Request,
     batch_digests,
     check_batches,
-    check_cuts,
     check_given,
+    check_splits,
     stage_works,
     take_inputs,
 )
@@ -372,11 +372,7 @@ class Steps:
         return inputs, replies
 
     def check_filled(self) -> None:
-        """Refuse to use stages that were built on meta and have no values.
-
-        Raises:
-            ValueError: naming the tensor and the remedy.
-        """
+        """Refuse to use stages that were built on meta and have no values."""
         if self.unfilled is not None:
             self.unfilled.check()
 
@@ -467,7 +463,7 @@ class Steps:
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
         whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
-        check_cuts(whole, request.num_microbatches)
+        check_splits(whole, request.num_microbatches)
         taken = {name for reply in replies for name in reply["kwargs"]}
         for name in request.kwargs:
             if name not in taken:
@@ -475,7 +471,7 @@ class Steps:
         check_given([reply["kwargs"] for reply in replies])
         for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
             raise ValueError(
-                f"split[{name!r}]: no stage's forward takes such an argument by name; name one that it takes, the "
+                f"split[{name!r}]: no stage's forward has a parameter of this name; use one that it has, the "
                 "position of an input, 'target' or 'output_grad'"
             )
         check_batches([reply.get("batch", {}) for reply in replies])

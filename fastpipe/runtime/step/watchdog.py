@@ -1,4 +1,4 @@
-"""Who waits for whom: a thread that reports steps that take long, and where the ranks were when a step failed.
+"""A thread that reports slow steps, and where the ranks were when a step failed.
 
 An executor exposes only its position in the program. All processes know the programs of all ranks, so a position says
 what a rank does, for which message of which rank it waits, and what it did before.

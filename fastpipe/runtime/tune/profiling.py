@@ -23,10 +23,10 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors, children_of, cuda_devices, keep_state, pytree, time_when_idle
+from fastpipe.runtime.common import Tensors, children_of, cuda_devices, pytree, time_when_idle
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
-from fastpipe.runtime.model import Chain, chosen
+from fastpipe.runtime.model import Chain, chosen, restored
 from fastpipe.runtime.stage import Stage, StageWork, from_tensors, to_tensors
 from fastpipe.runtime.step import StepResult, Steps
 from fastpipe.timeline import Timeline
@@ -99,7 +99,7 @@ class Meters:
                 inner = Chain({name: part}) if self.by_layer else part
                 place = _place(stage.is_first and name == ends[0], stage.is_last and name == ends[1])
                 probe = _Probe(stage, Stage(place[0], inner, place[1], stage.losses.loss_fn), args, kwargs)
-                with torch.set_grad_enabled(self.trains), probe.restored():
+                with torch.set_grad_enabled(self.trains), restored(inner):
                     self.units[stage.index][number] = probe.unit()
                 args, carried = from_tensors(probe.outputs)
                 kwargs = {**kwargs, **carried}
@@ -125,26 +125,13 @@ class _Probe:
         self._kwargs = [{k: v for k, v in chosen(kwargs, part.accepts).items() if k not in self._carried}]
         self._devices = cuda_devices([part.module])
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context that restores gradients and buffers."""
-        module = self.part.module
-        grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        restore_state = keep_state([module])
-        for parameter, _ in grads:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            self.part.end()
-            restore_state()
-            for parameter, grad in grads:
-                parameter.grad = grad
-
     def unit(self) -> Unit:
         """Medians over a few runs."""
-        held = self._held_bytes()
-        runs = [self._run() for _ in range(_REPEATS)]
+        try:
+            held = self._held_bytes()
+            runs = [self._run() for _ in range(_REPEATS)]
+        finally:
+            self.part.end()
         forward, inputs, weights = (statistics.median(column) for column in zip(*runs, strict=True))
         tensors = [leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, torch.Tensor)]
         rows = len(tensors[0]) if tensors and tensors[0].dim() else 0
@@ -326,19 +313,12 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
 @contextlib.contextmanager
 def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
     """Context that restores gradients, buffers, random generators and the step count."""
-    kept = [(parameter, parameter.grad) for parameter in parameters]
-    restore_state = keep_state(modules)
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     step_count = steps.random.step_count
-    for parameter in parameters:
-        parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), restored(*modules):
             yield
     finally:
-        for parameter, grad in kept:
-            parameter.grad = grad
-        restore_state()
         steps.random.step_count = step_count
 
 

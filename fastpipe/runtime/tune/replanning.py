@@ -86,11 +86,7 @@ def _schedule_of(plan: Plan | Schedule) -> Schedule:
 
 
 def check_fits(new: Schedule, counts: Counts, old: Schedule, old_counts: Counts) -> None:
-    """Refuse a plan for another pipeline.
-
-    Raises:
-        ValueError: naming the difference.
-    """
+    """Refuse a plan for another pipeline."""
     if new.num_ranks != old.num_ranks:
         raise ValueError(
             f"plan is for {new.num_ranks} ranks but the pipeline has {old.num_ranks}: pass the pipeline's costs to plan"

@@ -1,0 +1,626 @@
+"""A checkpoint of each step in the memory of the hosts, for restarts that lose no step.
+
+torchrun kills and restarts all processes of a host when one dies, so a copy in a process's own memory dies with it. The
+copies are files in a tmpfs (``/dev/shm``) instead, which outlive the processes. Every rank has a file on its own host
+and, with ``keep=2`` or more, on other hosts, which receive it over Gloo.
+
+A rank has two files on a host. Its name says when one is complete: ``3-17`` is generation 17 of rank 3, ``3.writing``
+is incomplete. A save renames the older file to ``3.writing``, overwrites it in place (its memory is reused) and renames
+it to the new generation. Before a rank does so, all ranks have completed the generation before. So the last generation
+that all ranks have is complete at every instant. A restart looks for it, fetches what is only on another host, and
+verifies it.
+
+A file has a header, the tensors in a fixed order, and a head: their keys and all other values, which are plain. The
+head is read by `_PlainReader`, which executes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import logging
+import mmap
+import os
+import pickle
+import secrets
+import stat
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+from fastpipe.checkpoint_folder import Manifest, locate
+from fastpipe.placement import is_whole
+from fastpipe.runtime.checkpoint import (
+    as_optimizers,
+    check_all_optimize,
+    flat_state,
+    load_checkpoint,
+    optimizes,
+    restore,
+    template,
+    whole_state,
+)
+from fastpipe.runtime.common import attended, call_in_thread, is_dtensor, local_part, torch_private
+from fastpipe.runtime.coordination import Reply, host_name, job_name, shares_store
+from fastpipe.runtime.pipeline import Pipeline
+from fastpipe.runtime.transport import registered_group
+
+_MAGIC = b"fastpipe"
+_HEADER = struct.Struct("<8sqqqq20s")  # magic, sum, step count, offset and size of the head, layout
+_START, _ALIGN, _ROUND = 64, 64, 1 << 16
+
+logger = logging.getLogger("fastpipe")
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_open: WeakValueDictionary[Path, MemoryCheckpoint] = WeakValueDictionary()
+
+
+class MemoryCheckpoint:
+    """A copy of the training state in the memory of the hosts, for a restart that continues from the last step.
+
+    It complements `save_checkpoint`, which is slower, and survives the end of the job. All methods are collective over
+    all processes::
+
+        memory = fastpipe.MemoryCheckpoint(pipe, optimizer)
+        extra = memory.load(fastpipe.latest_checkpoint(folder))  # the newer one of the two; None if there is none
+        for step in range(extra["step"] if extra else 0, steps):
+            ...  # pipe.step, optimizer.step
+            memory.save({"step": step + 1})
+        memory.close()
+
+    A copy serves the processes of one job, which must be as many as before and hold the same layers; otherwise `load`
+    takes the checkpoint on disk. The job is the launch of torchrun, whatever restarts follow; without torchrun's store,
+    it is what ``SLURM_JOB_ID`` or torchrun's ``--rdzv-id`` names.
+
+    A host needs twice the size of the copies on it: for AdamW in fp32, 24 bytes for each parameter of its ranks, and
+    again for each copy of another host. The files are private to the user (mode 0600).
+
+    Args:
+        pipe: the pipeline.
+        optimizer: one or several, of `pipe.parameters()`.
+        keep: the number of hosts that have a copy of each rank: its own, and ``keep - 1`` others, so that as many hosts
+            may be lost. With fewer hosts there are fewer copies, and a warning.
+        name: of the job, the same after a restart and for no other job of this user; only for launchers other than
+            those above, and for a second pipeline in the same script.
+        folder: a tmpfs, which every host has.
+
+    Raises:
+        ValueError: for `keep` below 1, a job without a name, a folder that does not exist or is another user's; if
+            there is a MemoryCheckpoint of the same name; if some ranks give an optimizer and others none.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        keep: int = 1,
+        name: str | None = None,
+        folder: str | os.PathLike[str] = torch_private.MEMORY_FOLDER,
+    ) -> None:
+        self._pipe, self._optimizers = pipe, as_optimizers(optimizer)
+        self._group: Any = None
+        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._generation = 0
+        self._sizes: list[int] = []
+        self._writing: Future[None] | None = None
+        hosts: list[str] = []
+
+        def make() -> Reply:
+            if not is_whole(keep, 1):
+                raise ValueError(
+                    f"keep = {keep!r}: give a whole number of at least 1: on how many hosts a copy is kept"
+                )
+            if not Path(folder).is_dir():
+                raise ValueError(f"folder = {os.fspath(folder)!r}: there is no such folder; give a tmpfs of every host")
+            return {"optimizes": optimizes(pipe, self._optimizers), "job": f"name={name}" if name else _job()}
+
+        def connect(job: str) -> None:
+            self._group = _own_group(timedelta(seconds=pipe._steps.ranks.timeout))
+            found = self._gather({"host": host_name(), "job": job, "keep": keep})
+            if len(kept := sorted({other["keep"] for other in found})) > 1:
+                raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
+            hosts.extend(other["host"] for other in found)
+            first = found[0]["job"]
+            self._folder = Path(folder) / f"fastpipe-{os.geteuid()}-{_digest(host_name())}-{_digest(first)}"
+
+        def then(replies: Sequence[Reply]) -> None:
+            check_all_optimize(replies)
+            pipe._steps.attend(lambda: connect(replies[0]["job"]))
+
+        pipe._steps.all_gather("MemoryCheckpoint", make, then)
+        pipe._steps.all_gather("MemoryCheckpoint", self._make_folder)
+        holders = _holders(hosts, keep)
+        if keep > (count := len(set(hosts))) and self._rank == 0:
+            logger.warning("keep = %d: there are %d hosts, and as many copies of each rank in memory", keep, count)
+        self._slots = {
+            rank: _Slots(self._folder, rank)
+            for rank in range(self._size)
+            if rank == self._rank or self._rank in holders[rank]
+        }
+        self._holders = holders[self._rank]
+
+    def save(self, extra: Any = None) -> None:
+        """Copy the state; call it after each ``optimizer.step()``.
+
+        When it has returned on every rank, a restart continues from here, as each has a copy on its own host. Other
+        hosts receive theirs in the background.
+
+        Args:
+            extra: other state of the script, the same on every rank: numbers, texts, tuples, lists and dicts.
+
+        Raises:
+            OSError: if there is no room in memory, with the sizes.
+            ValueError: for an `extra` of other types, or an optimizer of other parameters.
+            StepError: if another rank cannot save, or exits.
+            RuntimeError: if the last copy did not reach another host.
+        """
+        pipe, image = self._pipe, None
+
+        def make() -> Reply:
+            nonlocal image
+            self._finish()
+            image = _Image(whole_state(pipe, self._optimizers, extra))
+            return {"rank": self._rank, "size": image.size, "generation": self._generation}
+
+        replies = self._of_all(pipe._steps.all_gather("MemoryCheckpoint.save", make))
+        assert image is not None
+        sizes = [reply["size"] for reply in sorted(replies, key=lambda reply: reply["rank"])]
+        if sizes == self._sizes:
+            self._reserve(sizes)
+        else:
+            pipe._steps.all_gather("MemoryCheckpoint.save", lambda: self._reserve(sizes))
+        self._sizes = sizes
+        self._generation = generation = 1 + max(reply["generation"] for reply in replies)
+        own = self._slots[self._rank]
+        image.copy(own.memory, own.views)
+        _seal(own.memory)
+        own.publish(generation)
+        if len(self._slots) > 1 or self._holders:
+            self._writing = call_in_thread(lambda: self._exchange(generation), "fastpipe-memory")
+
+    def load(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Load the copy in memory, or a checkpoint on disk if that is newer or the copy cannot be used.
+
+        The log says why a copy is not used. The older ones are removed.
+
+        Args:
+            path: of a checkpoint of `save_checkpoint`, for example `latest_checkpoint(folder)`; None: memory alone.
+
+        Returns:
+            The ``extra`` of the save; None if nothing was loaded.
+
+        Raises:
+            ValueError: see `load_checkpoint`, like other errors.
+            StepError: if another rank cannot load.
+        """
+        pipe = self._pipe
+        layouts: list[bytes] = []
+        found: list[Tensor | None] = []
+
+        def make() -> Reply:
+            self._finish()
+            names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+            layouts.append(_layout({"model": pipe.state_dict(), "optimizer": flat_state(self._optimizers, names)}))
+            on_disk = None if path is None else Manifest.of(locate(path))
+            return {"disk": on_disk.step if on_disk else -1}
+
+        def then(replies: Sequence[Reply]) -> None:
+            pipe._steps.attend(lambda: found.append(self._find(layouts[0], replies[0]["disk"])))
+
+        pipe._steps.all_gather(f"MemoryCheckpoint.load, path = {path}", make, then)
+        if found[0] is not None:
+            return restore(pipe, self._optimizers, self._read(found[0]))
+        return None if path is None else load_checkpoint(path, pipe, self._optimizers or None)
+
+    def close(self) -> None:
+        """Remove the copies: training has ended, or is saved on disk. The copies of a killed job are removed when the
+        same user next makes a MemoryCheckpoint on the host."""
+
+        def end() -> Reply:
+            self._finish()
+            return {}
+
+        self._of_all(self._pipe._steps.all_gather("MemoryCheckpoint.close", end))
+        _remove(self._folder)
+        _open.pop(self._folder, None)
+
+    def _finish(self) -> None:
+        """Wait for the copy in the background."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        control, limit = self._pipe._steps.control, timedelta(seconds=self._pipe._steps.ranks.timeout)
+        return writing.result() if writing.done() else attended(writing.result, control.lost, limit)
+
+    def _make_folder(self) -> Reply:
+        if self._folder in _open:
+            raise ValueError(
+                "name: this script has a MemoryCheckpoint already; close it, or give each a name of its own"
+            )
+        for agent in self._folder.parent.glob(f"{self._folder.name.rpartition('-')[0]}-*/agent.*.*"):
+            _, pid, started = agent.name.split(".", 2)
+            others = agent.parent != self._folder and _is_private(agent.parent)
+            if others and torch_private.start_of_process(int(pid)) != started:
+                _remove(agent.parent)
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(mode=0o700)
+        if not _is_private(self._folder):
+            raise ValueError(f"{self._folder} is not this user's private folder; remove it, or give another folder=")
+        if shares_store() and (started := torch_private.start_of_process(os.getppid())):
+            (self._folder / f"agent.{os.getppid()}.{started}").touch(mode=0o600)
+        # without a `load`, older files must not look newer than those of this attempt
+        self._generation = max((generation for (_, generation), _ in _complete(self._folder)), default=0)
+        _open[self._folder] = self
+        return {}
+
+    def _of_all(self, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """The replies of all processes, also of other pipelines."""
+        every = [*replies, *self._pipe._steps.control.elsewhere]
+        if len(every) < self._size:
+            own = replies[self._pipe.rank]
+            self._pipe._steps.attend(lambda: every.__setitem__(slice(None), self._gather(own)))
+        return every
+
+    def _reserve(self, sizes: Sequence[int]) -> Reply:
+        for rank, slots in self._slots.items():
+            slots.reserve(sizes[rank])
+        return {}
+
+    def _exchange(self, generation: int) -> None:
+        """Send this rank's copy to other hosts, and receive theirs; in a thread."""
+        own = self._slots[self._rank]
+        others = [slots for rank, slots in self._slots.items() if rank != self._rank]
+        works: list[Any] = [dist.irecv(slots.memory, slots.rank, group=self._group) for slots in others]
+        works += [dist.isend(own.memory, holder, group=self._group) for holder in self._holders]
+        for work in works:
+            work.wait()
+        for slots in others:
+            slots.publish(generation)
+
+    def _find(self, layout: bytes, disk: int) -> Tensor | None:
+        """This rank's file of the newest generation that all ranks have and that is not older than the one on disk."""
+        visible = dict(_complete(self._folder))
+        copies = [[*place, *header] for place, path in visible.items() if (header := _header(path)) is not None]
+        tables = self._gather({"layout": layout.hex(), "copies": copies})
+        generations = sorted({copy[1] for table in tables for copy in table["copies"]}, reverse=True)
+        chosen, memory = -1, None
+        for generation in generations:
+            usable = [
+                {
+                    process: copy
+                    for process, table in enumerate(tables)
+                    for copy in table["copies"]
+                    if copy[:2] == [rank, generation] and copy[4] == wanted["layout"]
+                }
+                for rank, wanted in enumerate(tables)
+            ]
+            why = f"rank {usable.index({})} has no copy that fits" if {} in usable else ""
+            if not why and max(copy[2] for copy in usable[0].values()) < disk:
+                break
+            if not why:
+                memory = self._fetch(usable, visible)
+                whole = [answer["whole"] for answer in self._gather({"whole": _is_unaltered(memory)})]
+                if all(whole):
+                    chosen = generation
+                    break
+                why = f"the copy of rank {whole.index(False)} is altered"
+            logger.warning("generation %d in memory is not used: %s", generation, why)
+        self._generation = max(chosen, 0)
+        # ranks may have got further than the generation that all have
+        for (_, generation), path in visible.items():
+            if generation != chosen:
+                path.unlink(missing_ok=True)
+        return memory if chosen >= 0 else None
+
+    def _fetch(self, usable: Sequence[Mapping[int, Sequence[Any]]], visible: Mapping[Any, Path]) -> Tensor:
+        """This rank's file, from its own host or from the first process that has it."""
+        works: list[Any] = []
+        kept: list[Tensor] = []
+        for rank, copies in enumerate(usable):
+            source = rank if rank in copies else min(copies)
+            _, generation, _, size, _ = copies[source]
+            if source == self._rank:
+                kept.append(_map(visible[rank, generation], size))
+                if rank == self._rank:
+                    memory = kept[-1]
+                else:
+                    works.append(dist.isend(kept[-1], rank, group=self._group))
+            elif rank == self._rank:
+                memory = torch.empty(size, dtype=torch.uint8)
+                works.append(dist.irecv(memory, source, group=self._group))
+        for work in works:
+            work.wait()
+        return memory
+
+    def _read(self, memory: Tensor) -> dict[str, Any]:
+        """A state as of `whole_state`, for `restore`."""
+        entries, state = _head(memory)
+        values = dict(zip([entry[:2] for entry in entries], _views(memory, entries), strict=True))
+        model = self._pipe.to_empty().state_dict()
+        names = {id(parameter): name for name, parameter in self._pipe.named_parameters()}
+        saved: dict[str, Any] = dict.fromkeys(state["optimizer"])
+        for section, key, dtype, shape, _ in entries:
+            if section == "optimizer":
+                saved[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        targets = {"model": model, "optimizer": template(self._optimizers, names, saved)}
+        for (section, key), value in values.items():
+            if section in targets:
+                local_part(targets[section][key]).copy_(value)
+            else:
+                state[section][key] = value.clone()
+        return {**state, **{section: {**targets[section], **state[section]} for section in targets}}
+
+    def _gather(self, message: Reply) -> list[Reply]:
+        """Messages of all processes, over Gloo; not as pickles."""
+        if self._group is None:
+            return [message]
+        text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
+        dist.all_gather(
+            texts, torch.cat([text, torch.zeros(longest - len(text), dtype=torch.uint8)]), group=self._group
+        )
+        return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
+class _Image:
+    """What a file is to hold.
+
+    Args:
+        state: of `whole_state`.
+
+    Attributes:
+        size: of the file, in bytes.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        sections = {name: section for name, section in state.items() if isinstance(section, dict)}
+        found = [(n, k, v) for n, section in sections.items() for k, v in section.items() if isinstance(v, Tensor)]
+        plain = {
+            name: {key: value for key, value in sections[name].items() if not isinstance(value, Tensor)}
+            for name in sections
+        }
+        self._tensors = [local_part(value) if is_dtensor(value) else value for *_, value in found]
+        self.entries = [
+            (name, key, value.dtype, tuple(value.shape), tuple(local.shape))
+            for (name, key, value), local in zip(found, self._tensors, strict=True)
+        ]
+        named = [(name, key, str(dtype), *shapes) for name, key, dtype, *shapes in self.entries]
+        self._text = pickle.dumps((named, {**state, **plain}))
+        self._offset = _ends(self.entries)[-1]
+        self._layout, (self._steps,) = _layout(state), state["steps"]
+        _read_plain(self._text)  # refuses what could not be loaded
+        self.size = -(-(self._offset + len(self._text)) // _ROUND) * _ROUND
+
+    def copy(self, memory: Tensor, known: dict[Any, list[Tensor]]) -> None:
+        """Copy everything but the sum into a file's memory."""
+        key = (memory.data_ptr(), tuple(self.entries))
+        if key not in known:
+            if len(known) > 1:
+                known.clear()
+            known[key] = _views(memory, self.entries)
+        with torch.no_grad():
+            for view, tensor in zip(known[key], self._tensors, strict=True):
+                view.copy_(tensor)
+        header = _HEADER.pack(_MAGIC, 0, self._steps, self._offset, len(self._text), self._layout)
+        for offset, text in ((0, header), (self._offset, self._text)):
+            memory[offset : offset + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+class _Slots:
+    """The two files of a rank's copies on this host.
+
+    Attributes:
+        rank: whose copies.
+        memory: of the file that is being written.
+        views: of its tensors, by file; see `_Image.copy`.
+    """
+
+    memory: Tensor
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.rank = rank
+        self.views: dict[Any, list[Tensor]] = {}
+        self._folder, self._spare = folder, folder / f"{rank}.writing"
+        self._mapped: dict[tuple[int, int], Tensor] = {}
+
+    def reserve(self, size: int) -> None:
+        """Make the older of the two files the one to write, or a new one while there are fewer.
+
+        Raises:
+            OSError: if there is no room.
+        """
+        done = sorted(generation for (rank, generation), _ in _complete(self._folder) if rank == self.rank)
+        if len(done) > 1:
+            os.replace(self._folder / f"{self.rank}-{done[0]}", self._spare)
+        descriptor = os.open(self._spare, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_size != size:
+                self._resize(descriptor, size)
+            key = os.fstat(descriptor).st_ino, size
+        finally:
+            os.close(descriptor)
+        if key not in self._mapped:
+            for old in list(self._mapped)[:-1]:
+                del self._mapped[old]
+            self._mapped[key] = _map(self._spare, size)
+        self.memory = self._mapped[key]
+
+    def _resize(self, descriptor: int, size: int) -> None:
+        try:
+            # a file with holes would end the process when they cannot be filled; its size grows when all is reserved
+            os.posix_fallocate(descriptor, 0, size)
+            os.ftruncate(descriptor, size)
+        except OSError as error:
+            self._spare.unlink(missing_ok=True)
+            if error.errno != errno.ENOSPC:
+                raise
+            free = os.statvfs(self._folder)
+            raise OSError(
+                errno.ENOSPC,
+                f"no room in {self._folder.parent} for a copy of rank {self.rank}: it needs 2 x {size / 1e6:.1f} MB, "
+                f"and {free.f_bavail * free.f_frsize / 1e6:.1f} MB are free; give the host or container a larger tmpfs "
+                "(docker run --shm-size), or another one by MemoryCheckpoint(folder=)",
+            ) from None
+
+    def publish(self, generation: int) -> None:
+        """Complete the file that was written."""
+        os.rename(self._spare, self._folder / f"{self.rank}-{generation}")
+
+
+def _job() -> str:
+    """What tells this job from others, the same after a restart: a word in the store of torchrun's agent, or a name."""
+    if shares_store() and dist.is_initialized():
+        store = torch_private.default_store()
+        while isinstance(store, distributed_c10d.PrefixStore):
+            store = store.underlying_store
+        return str(store.compare_set("fastpipe/launch", "", secrets.token_hex(16)).decode())
+    if (job := job_name()) in ("", "TORCHELASTIC_RUN_ID=none"):
+        raise ValueError(
+            "name: the job has no name by which a restart finds its copies; start it with torchrun, if need be with "
+            "--rdzv-id, or give MemoryCheckpoint(name=), the same after a restart and for no other job"
+        )
+    return job
+
+
+def _own_group(timeout: timedelta) -> Any:
+    """A group of all processes for the copies; None for a single one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if dist.group.WORLD not in _groups:
+        _groups[dist.group.WORLD] = registered_group(dist.group.WORLD, "gloo", timeout)
+    return _groups[dist.group.WORLD]
+
+
+def _holders(hosts: Sequence[str], keep: int) -> list[list[int]]:
+    """The ranks on other hosts that keep a copy of each rank: those with its number on the next hosts."""
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    names = list(members)
+    found = []
+    for rank, host in enumerate(hosts):
+        first, number = names.index(host) + 1, members[host].index(rank)
+        others = [members[name] for name in (names[first:] + names[: first - 1])[: keep - 1]]
+        found.append([ranks[number % len(ranks)] for ranks in others])
+    return found
+
+
+def _complete(folder: Path) -> Iterable[tuple[tuple[int, int], Path]]:
+    """The complete files in a folder, by rank and generation."""
+    for path in folder.iterdir():
+        rank, _, generation = path.name.partition("-")
+        if rank.isdecimal() and generation.isdecimal():
+            yield (int(rank), int(generation)), path
+
+
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of copies; other processes may do so, too."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _map(path: Path, size: int) -> Tensor:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha1(text.encode()).hexdigest()[:16]
+
+
+def _layout(state: Mapping[str, Any]) -> bytes:
+    """A digest of what this rank holds: the model's tensors, and the parameters of the optimizers."""
+    tensors = [(k, str(v.dtype), list(v.shape)) for k, v in state["model"].items() if isinstance(v, Tensor)]
+    groups = [key for key in state["optimizer"] if key.startswith("param_groups.")]
+    return hashlib.sha1(json.dumps([tensors, sorted(groups)]).encode()).digest()
+
+
+def _ends(entries: Sequence[Any]) -> list[int]:
+    """Where the tensors begin, and the end of the last one."""
+    offsets = [_START]
+    for _, _, dtype, _, shape in entries:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        offsets.append(offsets[-1] + -(-size // _ALIGN) * _ALIGN)
+    return offsets
+
+
+def _views(memory: Tensor, entries: Sequence[Any]) -> list[Tensor]:
+    return [
+        memory[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        for (_, _, dtype, _, shape), offset in zip(entries, _ends(entries), strict=False)
+    ]
+
+
+def _sum(memory: Tensor) -> int:
+    return int(memory[_START:].view(torch.int64).sum())
+
+
+def _seal(memory: Tensor) -> None:
+    """Write the sum of a file into its header."""
+    memory[8:16] = torch.tensor([_sum(memory)]).view(torch.uint8)
+
+
+def _is_unaltered(memory: Tensor) -> bool:
+    magic, total, *_ = _HEADER.unpack(bytes(memory[: _HEADER.size].tolist()))
+    return bool(magic == _MAGIC and total == _sum(memory))
+
+
+def _header(path: Path) -> tuple[int, int, str] | None:
+    """The step count, size and layout of a file; None for one of another version."""
+    with open(path, "rb") as file:
+        text, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
+    if len(text) < _HEADER.size or size % _ROUND or text[: len(_MAGIC)] != _MAGIC:
+        return None
+    _, _, steps, _, _, layout = _HEADER.unpack(text)
+    return steps, size, layout.hex()
+
+
+def _head(memory: Tensor) -> tuple[list[Any], dict[str, Any]]:
+    """The entries of a file, and its state without tensors."""
+    *_, offset, length, _ = _HEADER.unpack(bytes(memory[: _HEADER.size].tolist()))
+    named, state = _read_plain(bytes(memory[offset : offset + length].numpy()))
+    return [
+        (name, key, getattr(torch, dtype.removeprefix("torch.")), *shapes) for name, key, dtype, *shapes in named
+    ], state
+
+
+class _PlainReader(pickle.Unpickler):
+    """A reader of plain values; it imports and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "collections" and name in ("Counter", "OrderedDict"):  # of learning-rate schedulers
+            return super().find_class(module, name)
+        raise ValueError(
+            f"extra, or a group of the optimizer, has a {module}.{name}, which is not copied, since reading it could "
+            "execute code: give numbers, texts, tuples, lists and dicts"
+        )
+
+
+def _read_plain(text: bytes) -> Any:
+    return _PlainReader(io.BytesIO(text)).load()

@@ -1,0 +1,166 @@
+"""Copies in memory of several processes: on the own host and on others, fetched by whoever lost its host."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpipe import MemoryCheckpoint, save_checkpoint
+from fastpipe.runtime.memory_checkpoint import _holders
+from tests.distributed.hosts import on_hosts
+from tests.distributed.meshes import mesh
+from tests.distributed.test_sharded_training import sharded
+from tests.distributed.test_sharded_training import train as train_sharded
+from tests.distributed.test_step import GroupOf, caught
+from tests.runtime.test_checkpoint import adamw, all_same, fresh, pipeline, train, uninterrupted
+from tests.runtime.test_memory_checkpoint import spoil
+
+
+def test_copies_are_on_as_many_hosts() -> None:
+    assert _holders("aabb", 1) == [[], [], [], []]
+    assert _holders("aabb", 2) == [[2], [3], [0], [1]]
+    assert _holders("aab", 2) == [[2], [2], [0]]
+    assert _holders("abc", 3) == [[1, 2], [2, 0], [0, 1]]
+    assert _holders("ab", 5) == [[1], [0]]
+
+
+def save(folder: str, hosts: str, steps: int, disk: str = "") -> None:
+    """Train and save each step, at last perhaps on disk."""
+    with on_hosts(hosts):
+        pipe = pipeline("1f1b", None)
+        optimizer = adamw(pipe)
+        memory = MemoryCheckpoint(pipe, optimizer, keep=2, name="test", folder=folder)
+        for step in range(steps):
+            train(pipe, optimizer, range(step, step + 1))
+            memory.save({"step": step + 1})
+        memory._finish()
+        if disk:
+            save_checkpoint(disk, pipe, optimizer, extra={"step": steps})
+
+
+def go_on(
+    folder: str, hosts: str, steps: int, disk: str | None = None, schedule: str = "1f1b"
+) -> tuple[Any, list[torch.Tensor]]:
+    """Load into a pipeline with other weights, train on, and close: what was loaded, and the losses."""
+    with on_hosts(hosts):
+        pipe = pipeline(schedule, None, fresh())
+        optimizer = adamw(pipe)
+        memory = MemoryCheckpoint(pipe, optimizer, keep=2, name="test", folder=folder)
+        extra = memory.load(disk)
+        start = extra["step"] if extra else 0
+        losses = train(pipe, optimizer, range(start, steps))
+        memory.save({"step": steps})
+        memory.close()
+        return extra, losses
+
+
+def folders(folder: Path) -> list[Path]:
+    return sorted(folder.glob("fastpipe-*"))
+
+
+@pytest.mark.parametrize("lost", ["host", "last copy of rank 0", "sum of rank 1"])
+def test_what_is_lost_comes_from_the_other_host_or_is_a_step_older(
+    lost: str, group_of: GroupOf, tmp_path: Path
+) -> None:
+    group = group_of(2)
+    group.run(save, str(tmp_path), "ab", 3)
+    found = folders(tmp_path)
+    assert [sorted(path.name for path in folder.iterdir()) for folder in found] == 2 * [["0-2", "0-3", "1-2", "1-3"]]
+    assert all(file.stat().st_mode & 0o777 == 0o600 for folder in found for file in folder.iterdir())
+    if lost == "host":
+        shutil.rmtree(found[0])
+    for folder in found if lost != "host" else ():
+        if lost == "sum of rank 1":
+            spoil(folder / "1-3")
+        else:
+            (folder / "0-3").unlink()
+    start = 3 if lost == "host" else 2
+    for extra, losses in group.run(go_on, str(tmp_path), "ab", 5):
+        assert extra == {"step": start}
+        assert all_same(losses, uninterrupted(adamw, range(start, 5)))
+    assert folders(tmp_path) == []
+
+
+def test_the_newer_one_of_memory_and_disk_is_loaded(group_of: GroupOf, tmp_path: Path) -> None:
+    group, memory, disk = group_of(2), tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    group.run(save, str(memory), "aa", 2, str(disk / "two"))
+    assert [sorted(path.name for path in folder.iterdir()) for folder in folders(memory)] == [
+        ["0-1", "0-2", "1-1", "1-2"]
+    ]
+    for folder in folders(memory):
+        for path in folder.glob("*-2"):
+            path.unlink()
+    for extra, losses in group.run(go_on, str(memory), "aa", 4, str(disk / "two")):
+        assert extra == {"step": 2} and all_same(losses, uninterrupted(adamw, range(2, 4)))
+    group.run(save, str(memory), "aa", 3)
+    for extra, losses in group.run(go_on, str(memory), "aa", 4, str(disk / "two")):
+        assert extra == {"step": 3} and all_same(losses, uninterrupted(adamw, range(3, 4)))
+
+
+def test_copies_of_other_layers_are_not_used(group_of: GroupOf, tmp_path: Path) -> None:
+    """Of another cut, or of another number of processes."""
+    group_of(2).run(save, str(tmp_path), "aa", 1)
+    for extra, losses in group_of(2).run(go_on, str(tmp_path), "aa", 0, None, "zbv"):
+        assert extra is None and losses == []
+    group_of(2).run(save, str(tmp_path), "aa", 1)
+    for extra, _ in group_of(4).run(go_on, str(tmp_path), "aaaa", 0):
+        assert extra is None
+
+
+def go_on_sharded(folder: str, schedule: str) -> list[bool]:
+    """Two replicas that `fully_shard` has sharded: each process has a copy of its shards."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe, optimizer = sharded(schedule, "python", over)
+    memory = MemoryCheckpoint(pipe, optimizer, name="shards", folder=folder)
+    for step in range(2):
+        train_sharded(pipe, optimizer, replica, range(step, step + 1), checks=False)
+        memory.save({"step": step + 1})
+    expected = train_sharded(pipe, optimizer, replica, range(2, 3), checks=False)
+    del memory
+    pipe, optimizer = sharded(schedule, "python", over)
+    memory = MemoryCheckpoint(pipe, optimizer, name="shards", folder=folder)
+    assert memory.load() == {"step": 2}
+    found = train_sharded(pipe, optimizer, replica, range(2, 3), checks=False)
+    memory.close()
+    return list(map(torch.equal, found, expected))
+
+
+@pytest.mark.nightly
+def test_shards_of_replicas(group_of: GroupOf, tmp_path: Path) -> None:
+    for same in group_of(4).run(go_on_sharded, str(tmp_path), "zbv"):
+        assert same and all(same)
+    assert folders(tmp_path) == []
+
+
+def refuse(folder: str) -> Any:
+    """One rank has no room."""
+    pipe = pipeline("1f1b", None)
+    memory = MemoryCheckpoint(pipe, adamw(pipe), name="test", folder=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "posix_fallocate", no_room)
+        error = caught(memory.save)
+    memory.save()
+    memory.close()
+    return error
+
+
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_no_room_is_an_error_on_all_ranks(group_of: GroupOf, tmp_path: Path) -> None:
+    zero, one = group_of(2).run(refuse, str(tmp_path))
+    assert zero[0] == "StepError" and zero[2] == 1 and one[0] == "OSError"
+    assert (
+        "no room in" in one[1] and "it needs 2 x 0.1 MB" in one[1] and "--shm-size" in one[1] and "no room" in zero[1]
+    )

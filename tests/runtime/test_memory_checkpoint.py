@@ -1,0 +1,184 @@
+"""Copies in memory, of one process: complete at every instant, private, and refused by name where they do not work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastpipe import MemoryCheckpoint, Pipeline
+from fastpipe.runtime import memory_checkpoint
+from fastpipe.runtime.common import torch_private
+from tests.runtime.test_checkpoint import adagrad, adamw, all_same, fresh, momentum, pipeline, train, uninterrupted
+
+
+def spoil(path: Path) -> None:
+    """Flip one bit of a tensor."""
+    with path.open("r+b") as file:
+        file.seek(200)
+        byte = file.read(1)
+        file.seek(200)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def make(folder: Path, layers: Any = None, optimizer: Callable[[Pipeline], Any] = adamw) -> tuple[Any, Any, Any]:
+    pipe = pipeline("1f1b", 2, layers)
+    optimizes = optimizer(pipe)
+    return pipe, optimizes, MemoryCheckpoint(pipe, optimizes, name="test", folder=folder)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("fastpipe-*/*"))
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum, adagrad])
+def test_training_goes_on(optimizer: Callable[[Any], Any], tmp_path: Path) -> None:
+    pipe, optimizes, memory = make(tmp_path, optimizer=optimizer)
+    assert memory.load() is None
+    for step in range(3):
+        train(pipe, optimizes, range(step, step + 1))
+        memory.save({"step": step + 1, "rates": (0.1, [None, "x"]), "milestones": Counter({3: 1})})
+    before = torch.get_rng_state()
+    del memory, pipe
+    torch.randn(3)
+    pipe, optimizes, memory = make(tmp_path, fresh(), optimizer)
+    assert memory.load() == {"step": 3, "rates": (0.1, [None, "x"]), "milestones": Counter({3: 1})}
+    assert pipe.step_count == 3 and torch.equal(torch.get_rng_state(), before)
+    assert all_same(train(pipe, optimizes, range(3, 5)), uninterrupted(optimizer, range(3, 5)))
+    memory.close()
+    assert files(tmp_path) == []
+
+
+def test_who_does_not_load_leaves_no_older_copy_that_looks_newer(tmp_path: Path) -> None:
+    _, _, memory = make(tmp_path)
+    for _ in range(3):
+        memory.save({"attempt": 1})
+    del memory
+    _, _, memory = make(tmp_path)
+    for _ in range(2):
+        memory.save({"attempt": 2})
+    assert [path.name for path in files(tmp_path)] == ["0-4", "0-5"] and memory.load() == {"attempt": 2}
+    memory.close()
+
+
+class Killed(BaseException):
+    """Where a process would have ended."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (memory_checkpoint._Slots, "reserve"),
+        (memory_checkpoint, "_map"),
+        (memory_checkpoint._Image, "copy"),
+        (memory_checkpoint, "_seal"),
+        (memory_checkpoint._Slots, "publish"),
+    ],
+)
+@pytest.mark.parametrize("saves", [1, 2, 3])
+def test_the_copy_before_it_is_whole(
+    owner: Any, name: str, saves: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pipe, optimizes, memory = make(tmp_path)
+    for step in range(saves):
+        train(pipe, optimizes, range(step, step + 1))
+        memory.save({"step": step + 1})
+    train(pipe, optimizes, range(saves, saves + 1))
+    done = []
+
+    def kill(*_: Any) -> None:
+        done.append(1)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, kill)
+        if name == "_map" and saves > 1:
+            memory._slots[0]._mapped.clear()
+        with pytest.raises(Killed):
+            memory.save({"step": saves + 1})
+    assert done
+    del memory, pipe
+    pipe, optimizes, memory = make(tmp_path, fresh())
+    assert memory.load() == {"step": saves}
+    assert all_same(train(pipe, optimizes, range(saves, 5)), uninterrupted(adamw, range(saves, 5)))
+    memory.save({"step": 5})
+    memory.save({"step": 6})
+    assert [path.name for path in files(tmp_path)] == [f"0-{saves + 1}", f"0-{saves + 2}"]
+    memory.close()
+
+
+def test_an_altered_copy_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, _, memory = make(tmp_path)
+    memory.save({"step": 1})
+    memory.save({"step": 2})
+    spoil(files(tmp_path)[-1])
+    assert memory.load() == {"step": 1}
+    assert "generation 2 in memory is not used: the copy of rank 0 is altered" in caplog.text
+    assert [path.name for path in files(tmp_path)] == ["0-1"]
+    memory.close()
+
+
+def with_foreign_folder(folder: Path) -> None:
+    _, _, memory = make(folder)
+    (place,) = folder.glob("fastpipe-*")
+    memory.close()
+    place.mkdir(mode=0o755)
+    memory_checkpoint._open.clear()
+    make(folder)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda folder: MemoryCheckpoint(pipeline("1f1b", 2), folder=folder), "name: the job has no name"),
+        (lambda folder: MemoryCheckpoint(pipeline("1f1b", 2), name="a", folder=folder, keep=0), "keep = 0: give"),
+        (
+            lambda folder: MemoryCheckpoint(pipeline("1f1b", 2), name="a", folder=folder / "b"),
+            "there is no such folder",
+        ),
+        (lambda folder: [make(folder), make(folder)], "name: this script has a MemoryCheckpoint already"),
+        (lambda folder: make(folder)[2].save(torch.device("cpu")), r"has a torch\.device, which is not copied"),
+        (with_foreign_folder, "is not this user's private folder"),
+    ],
+)
+def test_what_is_refused(
+    call: Callable[[Path], Any], text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=text):
+        call(tmp_path)
+
+
+def test_nothing_is_executed_that_is_in_a_file() -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("exit 1",)
+
+    with pytest.raises(ValueError, match="has a (posix|os).system"):
+        memory_checkpoint._read_plain(memory_checkpoint.pickle.dumps(Evil()))
+
+
+def test_copies_of_jobs_that_have_ended_are_removed(tmp_path: Path) -> None:
+    """The agent of torchrun that restarted them is gone; that of another job still runs."""
+    _, _, memory = make(tmp_path)
+    place = memory._folder
+    prefix = place.name.rpartition("-")[0]
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = {pid: torch_private.start_of_process(pid) for pid in (ended.pid, os.getpid())}
+    ended.communicate(b"\n")
+    for pid, start in started.items():
+        (tmp_path / f"{prefix}-{pid}").mkdir(mode=0o700)
+        for name in ("0-1", "0.writing", f"agent.{pid}.{start}"):
+            (tmp_path / f"{prefix}-{pid}" / name).touch()
+    memory.close()
+    _, _, memory = make(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([place.name, f"{prefix}-{os.getpid()}"])
+    memory.close()
