@@ -4,7 +4,7 @@ The model of `examples/train_gpt.py`, a whole step each: the pipeline, clipping,
 save. Once all ranks are on one host, once each takes the others to be on another host (``FASTPIPE_HOST``), so that
 channels and copies go over Gloo. A measurement ends when the last copy has reached the other host. Then torchrun trains
 the same, a rank is killed, and the time until the next step has ended is taken, in which all processes start and import
-torch.
+torch. The processor's time of a step, of all ranks together, depends less on what else the machine does than the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt_model import Shape, gpt_layers, loss_fn
-from ranks import interleaved, ranks
+from ranks import Ranks, interleaved, ranks
 from tables import machine, parser, ratio, spread, table
 from text_data import byte_frequencies, random_batches, read_corpus
 
@@ -63,13 +63,16 @@ def make_tasks(hosts: int, options: Any, rank: int) -> dict[str, Callable[[], An
     return tasks | {"bytes": lambda: 12 * sum(parameter.numel() for parameter in pipe.parameters())}
 
 
-def train(step: Callable[[], None], steps: int, memory: fastpipe.MemoryCheckpoint | None = None) -> None:
+def train(step: Callable[[], None], steps: int, memory: fastpipe.MemoryCheckpoint | None = None) -> float:
+    """Some steps; the processor's seconds for each."""
+    start = time.process_time()
     for number in range(steps):
         step()
         if memory is not None:
             memory.save({"step": number})
     if memory is not None:
         memory._finish()
+    return (time.process_time() - start) / steps
 
 
 def measure(hosts: int, options: Any) -> list[list[str]]:
@@ -79,6 +82,7 @@ def measure(hosts: int, options: Any) -> list[list[str]]:
         ways = ["without", *(f"keep={keep}" for keep in range(1, min(hosts, 2) + 1))]
         measures = {way: partial(group.time, way) for way in ways}
         found = interleaved(measures, options.rounds, f"{hosts} hosts")
+        used = interleaved({way: partial(_sum, group, way) for way in ways}, options.rounds, f"{hosts} hosts")
         for way in ways[1:]:
             group.call(f"close {way[-1]}")
         megabytes = max(group.call("bytes")) / 1e6
@@ -89,9 +93,15 @@ def measure(hosts: int, options: Any) -> list[list[str]]:
             f"{megabytes:.1f}",
             spread(found[way], 1e3 / options.steps),
             ratio(found[way], found["without"], 3),
+            spread(used[way], 1e3),
+            ratio(used[way], used["without"], 3),
         ]
         for way in ways
     ]
+
+
+def _sum(group: Ranks, way: str) -> float:
+    return float(sum(group.call(way)))
 
 
 def work(folder: Path, layers: int, width: int) -> None:
@@ -164,7 +174,7 @@ def main() -> None:
     print(machine())
     print(f"{chosen.ranks} ranks, {chosen.layers} layers of width {chosen.width}, {chosen.rounds} rounds\n")
     rows = measure(1, chosen) + measure(chosen.ranks, chosen)
-    heads = ["", "state of a rank, MB", "step, ms", "to without"]
+    heads = ["", "state of a rank, MB", "step, ms", "to without", "processor, ms", "to without"]
     print(table(heads, rows, markdown=chosen.markdown))
     print(f"\n{restart(chosen)}")
 

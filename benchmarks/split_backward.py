@@ -8,6 +8,9 @@ are the executor's own spans. Printed are medians, with the quartiles of the rat
 the host's time is all there is ("host") and for one whose kernels take most of it ("total"); and the memory that waits
 between I and W. What falls short is named, with what of it is a run of autograd's engine that has nothing to do: W is a
 run of its own. The rest is arming, and what waits and is counted.
+
+--tp 2 spreads the blocks over as many Gloo processes: column-wise and row-wise linears, whose collectives are in F
+and in B or I. Times are those of the first process.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from profiles import Aim, explained
+from ranks import Tasks, ranks
 from tables import machine, parser, quartiles, table
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from fastpipe import Pipeline, Timeline, make_schedule
@@ -31,6 +39,9 @@ SIZES = {"host": (16, 1, 8), "total": (256, 2, 128)}
 WHOLE, SPLIT = "interleaved_1f1b", "interleaved_zb"
 AIM = Aim("(I + W)/B", 1.05)
 HEADS = ("stage", "blocks", "B, ms", "I, ms", "W, ms", "(I + W)/B", "F split/F", "held from I to W, MiB")
+
+
+PLAN = {"qkv": ColwiseParallel(), "out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 class Block(nn.Module):
@@ -59,19 +70,23 @@ def spans(timeline: Timeline) -> dict[Op, float]:
 class Rounds:
     """Two pipelines with the same stages, and the times of the one in the middle."""
 
-    def __init__(self, size: str, blocks: int, executor: str) -> None:
+    def __init__(self, size: str, blocks: int, executor: str, mesh: Any = None) -> None:
         width, rows, tokens = SIZES[size]
         self.size, self.blocks = size, blocks
         self.batch = torch.randn(rows, tokens, width)
         self.model = nn.Sequential(
             nn.Linear(width, width), nn.Sequential(*(Block(width) for _ in range(blocks))), nn.Identity()
         )
+        if mesh is not None:
+            for block in self.model[1].children():
+                parallelize_module(block, mesh["tp"], PLAN)
         self.pipes = [
             Pipeline(
                 list(self.model),
                 make_schedule(name, num_ranks=1, num_microbatches=1, stages_per_rank=3),
                 loss_fn=F.mse_loss,
                 executor=executor,
+                mesh=mesh,
             )
             for name in (WHOLE, SPLIT)
         ]
@@ -123,13 +138,36 @@ def empty_run() -> float:
     return statistics.median(taken)
 
 
+def in_processes(size: str, blocks: int, executor: str, rounds: int, num_ranks: int, rank: int) -> Tasks:
+    """The rounds of one process of several that share a stage."""
+    torch.manual_seed(0)  # the batch and the weights that are whole are the same on all
+    made = Rounds(size, blocks, executor, dist.init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("pp", "tp")))
+
+    def run() -> tuple[list[str], str | None]:
+        made.run(rounds)
+        return made.row(), made.shortfall(empty_run())
+
+    return {"run": run}
+
+
 def main() -> None:
     options = parser(__doc__, rounds=60)
     options.add_argument("--blocks", type=int, nargs="*", default=BLOCKS)
     options.add_argument("--executor", default="native", help="native or python")
+    options.add_argument("--tp", type=int, default=1, help="processes that share each linear (1)")
     chosen = options.parse_args()
     torch.set_num_threads(1)
-    print(f"{machine()}, one thread; {chosen.executor} executor, {chosen.rounds} rounds\n")
+    print(f"{machine()}, one thread; {chosen.executor} executor, {chosen.rounds} rounds, tensor parallel {chosen.tp}\n")
+    if chosen.tp > 1:
+        found = []
+        for size in SIZES:
+            for blocks in chosen.blocks:
+                make = partial(in_processes, size, blocks, chosen.executor, chosen.rounds, chosen.tp)
+                with ranks(chosen.tp, make, pin=chosen.pin) as processes:
+                    found.append(processes.call("run")[0])
+        print(table(HEADS, [row for row, _ in found], markdown=chosen.markdown))
+        print("", *filter(None, (missed for _, missed in found)), sep="\n")
+        return
     made = [Rounds(size, blocks, chosen.executor) for size in SIZES for blocks in chosen.blocks]
     rows = []
     for rounds in made:

@@ -406,15 +406,13 @@ def save_checkpoint(
         if not asynchronous:
             return pipe._steps.attend(lambda: write(state, group))
         # it is used in the background, as the script uses the other one
-        pipe._steps.attend(lambda: _make_side_group(group, pipe._world.timeout))
+        pipe._steps.attend(lambda: _make_side_group(group, pipe._steps.ranks.timeout))
 
     pipe._steps.all_gather(call, gather, attend)
     if not asynchronous:
         return None
-    lost = partial(_first_dead, pipe._steps.control)
-    return _in_background(
-        lambda copy: attended(lambda: write(copy, _side_group(group)), lost, timedelta.max), state, path
-    )
+    lost, side = partial(_first_dead, pipe._steps.control), _side_group(group)
+    return _in_background(lambda copy: attended(lambda: write(copy, side), lost, timedelta.max), state, path)
 
 
 def _shown(path: Any) -> str:

@@ -108,7 +108,7 @@ class MemoryCheckpoint:
         *,
         keep: int = 1,
         name: str | None = None,
-        folder: str | os.PathLike[str] = "/dev/shm",
+        folder: str | os.PathLike[str] = torch_private.MEMORY_FOLDER,
     ) -> None:
         self._pipe, self._optimizers = pipe, as_optimizers(optimizer)
         self._group: Any = None
@@ -128,7 +128,7 @@ class MemoryCheckpoint:
             return {"optimizes": optimizes(pipe, self._optimizers), "job": f"name={name}" if name else _job()}
 
         def connect(job: str) -> None:
-            self._group = _own_group(timedelta(seconds=pipe._world.timeout))
+            self._group = _own_group(timedelta(seconds=pipe._steps.ranks.timeout))
             found = self._gather({"host": host_name(), "job": job, "keep": keep})
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
@@ -155,7 +155,8 @@ class MemoryCheckpoint:
     def save(self, extra: Any = None) -> None:
         """Copy the state; call it after each ``optimizer.step()``.
 
-        It returns when the state is copied on this host. Other hosts receive it in the background.
+        When it has returned on every rank, a restart continues from here, as each has a copy on its own host. Other
+        hosts receive theirs in the background.
 
         Args:
             extra: other state of the script, the same on every rank: numbers, texts, tuples, lists and dicts.
@@ -174,9 +175,8 @@ class MemoryCheckpoint:
             image = _Image(whole_state(pipe, self._optimizers, extra))
             return {"rank": self._rank, "size": image.size, "generation": self._generation}
 
-        replies = pipe._steps.all_gather("MemoryCheckpoint.save", make)
+        replies = self._of_all(pipe._steps.all_gather("MemoryCheckpoint.save", make))
         assert image is not None
-        replies = self._of_all(replies)
         sizes = [reply["size"] for reply in sorted(replies, key=lambda reply: reply["rank"])]
         if sizes == self._sizes:
             self._reserve(sizes)
@@ -186,10 +186,10 @@ class MemoryCheckpoint:
         self._generation = generation = 1 + max(reply["generation"] for reply in replies)
         own = self._slots[self._rank]
         image.copy(own.memory, own.views)
-        if len(self._slots) == 1 and not self._holders:
-            self._publish(generation)
-        else:
-            self._writing = call_in_thread(lambda: self._publish(generation), "fastpipe-memory")
+        _seal(own.memory)
+        own.publish(generation)
+        if len(self._slots) > 1 or self._holders:
+            self._writing = call_in_thread(lambda: self._exchange(generation), "fastpipe-memory")
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Load the copy in memory, or a checkpoint on disk if that is newer or the copy cannot be used.
@@ -242,7 +242,7 @@ class MemoryCheckpoint:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        control, limit = self._pipe._steps.control, timedelta(seconds=self._pipe._world.timeout)
+        control, limit = self._pipe._steps.control, timedelta(seconds=self._pipe._steps.ranks.timeout)
         return writing.result() if writing.done() else attended(writing.result, control.lost, limit)
 
     def _make_folder(self) -> Reply:
@@ -279,13 +279,11 @@ class MemoryCheckpoint:
             slots.reserve(sizes[rank])
         return {}
 
-    def _publish(self, generation: int) -> None:
-        """Complete this rank's copy, send it to other hosts and receive theirs; in a thread."""
+    def _exchange(self, generation: int) -> None:
+        """Send this rank's copy to other hosts, and receive theirs; in a thread."""
         own = self._slots[self._rank]
-        _seal(own.memory)
-        own.publish(generation)
         others = [slots for rank, slots in self._slots.items() if rank != self._rank]
-        works = [dist.irecv(slots.memory, slots.rank, group=self._group) for slots in others]
+        works: list[Any] = [dist.irecv(slots.memory, slots.rank, group=self._group) for slots in others]
         works += [dist.isend(own.memory, holder, group=self._group) for holder in self._holders]
         for work in works:
             work.wait()
@@ -329,7 +327,8 @@ class MemoryCheckpoint:
 
     def _fetch(self, usable: Sequence[Mapping[int, Sequence[Any]]], visible: Mapping[Any, Path]) -> Tensor:
         """This rank's file, from its own host or from the first process that has it."""
-        works, kept = [], []
+        works: list[Any] = []
+        kept: list[Tensor] = []
         for rank, copies in enumerate(usable):
             source = rank if rank in copies else min(copies)
             _, generation, _, size, _ = copies[source]
@@ -589,7 +588,7 @@ def _seal(memory: Tensor) -> None:
 
 def _is_unaltered(memory: Tensor) -> bool:
     magic, total, *_ = _HEADER.unpack(bytes(memory[: _HEADER.size].tolist()))
-    return magic == _MAGIC and total == _sum(memory)
+    return bool(magic == _MAGIC and total == _sum(memory))
 
 
 def _header(path: Path) -> tuple[int, int, str] | None:

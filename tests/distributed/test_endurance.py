@@ -143,6 +143,22 @@ def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list
     return found
 
 
+def many_pipelines(executor: str, transport: str, number: int) -> list[tuple[list[int], int]]:
+    """Runs on every rank: what it holds after some pipelines have come and gone, each after a step, and after all."""
+    x, y = torch.randn(64, 64), torch.randn(64, 64)
+    found = []
+    for count in range(number):
+        layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
+        pipe = Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, executor=executor, transport=transport, num_ranks=2)
+        pipe.step(x, target=y)
+        del pipe, layers
+        if count in (number // 5, number - 1):
+            gc.collect()
+            fewest_threads(found[0][0][1] if found else 0, 1.0)
+            found.append(held())
+    return found
+
+
 SOAK = pytest.param(20_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])
 
 
@@ -157,6 +173,18 @@ def test_nothing_grows_in_many_steps(executor: str, transport: str, num_steps: i
         grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
         assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
         assert after - before < 3000
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(500, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(("executor", "transport"), WAYS)
+def test_nothing_grows_in_many_constructions(executor: str, transport: str, number: int, group_of: GroupOf) -> None:
+    skip_without_native()
+    for (counts, before), (counts_after, after) in group_of(2).run(
+        many_pipelines, executor, transport, number, timeout=3000
+    ):
+        grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
+        assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
+        assert after - before < 3000 + 20 * number
 
 
 def test_a_layer_that_keeps_its_exception_keeps_no_pipeline(executor: str, group_of: GroupOf) -> None:

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from fastpipe import MemoryCheckpoint, save_checkpoint
 from fastpipe.runtime.memory_checkpoint import _holders
 from tests.distributed.hosts import on_hosts
+from tests.distributed.meshes import mesh
+from tests.distributed.test_sharded_training import sharded
+from tests.distributed.test_sharded_training import train as train_sharded
 from tests.distributed.test_step import GroupOf, caught
 from tests.runtime.test_checkpoint import adamw, all_same, fresh, pipeline, train, uninterrupted
 from tests.runtime.test_memory_checkpoint import spoil
@@ -110,6 +113,32 @@ def test_copies_of_other_layers_are_not_used(group_of: GroupOf, tmp_path: Path) 
     group_of(2).run(save, str(tmp_path), "aa", 1)
     for extra, _ in group_of(4).run(go_on, str(tmp_path), "aaaa", 0):
         assert extra is None
+
+
+def go_on_sharded(folder: str, schedule: str) -> list[bool]:
+    """Two replicas that `fully_shard` has sharded: each process has a copy of its shards."""
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe, optimizer = sharded(schedule, "python", over)
+    memory = MemoryCheckpoint(pipe, optimizer, name="shards", folder=folder)
+    for step in range(2):
+        train_sharded(pipe, optimizer, replica, range(step, step + 1), checks=False)
+        memory.save({"step": step + 1})
+    expected = train_sharded(pipe, optimizer, replica, range(2, 3), checks=False)
+    del memory
+    pipe, optimizer = sharded(schedule, "python", over)
+    memory = MemoryCheckpoint(pipe, optimizer, name="shards", folder=folder)
+    assert memory.load() == {"step": 2}
+    found = train_sharded(pipe, optimizer, replica, range(2, 3), checks=False)
+    memory.close()
+    return list(map(torch.equal, found, expected))
+
+
+@pytest.mark.nightly
+def test_shards_of_replicas(group_of: GroupOf, tmp_path: Path) -> None:
+    for same in group_of(4).run(go_on_sharded, str(tmp_path), "zbv"):
+        assert same and all(same)
+    assert folders(tmp_path) == []
 
 
 def refuse(folder: str) -> Any:

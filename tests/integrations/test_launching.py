@@ -79,6 +79,7 @@ def test_kubernetes_file_asks_for_the_same_workers_twice() -> None:
     assert mounted == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not find_spec("ray"), reason="ray is not installed: pip install 'ray[train]'")
 def test_ray_s_script_trains_on_this_machine() -> None:
     shown = run([sys.executable, str(LAUNCH / "ray_train.py")], RAY_TRAIN_V2_ENABLED="1", RAY_DEDUP_LOGS="0")

@@ -14,6 +14,7 @@ from tests.patience import PATIENCE
 
 RUN = """
 import sys, warnings
+from pathlib import Path
 warnings.simplefilter("ignore")
 from fastpipe import Schedule, ScheduleError, native_plan
 native_plan.PATH = Path(sys.argv[1])

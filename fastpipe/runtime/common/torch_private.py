@@ -471,6 +471,10 @@ def host_identity() -> str:
     return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") if boot.exists() else ""
 
 
+MEMORY_FOLDER = "/dev/shm"
+"""A tmpfs: files in memory, which outlive the processes. Linux has it by default; containers may make it small."""
+
+
 def start_of_process(pid: int) -> str:
     """The start time of a process, as the kernel writes it; empty if unknown or if the process is gone."""
     with contextlib.suppress(OSError):

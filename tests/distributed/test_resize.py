@@ -1,0 +1,27 @@
+"""A job that is started again with fewer ranks, or with more, plans anew and goes on with the same losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.scripts import run
+
+SCRIPT = Path(__file__).with_name("resized.py")
+
+
+def train(folder: Path, until: int, processes: int) -> Any:
+    """What the script says of its run."""
+    return json.loads(run(SCRIPT, str(folder), str(until), processes=processes).splitlines()[-1])
+
+
+def test_four_ranks_then_three_then_four(tmp_path: Path) -> None:
+    """Not close: the same, since all sums have one order, whoever computes them."""
+    for name in ("undisturbed", "resized"):
+        (tmp_path / name).mkdir()
+    expected = train(tmp_path / "undisturbed", 9, 4)
+    runs = [train(tmp_path / "resized", until, size) for until, size in ((3, 4), (6, 3), (9, 4))]
+    assert [one["ranks"] for one in runs] == [4, 3, 4]
+    assert runs[0]["schedule"] == "1f1b" and "plan" in runs[1]["schedule"] + runs[2]["schedule"], runs
+    assert [loss for one in runs for loss in one["losses"]] == expected["losses"]
