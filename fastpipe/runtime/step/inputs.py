@@ -353,7 +353,7 @@ def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     for name in batch:
         if rows[name] != rows[batch[0]]:
             raise ValueError(
-                f"{name} has {rows[name]} rows (dimension 0) but {batch[0]} has {rows[batch[0]]}: give as many "
+                f"{name} has {rows[name]} rows (dimension 0) but {batch[0]} has {rows[batch[0]]}: give as many, "
                 f"or a rule for {name} in split=: 'replicate' to share it between all microbatches, a dimension, or a "
                 "function"
             )
