@@ -338,7 +338,7 @@ def refused(names: tuple[str, str], given: dict[str, Any]) -> str:
     ("names", "given", "says"),
     [
         (("pipe", "tp"), {}, "mesh has dimensions ('pipe', 'tp')"),
-        (("pp", "tp"), {"group": ""}, "leave out group"),
+        (("pp", "tp"), {"group": ""}, "mesh and group: both name"),
         (("pp", "tp"), {"overlap": "always"}, "stages run collectives over tp"),
         (("pp", "dp_replicate"), {}, "mesh has 2 replicas of stage"),
     ],
