@@ -411,10 +411,8 @@ def save_checkpoint(
     pipe._steps.all_gather(call, gather, attend)
     if not asynchronous:
         return None
-    lost = partial(_first_dead, pipe._steps.control)
-    return _in_background(
-        lambda copy: attended(lambda: write(copy, _side_group(group)), lost, timedelta.max), state, path
-    )
+    lost, side = partial(_first_dead, pipe._steps.control), _side_group(group)
+    return _in_background(lambda copy: attended(lambda: write(copy, side), lost, timedelta.max), state, path)
 
 
 def _shown(path: Any) -> str:

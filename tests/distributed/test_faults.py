@@ -29,7 +29,7 @@ from tests.distributed.ranks import ranks
 from tests.patience import PATIENCE
 
 COUNT = 8
-STOPPED_TIMEOUT = 4.0
+STOPPED_TIMEOUT = 15.0
 
 
 class Nasty(Exception):  # noqa: N818 - as users name theirs, or do not
