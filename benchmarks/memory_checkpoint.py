@@ -4,7 +4,8 @@ The model of `examples/train_gpt.py`, a whole step each: the pipeline, clipping,
 save. Once all ranks are on one host, once each takes the others to be on another host (``FASTPIPE_HOST``), so that
 channels and copies go over Gloo. A measurement ends when the last copy has reached the other host. Then torchrun trains
 the same, a rank is killed, and the time until the next step has ended is taken, in which all processes start and import
-torch. The processor's time of a step, of all ranks together, depends less on what else the machine does than the step.
+torch. The processor's time of the saves of all ranks together, and its share of the steps', depends less on what else
+the machine does; it leaves out what is sent and received in the background.
 """
 
 from __future__ import annotations
@@ -63,16 +64,18 @@ def make_tasks(hosts: int, options: Any, rank: int) -> dict[str, Callable[[], An
     return tasks | {"bytes": lambda: 12 * sum(parameter.numel() for parameter in pipe.parameters())}
 
 
-def train(step: Callable[[], None], steps: int, memory: fastpipe.MemoryCheckpoint | None = None) -> float:
-    """Some steps; the processor's seconds for each."""
-    start = time.process_time()
+def train(step: Callable[[], None], steps: int, memory: fastpipe.MemoryCheckpoint | None = None) -> tuple[float, float]:
+    """Some steps; the processor's seconds of this process for each, and those of the saves."""
+    start, saves = time.process_time(), 0.0
     for number in range(steps):
         step()
         if memory is not None:
+            before = time.process_time()
             memory.save({"step": number})
+            saves += time.process_time() - before
     if memory is not None:
         memory._finish()
-    return (time.process_time() - start) / steps
+    return (time.process_time() - start) / steps, saves / steps
 
 
 def measure(hosts: int, options: Any) -> list[list[str]]:
@@ -82,7 +85,7 @@ def measure(hosts: int, options: Any) -> list[list[str]]:
         ways = ["without", *(f"keep={keep}" for keep in range(1, min(hosts, 2) + 1))]
         measures = {way: partial(group.time, way) for way in ways}
         found = interleaved(measures, options.rounds, f"{hosts} hosts")
-        used = interleaved({way: partial(_sum, group, way) for way in ways}, options.rounds, f"{hosts} hosts")
+        used = {way: [processor(group, way) for _ in range(options.rounds)] for way in ways}
         for way in ways[1:]:
             group.call(f"close {way[-1]}")
         megabytes = max(group.call("bytes")) / 1e6
@@ -93,15 +96,17 @@ def measure(hosts: int, options: Any) -> list[list[str]]:
             f"{megabytes:.1f}",
             spread(found[way], 1e3 / options.steps),
             ratio(found[way], found["without"], 3),
-            spread(used[way], 1e3),
-            ratio(used[way], used["without"], 3),
+            spread([saves for _, saves in used[way]], 1e3),
+            spread([saves / (all_ - saves) for all_, saves in used[way]], 100),
         ]
         for way in ways
     ]
 
 
-def _sum(group: Ranks, way: str) -> float:
-    return float(sum(group.call(way)))
+def processor(group: Ranks, way: str) -> tuple[float, float]:
+    """The processor's seconds of a step and of its save, over all ranks."""
+    found = group.call(way)
+    return sum(step for step, _ in found), sum(saves for _, saves in found)
 
 
 def work(folder: Path, layers: int, width: int) -> None:
@@ -132,7 +137,9 @@ def restart(options: Any) -> str:
         agent = ["--standalone", "--nproc-per-node", str(options.ranks), "--max-restarts", "1"]
         script = [__file__, "--worker", name, "--layers", str(options.layers), "--width", str(options.width)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *agent, *script], env=environment)
+        command = [sys.executable, "-m", "torch.distributed.run", *agent, *script]
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             while len(before := steps_in(folder)) < 5 and process.poll() is None:
                 time.sleep(0.01)
@@ -142,6 +149,7 @@ def restart(options: Any) -> str:
             before = steps_in(folder)
             while len(after := steps_in(folder)[len(before) :]) < 1 and process.poll() is None:
                 time.sleep(0.01)
+            assert process.poll() is None, (folder / "log").read_text()
             draft = folder / "draft"
             draft.write_text(str(steps_in(folder)[-1][0] + 20))  # later than any rank is by now
             draft.rename(folder / "end")
@@ -174,7 +182,7 @@ def main() -> None:
     print(machine())
     print(f"{chosen.ranks} ranks, {chosen.layers} layers of width {chosen.width}, {chosen.rounds} rounds\n")
     rows = measure(1, chosen) + measure(chosen.ranks, chosen)
-    heads = ["", "state of a rank, MB", "step, ms", "to without", "processor, ms", "to without"]
+    heads = ["", "state of a rank, MB", "step, ms", "to without", "processor: saves, ms", "% of the rest"]
     print(table(heads, rows, markdown=chosen.markdown))
     print(f"\n{restart(chosen)}")
 

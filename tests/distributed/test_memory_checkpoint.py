@@ -65,7 +65,14 @@ def folders(folder: Path) -> list[Path]:
     return sorted(folder.glob("fastpipe-*"))
 
 
-@pytest.mark.parametrize("lost", ["host", "last copy of rank 0", "sum of rank 1"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "host",
+        pytest.param("last copy of rank 0", marks=pytest.mark.nightly),
+        pytest.param("sum of rank 1", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_is_lost_comes_from_the_other_host_or_is_a_step_older(
     lost: str, group_of: GroupOf, tmp_path: Path
 ) -> None:
@@ -88,6 +95,7 @@ def test_what_is_lost_comes_from_the_other_host_or_is_a_step_older(
     assert folders(tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_the_newer_one_of_memory_and_disk_is_loaded(group_of: GroupOf, tmp_path: Path) -> None:
     group, memory, disk = group_of(2), tmp_path / "memory", tmp_path / "disk"
     memory.mkdir()
@@ -105,6 +113,7 @@ def test_the_newer_one_of_memory_and_disk_is_loaded(group_of: GroupOf, tmp_path:
         assert extra == {"step": 3} and all_same(losses, uninterrupted(adamw, range(3, 4)))
 
 
+@pytest.mark.nightly
 def test_copies_of_other_layers_are_not_used(group_of: GroupOf, tmp_path: Path) -> None:
     """Of another cut, or of another number of processes."""
     group_of(2).run(save, str(tmp_path), "aa", 1)
@@ -158,6 +167,7 @@ def no_room(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.nightly
 def test_no_room_is_an_error_on_all_ranks(group_of: GroupOf, tmp_path: Path) -> None:
     zero, one = group_of(2).run(refuse, str(tmp_path))
     assert zero[0] == "StepError" and zero[2] == 1 and one[0] == "OSError"

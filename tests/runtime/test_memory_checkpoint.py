@@ -82,7 +82,9 @@ class Killed(BaseException):
         (memory_checkpoint._Slots, "publish"),
     ],
 )
-@pytest.mark.parametrize("saves", [1, 2, 3])
+@pytest.mark.parametrize(
+    "saves", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3]
+)
 def test_the_copy_before_it_is_whole(
     owner: Any, name: str, saves: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
