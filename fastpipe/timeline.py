@@ -1,7 +1,7 @@
 """Timeline: when every instruction of a program started and ended, simulated or measured.
 
 A timeline is columns too: two float64 arrays a rank, one entry an instruction of the program. `Messages` are the
-transfers of a program, `critical_path` what a timeline's makespan consists of.
+transfers of a program, `Timeline.critical_path` what a timeline's makespan consists of.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Timeline:
         left out.
         """
         lanes = range(len(self.program.channels)) if self.lanes is None else self.lanes
-        return [self._span(*step) for step in critical_path(self.program, self.starts, self.ends, lanes)]
+        return [self._span(*step) for step in _Walk(self.program, self.starts, self.ends, lanes).back()]
 
     def _span(self, rank: int, position: int) -> Span:
         instruction = self.program[rank][position]
@@ -383,26 +383,13 @@ class _OpRows:
         return np.lexsort((self.stage, self.microbatch, self.channel))
 
 
-def critical_path(
-    program: Program, starts: Sequence[Seconds], ends: Sequence[Seconds], lane_of: Sequence[int]
-) -> list[Step]:
-    """From the last end back, always to what ended last before a step could start; the steps, first to last.
+class _Walk:
+    """From the last end back, always to what ended last before a step could start.
 
     A compute waits for its rank's compute before it and for the messages waited for in between. A transfer waits for
     its sender and its receiver to post it, and for the transfers ahead of it in its lane. What moves or frees and took
     no time is left out.
-
-    Args:
-        program: what ran; valid.
-        starts: per rank, the start of every instruction, NaN where it was not recorded.
-        ends: the same for the ends.
-        lane_of: the lane of every channel.
     """
-    return _Walk(program, starts, ends, lane_of).back()
-
-
-class _Walk:
-    """Where every message stands, and the walk from the end."""
 
     def __init__(
         self, program: Program, starts: Sequence[Seconds], ends: Sequence[Seconds], lane_of: Sequence[int]
@@ -422,7 +409,7 @@ class _Walk:
                 self.message_at[rank][positions[mine]] = mine
 
     def back(self) -> list[Step]:
-        """The walk itself, turned round."""
+        """The steps, first to last."""
         step = self._last()
         path: list[Step] = []
         while step is not None:

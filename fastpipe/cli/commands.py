@@ -198,7 +198,7 @@ def plan(arguments: argparse.Namespace) -> None:
     costs = _plan_costs(arguments)
     if arguments.microbatches is None and (not isinstance(costs, LayerCosts) or costs.batch_size is None):
         raise ValueError("--microbatches: give it, or with --costs costs of layers that have a batch_size")
-    with output.reports("planning") as say:
+    with output.progress("planning") as say:
         found = planner.plan(
             costs,
             num_ranks=arguments.ranks,

@@ -58,26 +58,19 @@ def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int)
 
 
 @contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Say what is being done while it takes long: on the standard error, on a terminal, gone when it is done."""
-    with reports(text):
-        yield
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Say what is being done while it takes long: on the standard error, on a terminal, gone when it is done.
 
-
-@contextmanager
-def reports(text: str) -> Iterator[Callable[[str], None]]:
-    """The same, with a function that changes what is said."""
-    if not sys.stderr.isatty():
-        yield _say_nothing
-        return
+    Yields:
+        A function that changes what is said.
+    """
     try:
         from rich.console import Console
     except ImportError:
-        yield _say_nothing
+        yield lambda text: None
+        return
+    if not sys.stderr.isatty():
+        yield lambda text: None
         return
     with Console(stderr=True).status(text) as status:
         yield status.update
-
-
-def _say_nothing(text: str) -> None:
-    """Progress is for terminals."""

@@ -238,8 +238,10 @@ class _Planner:
                     break
             if self.effort > 0 and not self.clock.is_over():
                 self._search(self._promising(counts), depths)
-        if self.best is None:
-            self._smallest(counts, depths)
+        for count in counts if self.best is None else ():
+            # what needs the least memory: it may fit, and if it does not, it says how much would do
+            for name, schedule in candidates.least_memory(self.problem, count, depths):
+                self._consider(name, self.problem.setting(schedule.placement, count), schedule)
         if self.best is None:
             raise ValueError(self._nothing_fits())
         return self._plan(exact and self._exact(depths))
@@ -267,12 +269,6 @@ class _Planner:
                 self.members.append(found)
             if self.best is not None and self.clock.is_past(_NAMED):
                 return
-
-    def _smallest(self, counts: list[int], depths: list[int]) -> None:
-        """Simulate what needs the least memory: it may fit, and if it does not, it says how much would do."""
-        for count in counts:
-            for name, schedule in candidates.least_memory(self.problem, count, depths):
-                self._consider(name, self.problem.setting(schedule.placement, count), schedule)
 
     def _starts(self, num_microbatches: int, depths: list[int]) -> Iterator[tuple[str, Schedule | str]]:
         """What the user gave, and the registry."""

@@ -134,10 +134,6 @@ def generate(
     return shortest("loop_zb", placement, num_microbatches, (order for order in orders if order is not None))
 
 
-def _length(starts: _Starts) -> int:
-    return starts.length
-
-
 def _search(p: int, v: int, m: int, limit: int, count: int) -> list[_Starts]:
     """Play groups until the time is up: the ``count`` shortest, and those of p microbatches.
 
@@ -154,7 +150,7 @@ def _search(p: int, v: int, m: int, limit: int, count: int) -> list[_Starts]:
         if left < 0 and found:
             break
     whole = _played(p, v, next(groupings(m, min(m, p))), limit, NEVER)
-    return [*sorted(found, key=_length)[:count], *([] if whole is None else [whole])]
+    return [*sorted(found, key=lambda starts: starts.length)[:count], *([] if whole is None else [whole])]
 
 
 def _spread(placement: Placement, m: int, starts: _Starts) -> Spread:

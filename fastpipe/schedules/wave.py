@@ -104,7 +104,7 @@ def generate(
 def _compact(wave: _Wave, count: int, seconds: Seconds) -> Iterator[Filled]:
     """The orders of the shortest compact rounds, in the slots 2t + r and 2t + 2p - 1 - r of a round at tick t."""
     offsets = range(2 * wave.num_ranks)
-    found = nsmallest(count, _search(wave, compact, RULES, (0,), count), key=_length)
+    found = nsmallest(count, _search(wave, compact, RULES, (0,), count), key=lambda starts: starts.length)
     if count == 1 and wave.may_attain:
         found = [_beamed(wave, *found)]
     for starts in found:
@@ -121,13 +121,9 @@ def _slack(wave: _Wave, count: int, seconds: Seconds) -> Iterator[Filled]:
     """
     p = wave.num_ranks
     offsets = [*range(0, 2 * p, 2), *range(2 * p - 1, 3 * p - 1)]
-    found = sorted(_search(wave, slack, SLACK_RULES, (0, 1, 2), 8 * count), key=_length)
+    found = sorted(_search(wave, slack, SLACK_RULES, (0, 1, 2), 8 * count), key=lambda starts: starts.length)
     orders = (filled(_spread(wave, starts, 3, offsets), wave.limit, seconds) for starts in found)
     return islice((order for order in orders if order is not None), count)
-
-
-def _length(starts: Starts) -> int:
-    return starts.length
 
 
 def _search(wave: _Wave, model: Model, rules: Sequence[Rule], extras: Sequence[int], keep: int) -> list[Starts]:

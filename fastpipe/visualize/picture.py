@@ -60,7 +60,7 @@ def plot(
     path = canvas.checked_path(path)
     _check_width(width)
     shown = [timeline] if against is None else [timeline, against]
-    height = row_height or _row_height(max(t.program.num_ranks for t in shown))
+    height = row_height or min(0.42, max(0.13, 6.5 / max(t.program.num_ranks for t in shown)))
     figure, panels = _layout(shown, width, height, dpi)
     lines = any(panel.wants_transfers() for panel in panels) if transfers is None else transfers
     for panel in panels:
@@ -75,10 +75,6 @@ def _check_width(width: Any) -> None:
     """Refuse a width that the margins take, or that no viewer opens."""
     if not (isinstance(width, Real) and 2 <= float(width) <= 200):
         raise ValueError(f"width = {width!r}: give 2 to 200 inches")
-
-
-def _row_height(num_ranks: int) -> float:
-    return min(0.42, max(0.13, 6.5 / num_ranks))
 
 
 def _layout(shown: Sequence[Timeline], width: float, row_height: float, dpi: int) -> tuple[Figure, list[Panel]]:

@@ -27,6 +27,16 @@ Sent = tuple[int, int, bool]
 """A key, and whether the receiver holds the tensor."""
 
 
+def _read_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, whose memory is not reused before the current stream has read it.
+
+    It was made on another stage's stream, and that has finished: the message from there says so.
+    """
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+    return tensor
+
+
 class _Held(torch.autograd.Function):
     """Entry of a held tensor into a stage's graph; its gradient is added to the rank's sum."""
 
@@ -38,7 +48,7 @@ class _Held(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
         before = ctx.grads.get(ctx.key)
-        ctx.grads[ctx.key] = grads[0] if before is None else before + grads[0]
+        ctx.grads[ctx.key] = grads[0] if before is None else _read_here(before) + grads[0]
         return None, None, None
 
 
@@ -55,7 +65,8 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0], None, None, *(ctx.grads.pop(key, None) for key in ctx.keys)
+        found = [ctx.grads.pop(key, None) for key in ctx.keys]
+        return grads[0], None, None, *(None if grad is None else _read_here(grad) for grad in found)
 
 
 class HeldTensors:
@@ -116,7 +127,7 @@ class Visit:
 
     def _receive(self, key: Key, source: dict[Key, torch.Tensor] | Iterator[torch.Tensor]) -> torch.Tensor:
         if isinstance(source, dict):
-            tensor = source[key]
+            tensor = _read_here(source[key])
             self._from_held.add(key)
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor = _Held.apply(tensor, self._grads(), key)  # type: ignore[no-untyped-call]

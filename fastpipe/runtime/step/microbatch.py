@@ -155,8 +155,8 @@ def _split_block_mask(mask: Any, num_microbatches: int, dim: int, name: str, key
         raise ValueError(f"split[{key!r}] = {dim}: {name} is a BlockMask, which is cut along its batch only: give 0")
     if rows < num_microbatches:
         raise ValueError(
-            f"{name} is a BlockMask of {rows} rows and num_microbatches = {num_microbatches}: give at least one row a "
-            "microbatch, or one row (create_block_mask with B=None) for all"
+            f"{name} is a BlockMask of {rows} rows but num_microbatches = {num_microbatches}: give at least one row "
+            "per microbatch, or one row (create_block_mask with B=None) for all"
         )
     sizes = list(rows_of_cut(rows, num_microbatches))
     # a tensor, not a number: flex_attention, compiled, takes it as an input, and is compiled once for all microbatches
