@@ -210,11 +210,11 @@ def _serve(
             good, answer = False, "what ran here left behind:\n" + "\n".join(changed)
         pipe.send((good, answer))
         # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever;
-        # what it closes when it is collected is in cycles of its own, and a thread may hold some for a while. With
-        # nothing left it sleeps: a collection every second in each of a dozen idle ranks keeps a core busy.
-        quiet = 0
-        while not left and quiet < 3 and not pipe.poll(0.0 if (found := gc.collect()) else 1.0):
-            quiet = 0 if found else quiet + 1
+        # what it closes when it is collected is in cycles of its own, and a thread may hold some for a while. Collections
+        # get rarer: one every second in each of a dozen idle ranks keeps a core busy.
+        seconds = 0.5
+        while not left and not pipe.poll(seconds):
+            seconds = 0.0 if gc.collect() else min(max(1.0, 2 * seconds), 8.0)
     dist.destroy_process_group()
 
 

@@ -184,7 +184,7 @@ def test_wrong_arguments(arguments: tuple[Any, ...], text: str) -> None:
 def test_holders_that_differ_are_refused() -> None:
     one = [(0, "a", "float32", False)]
     two = [(0, "b", "float32", True), (1, "c", "float32", False), (0, "a", "float32", False)]
-    with pytest.raises(ValueError, match=" a .*1.5 on rank 0, 1.25 on rank 1"):
+    with pytest.raises(ValueError, match=" a .*1.5 on rank 0 but 1.25 on rank 1"):
         Merged([one, two]).values(torch.tensor([1.5, 2.0, 3.0, 1.25]))
     merged = Merged([two, [*one, (0, "b", "float32", False)]])
     values = merged.values(torch.tensor([2.0, 3.0, 1.5, 1.5, 2.0]))

@@ -110,11 +110,24 @@ class Passes(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x))
 
 
+class Masks(nn.Module):
+    """A plain tuple, of which the second is new in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = torch.tanh(self.linear(x if not mask else x + 0.3 * mask[0]))
+        return x, x.detach() > 0
+
+
 MODELS = {
+    "masks": lambda n: [*(Masks() for _ in range(n - 1)), Passes()],
     "residuals": lambda n: [*(Residual() for _ in range(n - 1)), Last()],
     "read": lambda n: [Starts(), *(Reads() for _ in range(n - 1))],
     "read_once": lambda n: [Starts(), *(Passes() for _ in range(n - 2)), Reads()],

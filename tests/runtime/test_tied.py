@@ -208,7 +208,7 @@ def test_it_is_described(executor: str) -> None:
             "tied: '9.weight' names no layer; names begin with the layer's",
         ),
         ([("0.table.weight", "7.bias")], "tied: 7.bias is no parameter of the model"),
-        ([("0.table.weight", "1.linear.weight")], r"1.linear.weight is torch.float32 \(6, 6\) and 0.table.weight is"),
+        ([("0.table.weight", "1.linear.weight")], r"1.linear.weight is torch.float32 \(6, 6\) but 0.table.weight is"),
     ],
 )
 def test_what_cannot_be_tied(tied: Any, text: str) -> None:

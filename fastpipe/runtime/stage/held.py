@@ -90,8 +90,9 @@ class HeldTensors:
     def next_holds(self, key: Key, stage: int) -> bool:
         """Whether the rank of the next stage holds a tensor that a stage returns."""
         made, place = key
-        # of its first output, most often a new hidden state, a rank keeps nothing
-        return self.route[stage + 1] in self.route[made + (place == 0) : stage + 1]
+        following = self.route[stage + 1]
+        # within a rank nothing is sent; of its first output, most often a new hidden state, a rank keeps nothing
+        return following != self.route[stage] and following in self.route[made + (place == 0) : stage + 1]
 
     def clear(self) -> None:
         """Drop everything."""
