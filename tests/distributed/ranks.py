@@ -210,8 +210,8 @@ def _serve(
             good, answer = False, "what ran here left behind:\n" + "\n".join(changed)
         pipe.send((good, answer))
         # an exception that a test has caught holds the test's pipeline, whose groups would look for messages for ever;
-        # what it closes when it is collected is in cycles of its own, and a thread may hold some for a while. Collections
-        # get rarer: one every second in each of a dozen idle ranks keeps a core busy.
+        # what it closes when it is collected is in cycles of its own, and a thread may hold some for a while.
+        # Collections get rarer: one every second in each of a dozen idle ranks keeps a core busy.
         seconds = 0.5
         while not left and not pipe.poll(seconds):
             seconds = 0.0 if gc.collect() else min(max(1.0, 2 * seconds), 8.0)
