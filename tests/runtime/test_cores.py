@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fastpipe.runtime.coordination import cores  # noqa: E402
-from fastpipe.runtime.coordination.cores import Cores, by_place, find_cores  # noqa: E402
+from fastpipe.runtime.coordination.host import Cores, by_place, find_cores  # noqa: E402
 
 CPU = torch.device("cpu")
 SECOND_OF_TWO = {"FASTPIPE_PIN": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
