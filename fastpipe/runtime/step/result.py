@@ -327,7 +327,7 @@ class StepResult:
     """The result of a step. Expensive values are computed when they are read.
 
     Args:
-        processes: the values of each process.
+        parts: the values of each process.
         outputs: the last stage's outputs by microbatch; None without one.
         merge_rules: how they are merged.
         program: that was run.
@@ -338,7 +338,7 @@ class StepResult:
 
     def __init__(
         self,
-        processes: Sequence[Outputs],
+        parts: Sequence[Outputs],
         outputs: Mapping[int, Any] | None,
         merge_rules: Rules,
         program: Program,
@@ -346,7 +346,7 @@ class StepResult:
         weights: Weights | None = None,
         rules: MetricRules = "mean",
     ) -> None:
-        self._processes = processes
+        self._parts = parts
         self.raw_outputs = dict(outputs or {})
         self._merge_rules = merge_rules
         self._program = program
@@ -355,7 +355,7 @@ class StepResult:
         self._rules = rules
 
     def _values(self, kind: str) -> Values:
-        return unpack(outputs()[kind] for outputs in self._processes)
+        return unpack(outputs()[kind] for outputs in self._parts)
 
     @cached_property
     def losses(self) -> list[torch.Tensor] | None:
