@@ -11,7 +11,7 @@ that all ranks have is complete at every instant. A restart looks for it, fetche
 verifies it.
 
 A file has a header, the tensors in a fixed order, and a head: their keys and all other values, which are plain. The
-head is read by `_PlainReader`, which executes nothing.
+head is read by `_PlainReader`, which executes nothing. `torch.save` would pickle the form of every tensor in each step.
 """
 
 from __future__ import annotations

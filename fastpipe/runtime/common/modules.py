@@ -137,7 +137,7 @@ def alias_of(parameter: torch.Tensor) -> nn.Parameter:
     return alias
 
 
-def dense(grad: torch.Tensor) -> torch.Tensor:
+def dense_grad(grad: torch.Tensor) -> torch.Tensor:
     """A gradient for an exchange between processes: dense, so that both know its shape."""
     return grad if grad.layout is torch.strided else grad.to_dense()
 

@@ -27,7 +27,15 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import allocate, children_of, dense, parameters_of, pytree, torch_private, zero_grad_of
+from fastpipe.runtime.common import (
+    allocate,
+    children_of,
+    dense_grad,
+    parameters_of,
+    pytree,
+    torch_private,
+    zero_grad_of,
+)
 from fastpipe.runtime.model.chain import Chain
 
 TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
@@ -374,7 +382,7 @@ class RemoteCopies(StageCopies):
     def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
         parameters = list(module.parameters())
         kinds = torch.tensor([_kind(p.grad) for p in parameters] or [_NONE])
-        own = [zero_grad_of(p) if p.grad is None else dense(p.grad) for p in parameters]
+        own = [zero_grad_of(p) if p.grad is None else dense_grad(p.grad) for p in parameters]
         (their_kinds, *theirs) = self.exchange(self._peer(holders), [kinds, *own])
         for i, parameter in enumerate(parameters):
             mine = own[i] if kinds[i] else None

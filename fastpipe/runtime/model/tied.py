@@ -25,7 +25,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import alias_of, dense, digest_of, grad_dtype_of, local_part, parameters_of, torch_private
+from fastpipe.runtime.common import (
+    alias_of,
+    dense_grad,
+    digest_of,
+    grad_dtype_of,
+    local_part,
+    parameters_of,
+    torch_private,
+)
 from fastpipe.runtime.data_parallel import is_sharded, unwrapped
 from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, added, holders_of
 
@@ -534,7 +542,7 @@ class Swaps:
         mine = [own[stage] for stage in sorted(own)] + [None] * (count - len(own))
         there = torch.tensor([grad is not None for grad in mine])
         empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
-        tensors = [empty if grad is None else dense(local_part(grad)) for grad in mine]
+        tensors = [empty if grad is None else dense_grad(local_part(grad)) for grad in mine]
         given, *theirs = self.exchange(peer, [there, *tensors])
         return {stage: with_local_part(like, theirs[i]) if given[i] else None for i, stage in enumerate(stages)}
 
