@@ -121,7 +121,7 @@ LoopbackHub::LoopbackHub(std::vector<Channel> channels, std::vector<std::int32_t
     : channels_(std::move(channels)), lane_numbers_(std::move(lanes)), delay_(as_duration(delay_seconds)) {
   if (lane_numbers_.size() != channels_.size()) {
     throw ArgumentError("lanes has " + std::to_string(lane_numbers_.size()) + " entries for " +
-                        std::to_string(channels_.size()) + " channels; give one a channel");
+                        std::to_string(channels_.size()) + " channels; give one for each channel");
   }
   require_pairs(channels_, lane_numbers_);
   for (std::size_t lane = 0; lane < lane_numbers_.size(); ++lane) lanes_.push_back(std::make_unique<LoopbackLane>());

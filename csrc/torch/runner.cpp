@@ -27,7 +27,7 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
     : device_(device), streams_(device, std::move(streams)) {
   if (streams_.any() && streams_.size() != stages.size()) {
     throw ArgumentError("streams has " + std::to_string(streams_.size()) + " entries for " +
-                        std::to_string(stages.size()) + " stages; give one a stage, or none");
+                        std::to_string(stages.size()) + " stages; give one for each stage, or none");
   }
   Stages owned(count(stages));
   for (const auto& [index, is_first, is_last, fused] : stages) {
@@ -83,12 +83,13 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
 void Runner::bind(const std::vector<py::tuple>& calls) {
   if (calls.size() != stages_.size()) {
     throw ArgumentError("calls has " + std::to_string(calls.size()) + " entries for " + std::to_string(stages_.size()) +
-                        " stages; give one a stage");
+                        " stages; give one for each stage");
   }
   for (std::size_t i = 0; i < calls.size(); ++i) {
     if (calls[i].size() != 10) {
       throw ArgumentError(
-          "calls: give (run, output_grads, random, meet, fold, fuse, partners, last_backward, around, moment) a stage");
+          "calls: give (run, output_grads, guard, run_collective, fold, fuse, partners, last_backward, around, moment) "
+          "for each stage");
     }
     const auto call = [&](py::ssize_t index) {
       const py::handle found = PyTuple_GET_ITEM(calls[i].ptr(), index);

@@ -39,7 +39,7 @@ struct StagePlace {
 // It holds no Python object between steps: the callables come with each step, so no cycle can run through it.
 class Runner final : public Observer {
  public:
-  // streams: one a stage, or none.
+  // streams: one for each stage, or none.
   Runner(const RankProgram& program, const std::vector<StagePlace>& stages, const Connect& connect,
          double timeout_seconds, at::Device device, PairWay pairs, std::vector<c10::Stream> streams);
   // With the GIL held.

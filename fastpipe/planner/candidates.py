@@ -222,16 +222,16 @@ def evaluate(problem: Problem, name: str, setting: Setting, schedule: Schedule) 
     held = held_peaks(schedule, setting.held, setting.kept)
     by_bytes = problem.memory is not None and problem.memory.unit == "bytes"
     row = Candidate(
-        name,
-        setting.num_microbatches,
-        max(map(len, stages.stages_by_rank())),
-        timeline.makespan,
-        timeline.span,
-        timeline.span_bubble_fraction if problem.span else timeline.bubble_fraction,
-        max(held) / setting.share,
-        max(_bytes(setting, timeline)) if problem.knows_bytes else 0.0,
-        sum(int(np.count_nonzero(columns[0] == Op.SEND)) for columns in program.columns),
-        fits(timeline.peak_bytes if by_bytes else held, setting.limit),
+        name=name,
+        num_microbatches=setting.num_microbatches,
+        stages_per_rank=max(map(len, stages.stages_by_rank())),
+        makespan=timeline.makespan,
+        span=timeline.span,
+        bubble_fraction=timeline.span_bubble_fraction if problem.span else timeline.bubble_fraction,
+        peak_memory=max(held) / setting.share,
+        peak_bytes=max(_bytes(setting, timeline)) if problem.knows_bytes else 0.0,
+        messages=sum(int(np.count_nonzero(columns[0] == Op.SEND)) for columns in program.columns),
+        fits=fits(timeline.peak_bytes if by_bytes else held, setting.limit),
         copies=stages.num_routes,
     )
     return row, timeline

@@ -391,13 +391,22 @@ class _Planner:
         # orders that began as one family may end with the same numbers: a row for all of them
         rows = [row._replace(chosen=row == chosen) for row in dict.fromkeys(self.rows)]
         rows.sort(key=lambda row: (row.refused is not None, not row.fits, not row.chosen, self._value(row)))
-        parts = None if setting.parts is None else list(setting.parts)
-        least = bound_of(self.problem, setting), bound_anywhere(self.problem, setting)
-        objective, memory = self.problem.objective, self.problem.memory
-        limits = objective, memory, *least
-        counted = self.problem.knows_bytes, any(setting.parameters)
-        cut, annealed = self.clock.cut, engine.is_native() and self.effort > 0
-        return Plan(schedule, parts, timeline, *limits, rows, cut, optimal, setting.recomputes, *counted, annealed)
+        return Plan(
+            schedule=schedule,
+            partition=None if setting.parts is None else list(setting.parts),
+            timeline=timeline,
+            objective=self.problem.objective,
+            memory=self.problem.memory,
+            bound=bound_of(self.problem, setting),
+            bound_anywhere=bound_anywhere(self.problem, setting),
+            candidates=rows,
+            cut=self.clock.cut,
+            optimal=optimal,
+            recomputes=setting.recomputes,
+            counts_bytes=self.problem.knows_bytes,
+            counts_parameters=any(setting.parameters),
+            annealed=engine.is_native() and self.effort > 0,
+        )
 
     def _value(self, row: Candidate) -> float:
         return row.span if self.problem.span else row.makespan

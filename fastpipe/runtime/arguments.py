@@ -59,7 +59,7 @@ class ModelArguments:
         _check_switch("fused_weight_grad", self.fused_weight_grad)
         _check_switch("cache_carried", self.cache_carried)
         groups = [] if self.tied is None else self.tied
-        if not (_is_list(groups) and all(isinstance(names, str | Sequence) for names in groups)):
+        if not (_is_list(groups) and all(isinstance(names, Sequence) for names in groups)):
             raise ValueError(f"tied = {self.tied!r}: give a list of groups of names, as in [('0.weight', '11.weight')]")
 
 
@@ -311,19 +311,24 @@ class ExecutionArguments:
             )
         if is_single_process:
             return Loopback.lanes
-        chosen = CHOICES.get(self.chosen_transport, ProcessGroups)
+        chosen = self._transport_between_processes
         if self.executor == "python" and not chosen.has_endpoint:
             raise ValueError(why_not_python(chosen.kind))
         return chosen.lanes
+
+    @property
+    def _transport_between_processes(self) -> type[Transport]:
+        """The class of the transport that was chosen by name; "auto" has the lanes of process groups."""
+        return CHOICES.get(self.chosen_transport, ProcessGroups)
 
     def queues(self, device: torch.device, num_processes: int) -> int | None:
         """The number of hardware queues that the transport's streams share; None if it has no streams on CUDA.
 
         The loopback transport waits only for work queued earlier.
         """
-        transport: Any = self.chosen_transport
-        if not isinstance(transport, Transport):
-            transport = Loopback if num_processes == 1 else CHOICES.get(transport, ProcessGroups)
+        transport: Transport | type[Transport] = Loopback if num_processes == 1 else self._transport_between_processes
+        if isinstance(self.transport, Transport):
+            transport = self.transport
         return queues_in_force() if transport.needs_queues and device.type == "cuda" else None
 
 

@@ -27,7 +27,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -58,7 +57,7 @@ from fastpipe.placement import is_whole
 from fastpipe.runtime.common import Failure, attended, cause_text
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.pipeline import Pipeline
-from fastpipe.runtime.transport import registered_group
+from fastpipe.runtime.transport import side_group
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = Mapping[int, str]
@@ -179,7 +178,6 @@ def _parameters(
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 logger = logging.getLogger("fastpipe")
-_side_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _pending: list[_Writing] = []
 """Saves in the background. The next save waits for them, as both use the same group."""
 
@@ -388,6 +386,7 @@ def save_checkpoint(
     """
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {}
+    side: list[Any] = []
     call, step = f"save_checkpoint of {_shown(path)}", pipe.step_count
 
     def gather() -> Reply:
@@ -405,14 +404,14 @@ def save_checkpoint(
         check_all_optimize(replies)
         if not asynchronous:
             return pipe._steps.attend(lambda: write(state, group))
-        # it is used in the background, as the script uses the other one
-        pipe._steps.attend(lambda: _make_side_group(group, pipe._steps.ranks.timeout))
+        # the script uses the other one meanwhile
+        pipe._steps.attend(lambda: side.append(side_group("save_checkpoint", group, pipe._steps.ranks.timeout)))
 
     pipe._steps.all_gather(call, gather, attend)
     if not asynchronous:
         return None
-    lost, side = partial(_first_dead, pipe._steps.control), _side_group(group)
-    return _in_background(lambda copy: attended(lambda: write(copy, side), lost, timedelta.max), state, path)
+    lost = partial(_first_dead, pipe._steps.control)
+    return _in_background(lambda copy: attended(lambda: write(copy, side[0]), lost, timedelta.max), state, path)
 
 
 def _shown(path: Any) -> str:
@@ -423,7 +422,7 @@ def _shown(path: Any) -> str:
 def whole_state(pipe: Pipeline, optimizers: Optimizers, extra: Any) -> dict[str, Any]:
     """What this rank saves: sections by name; without copies of tensors."""
     pipe._steps.check_filled()
-    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    names = names_of(pipe)
     # DCP saves a tuple as one value
     kept = {"extra": (extra,), "random": _generators(pipe), "steps": (pipe.step_count,)}
     return {"model": pipe.state_dict(), "optimizer": flat_state(optimizers, names)} | kept
@@ -497,7 +496,7 @@ def load_checkpoint(
         StepError: if another rank cannot load.
     """
     optimizers = as_optimizers(optimizer)
-    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    names = names_of(pipe)
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
     readers: list[_Reader] = []
@@ -532,13 +531,18 @@ def load_checkpoint(
 
 def restore(pipe: Pipeline, optimizers: Optimizers, state: Mapping[str, Any]) -> Any:
     """Load a state of `whole_state`; returns its ``extra``."""
-    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    names = names_of(pipe)
     pipe.load_state_dict(state["model"])
     load_flat_state(optimizers, names, state["optimizer"])
     _set_generators(pipe, state["random"])
     if "steps" in state:
         (pipe.step_count,) = state["steps"]
     return state["extra"][0] if "extra" in state else None
+
+
+def names_of(pipe: Pipeline) -> Names:
+    """The names of this rank's parameters."""
+    return {id(parameter): name for name, parameter in pipe.named_parameters()}
 
 
 def as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:
@@ -631,18 +635,6 @@ def _set_generators(pipe: Pipeline, states: Mapping[str, torch.Tensor]) -> None:
             torch.cuda.set_rng_state(value, pipe.device)
         else:
             torch.set_rng_state(value)
-
-
-def _make_side_group(group: Any, timeout: float) -> None:
-    """Make the group for saves in the background, once for each group of the script."""
-    if dist.is_initialized() and _side_group(group) is None:
-        _side_groups[group or dist.group.WORLD] = registered_group(
-            group or dist.group.WORLD, "gloo", timedelta(seconds=timeout)
-        )
-
-
-def _side_group(group: Any) -> Any:
-    return _side_groups.get(group or dist.group.WORLD) if dist.is_initialized() else None
 
 
 def _await_pending() -> None:

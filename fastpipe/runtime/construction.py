@@ -19,11 +19,11 @@ from torch import nn
 
 from fastpipe._version import __version__
 from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
+from fastpipe.placement import Placement
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
-from fastpipe.runtime.common import FailureError, set_grad_dtype, wants_streams
+from fastpipe.runtime.common import FailureError, on_meta, set_grad_dtype, wants_streams
 from fastpipe.runtime.coordination import (
-    Alone,
     Control,
     Cores,
     MeshControl,
@@ -52,19 +52,17 @@ from fastpipe.runtime.model import (
     find_ties,
     from_torch,
     group_of,
-    is_on_meta,
     kinds_of_ties,
     layer_counts,
     make_copies,
     make_tied,
     modules_by_rank,
     named_as_held,
-    names_message,
+    names_later,
     own_modules,
     prefixes_message,
     prefixes_of,
     share,
-    tell_later,
     way_of,
 )
 from fastpipe.runtime.stage import (
@@ -153,7 +151,7 @@ def _find_world(arguments: Arguments) -> World:
     valid(member.check_job, None)
     store = member.store() if member.size > 1 else None
     here = ranks_per_host(timeout)
-    control: Control = Alone()
+    control = Control()
     if store is not None:
         pipelines = valid(execution.pipelines, {}) if valid(execution.other_dimensions, {}) else {}
         control = _control(member, store, timeout, here, pipelines)
@@ -301,45 +299,19 @@ def build_stages(
     check_device(modules, world.device)
     ties = find_ties(layers, modules, placement.num_stages, model.partition, tied)
     share(ties, modules)
-    on_meta = [index for index, module in modules.items() if is_on_meta(module)]
-    if model.data_parallel is not None and on_meta:
-        raise ValueError(
-            f"data_parallel: stage {on_meta[0]} is on the meta device, and DistributedDataParallel needs its values: "
-            "apply fully_shard to the layers instead, or give stages as a function stage_index -> module, which makes "
-            "only this process's stages, with memory"
-        )
+    on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if model.data_parallel is not None:
-        modules = replicate(modules, model.data_parallel)
+        modules = _replicated(modules, model.data_parallel, on_meta_here)
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
-
-    def stage_of(index: int, module: nn.Module, held: HeldTensors | None) -> Stage:
-        sends = any(len(set(route[index : index + 2])) > 1 for route in placement.routes)
-        stage = Stage(
-            index,
-            module,
-            placement.num_stages,
-            loss_fn,
-            way_of(model.recompute, index, module),
-            request.contexts,
-            fused_weight_grad=model.fused_weight_grad,
-            grad_dtype=model.grad_dtype,
-            mesh=mesh,
-            treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
-            why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
-            wrapped=model.data_parallel is not None,
-            held=held,
-        )
-        if model.grad_dtype is not None:
-            check_not_sharded(index, stage.parallel, model.grad_dtype)
-            set_grad_dtype(module, model.grad_dtype)
-        return stage
-
     stages = {}
     for rank, modules_here in by_rank.items():
         held = held_tensors(placement, model.cache_carried)
-        stages[rank] = {index: stage_of(index, module, held) for index, module in modules_here.items()}
+        stages[rank] = {
+            index: _make_stage(index, module, placement, held, model, loss_fn, request, world, mesh)
+            for index, module in modules_here.items()
+        }
     movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(
         modules=modules,
@@ -350,12 +322,56 @@ def build_stages(
         layer_counts=counts,
         layers=movable,
         declared_ties=tied,
-        on_meta=bool(on_meta),
+        on_meta=bool(on_meta_here),
     )
     if world.is_single_process:
-        tell_later(made.stages, [names_message(made.stages)])
+        _tell_later(made.stages, [_names_taken(made.stages)])
         return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
     return made
+
+
+def _replicated(modules: Mapping[int, nn.Module], group: Any, on_meta: Sequence[int]) -> dict[int, nn.Module]:
+    """The modules in DistributedDataParallel; ``on_meta`` has the stages without memory."""
+    if on_meta:
+        raise ValueError(
+            f"data_parallel: stage {on_meta[0]} is on the meta device, and DistributedDataParallel needs its values: "
+            "apply fully_shard to the layers instead, or give stages as a function stage_index -> module, which makes "
+            "only this process's stages, with memory"
+        )
+    return replicate(modules, group)
+
+
+def _make_stage(
+    index: int,
+    module: nn.Module,
+    placement: Placement,
+    held: HeldTensors | None,
+    model: ModelArguments,
+    loss_fn: Loss,
+    request: BuildRequest,
+    world: World,
+    mesh: Any,
+) -> Stage:
+    sends = any(len(set(route[index : index + 2])) > 1 for route in placement.routes)
+    stage = Stage(
+        index,
+        module,
+        placement.num_stages,
+        loss_fn,
+        way_of(model.recompute, index, module),
+        request.contexts,
+        fused_weight_grad=model.fused_weight_grad,
+        grad_dtype=model.grad_dtype,
+        mesh=mesh,
+        treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
+        why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
+        wrapped=model.data_parallel is not None,
+        held=held,
+    )
+    if model.grad_dtype is not None:
+        check_not_sharded(index, stage.parallel, model.grad_dtype)
+        set_grad_dtype(module, model.grad_dtype)
+    return stage
 
 
 def agree_on_stages(
@@ -379,7 +395,7 @@ def agree_on_stages(
         plan = request.signature(arguments, world.member.size)
         plan |= {"tied": str(apart)} if apart else {}
         plan |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
-        message: Reply = {"plan": plan, "seed": request.seed, "names": names_message(local.stages)}
+        message: Reply = {"plan": plan, "seed": request.seed, "names": _names_taken(local.stages)}
         message["parallel"] = any(stage.parallel is not None for stage in local.stages)
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
@@ -389,9 +405,19 @@ def agree_on_stages(
     (model, local, executor), replies = agree(world.control, make, part="stages")
     check_alike([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
-    tell_later(local.stages, [reply["names"] for reply in replies])
+    _tell_later(local.stages, [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
     return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
+
+
+def _names_taken(stages: Sequence[Stage]) -> dict[str, list[str] | None]:
+    """The carried values that each stage takes; None for any."""
+    return {str(stage.index): None if stage.takes is None else sorted(stage.takes) for stage in stages}
+
+
+def _tell_later(stages: Sequence[Stage], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
+    for stage in stages:
+        stage.later = names_later(messages, stage.index)
 
 
 def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:

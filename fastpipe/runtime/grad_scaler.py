@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import is_dtensor
+from fastpipe.runtime.common import by_mesh
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.pipeline import Pipeline
 
@@ -69,7 +69,9 @@ class GradScaler(torch.amp.GradScaler):
         found: dict[torch.device, torch.Tensor] = {}
 
         def unscale() -> Reply:
-            for part in _parts(optimizer):
+            given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            for parameters in by_mesh(given):
+                part: Any = SimpleNamespace(param_groups=[{"params": parameters}])
                 found.update(super(GradScaler, self)._unscale_grads_(part, inv_scale, found_inf, allow_fp16))
             return {"found": any(bool(flag) for flag in found.values()), "inverse": float(inv_scale)}
 
@@ -86,11 +88,3 @@ class GradScaler(torch.amp.GradScaler):
         for flag in found.values():
             flag.fill_(float(any(reply["found"] for reply in every)))
         return found
-
-
-def _parts(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The optimizer as several, by mesh: torch does not unscale mixtures of tensors and DTensors."""
-    kinds: dict[Any, list[torch.nn.Parameter]] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        kinds.setdefault(parameter.device_mesh if is_dtensor(parameter) else None, []).append(parameter)
-    return [SimpleNamespace(param_groups=[{"params": parameters}]) for parameters in kinds.values()]

@@ -11,7 +11,7 @@ that all ranks have is complete at every instant. A restart looks for it, fetche
 verifies it.
 
 A file has a header, the tensors in a fixed order, and a head: their keys and all other values, which are plain. The
-head is read by `_PlainReader`, which executes nothing.
+head is read by `_PlainReader`, which executes nothing. `torch.save` would pickle the form of every tensor in each step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from fastpipe.runtime.checkpoint import (
     check_all_optimize,
     flat_state,
     load_checkpoint,
+    names_of,
     optimizes,
     restore,
     template,
@@ -56,14 +57,13 @@ from fastpipe.runtime.checkpoint import (
 from fastpipe.runtime.common import attended, call_in_thread, is_dtensor, local_part, torch_private
 from fastpipe.runtime.coordination import Reply, host_name, job_name, shares_store
 from fastpipe.runtime.pipeline import Pipeline
-from fastpipe.runtime.transport import registered_group
+from fastpipe.runtime.transport import side_group
 
 _MAGIC = b"fastpipe"
 _HEADER = struct.Struct("<8sqqqq20s")  # magic, sum, step count, offset and size of the head, layout
 _START, _ALIGN, _ROUND = 64, 64, 1 << 16
 
 logger = logging.getLogger("fastpipe")
-_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _open: WeakValueDictionary[Path, MemoryCheckpoint] = WeakValueDictionary()
 
 
@@ -128,7 +128,8 @@ class MemoryCheckpoint:
             return {"optimizes": optimizes(pipe, self._optimizers), "job": f"name={name}" if name else _job()}
 
         def connect(job: str) -> None:
-            self._group = _own_group(timedelta(seconds=pipe._steps.ranks.timeout))
+            if self._size > 1:
+                self._group = side_group("MemoryCheckpoint", None, pipe._steps.ranks.timeout)
             found = self._gather({"host": host_name(), "job": job, "keep": keep})
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
@@ -212,8 +213,8 @@ class MemoryCheckpoint:
 
         def make() -> Reply:
             self._finish()
-            names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-            layouts.append(_layout({"model": pipe.state_dict(), "optimizer": flat_state(self._optimizers, names)}))
+            optimizer = flat_state(self._optimizers, names_of(pipe))
+            layouts.append(_layout({"model": pipe.state_dict(), "optimizer": optimizer}))
             on_disk = None if path is None else Manifest.of(locate(path))
             return {"disk": on_disk.step if on_disk else -1}
 
@@ -350,12 +351,11 @@ class MemoryCheckpoint:
         entries, state = _head(memory)
         values = dict(zip([entry[:2] for entry in entries], _views(memory, entries), strict=True))
         model = self._pipe.to_empty().state_dict()
-        names = {id(parameter): name for name, parameter in self._pipe.named_parameters()}
         saved: dict[str, Any] = dict.fromkeys(state["optimizer"])
         for section, key, dtype, shape, _ in entries:
             if section == "optimizer":
                 saved[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-        targets = {"model": model, "optimizer": template(self._optimizers, names, saved)}
+        targets = {"model": model, "optimizer": template(self._optimizers, names_of(self._pipe), saved)}
         for (section, key), value in values.items():
             if section in targets:
                 local_part(targets[section][key]).copy_(value)
@@ -496,15 +496,6 @@ def _job() -> str:
             "--rdzv-id, or give MemoryCheckpoint(name=), the same after a restart and for no other job"
         )
     return job
-
-
-def _own_group(timeout: timedelta) -> Any:
-    """A group of all processes for the copies; None for a single one."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    if dist.group.WORLD not in _groups:
-        _groups[dist.group.WORLD] = registered_group(dist.group.WORLD, "gloo", timeout)
-    return _groups[dist.group.WORLD]
 
 
 def _holders(hosts: Sequence[str], keep: int) -> list[list[int]]:

@@ -57,7 +57,7 @@ from fastpipe.runtime.step import (
     StepResult,
     WatchdogThread,
     clip_grad_norm,
-    gather,
+    gather_outputs,
 )
 from fastpipe.runtime.transport import Transport
 from fastpipe.runtime.tune import Measured, profile, replanning
@@ -398,7 +398,7 @@ class Pipeline:
             raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
         result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
-            result.raw_outputs = gather(self._steps, self._world.member, self.device, result.raw_outputs)
+            result.raw_outputs = gather_outputs(self._steps, self._world.member, self.device, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:

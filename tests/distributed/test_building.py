@@ -16,7 +16,8 @@ from fastpipe import Pipeline, StepError
 from fastpipe.runtime import construction, pipeline
 from fastpipe.runtime.arguments import Arguments
 from fastpipe.runtime.coordination.gather import SharedMemoryGather
-from fastpipe.runtime.coordination.host import LocalPeers, identify
+from fastpipe.runtime.coordination.host import identify
+from fastpipe.runtime.coordination.peers import LocalPeers
 from fastpipe.runtime.transport import groups as group
 from fastpipe.runtime.transport import groups as own_groups
 from tests.conftest import skip_without_native

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpipe import Pipeline
 from fastpipe.runtime.model.chain import Chain
-from fastpipe.runtime.model.shared_weight import Shared, Tie
+from fastpipe.runtime.model.tied import Shared, Tie
 from fastpipe.testing import reference_step
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
 from tests.distributed.ranks import GroupOf

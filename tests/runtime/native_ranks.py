@@ -12,7 +12,7 @@ from torch import nn
 
 import fastpipe
 from fastpipe.program import Program
-from fastpipe.runtime.executor.native_executor import NativeExecutor
+from fastpipe.runtime.executor.executor import NativeExecutor
 from fastpipe.runtime.stage.losses import StageWork
 from fastpipe.runtime.stage.stage import Stage
 from fastpipe.runtime.transport.loopback import Loopback

@@ -137,7 +137,7 @@ class Makes(nn.Module):
     [
         ("few", "block_mask is a BlockMask of 2 rows but num_microbatches = 3: "),
         ("other", r"block_mask has 4 rows \(dimension 0\) but the input has 7"),
-        ("rule", r"split\['block_mask'\] = 2: block_mask is a BlockMask, which is cut along its batch only"),
+        ("rule", r"split\['block_mask'\] = 2: block_mask is a BlockMask, which is split along its batch only"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(case: str, message: str) -> None:

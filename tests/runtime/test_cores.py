@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastpipe.runtime.coordination import cores  # noqa: E402
-from fastpipe.runtime.coordination.cores import Cores, by_place, find_cores  # noqa: E402
+from fastpipe.runtime.coordination import host  # noqa: E402
+from fastpipe.runtime.coordination.host import Cores, by_place, find_cores  # noqa: E402
 
 CPU = torch.device("cpu")
 SECOND_OF_TWO = {"FASTPIPE_PIN": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -36,7 +36,7 @@ class Machine:
 def on(machine: Machine, monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", machine.get)
     monkeypatch.setattr(os, "sched_setaffinity", machine.set)
-    monkeypatch.setattr(cores, "_TOPOLOGY", "/nowhere/{}/{}")
+    monkeypatch.setattr(host, "_TOPOLOGY", "/nowhere/{}/{}")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
 
@@ -119,7 +119,7 @@ def test_siblings_stay_together(tmp_path: object, monkeypatch: pytest.MonkeyPatc
         for name, number in (("physical_package_id", core // 2 % 2), ("core_id", core % 2)):
             with open(os.path.join(folder, name), "w") as file:
                 file.write(f"{number}\n")
-    monkeypatch.setattr(cores, "_TOPOLOGY", f"{tmp_path}/{{}}/{{}}")
+    monkeypatch.setattr(host, "_TOPOLOGY", f"{tmp_path}/{{}}/{{}}")
     assert by_place(range(8)) == [0, 4, 1, 5, 2, 6, 3, 7]
-    monkeypatch.setattr(cores, "_TOPOLOGY", "/nowhere/{}/{}")
+    monkeypatch.setattr(host, "_TOPOLOGY", "/nowhere/{}/{}")
     assert by_place({3, 1, 2}) == [1, 2, 3]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastpipe.runtime.common.failure import DIED
-from fastpipe.runtime.coordination.lifeline import BEAT_SECONDS, GONE, LEFT, SILENT, Ended, Lifeline
+from fastpipe.runtime.coordination.peers import BEAT_SECONDS, GONE, LEFT, SILENT, Ended, Lifeline
 from tests.patience import PATIENCE
 
 STORE = SimpleNamespace(underlying_store=SimpleNamespace(host="localhost"))
@@ -163,7 +163,7 @@ def test_strangers_are_not_let_in(greeting: bytes) -> None:
 
 def test_who_cannot_be_reached_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 gives up, and neither end keeps what the other one has not."""
-    monkeypatch.setattr("fastpipe.runtime.coordination.lifeline._TIE_SECONDS", 0.2)
+    monkeypatch.setattr("fastpipe.runtime.coordination.peers._TIE_SECONDS", 0.2)
     first, second, third = (Lifeline(rank) for rank in range(3))
     offer = first.offer(STORE)
     assert second.tie({**offer, "token": "0" * 32}, [1]) == [0]

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime.model.chain import Chain
-from fastpipe.runtime.step.microbatch import count_rows, merge, split
+from fastpipe.runtime.step.microbatch import check_merge_rules, count_rows, merge, split
 from fastpipe.testing import reference_step
 from tests.runtime.checks import assert_same, same_bits
 from tests.runtime.tree_models import Pair, State
@@ -175,6 +175,7 @@ def test_a_rule_goes_by_the_name(outputs: list[Any], rules: Any, read: Any) -> N
 )
 def test_what_does_not_fit_is_refused(outputs: list[Any], rules: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        check_merge_rules(outputs[0], rules)
         merge(outputs, rules)
 
 

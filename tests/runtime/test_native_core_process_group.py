@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing  # noqa: E402
 
 from fastpipe.runtime import native  # noqa: E402
 from fastpipe.runtime.common.failure import DIED, Failure, FailureError  # noqa: E402
-from fastpipe.runtime.executor.native_executor import NativeExecutor  # noqa: E402
+from fastpipe.runtime.executor.executor import NativeExecutor  # noqa: E402
 from fastpipe.runtime.stage.losses import StageWork  # noqa: E402
 from fastpipe.runtime.stage.stage import Stage  # noqa: E402
 from fastpipe.runtime.transport import process_group  # noqa: E402

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import fastpipe
-from fastpipe.runtime.step.result import StepResult, Values, packing, unpack
+from fastpipe.runtime.step.result import StepResult, Values, pack, to_host, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def sent(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    values = unpack([json.loads(json.dumps(packing(as_losses(tensors))()))])
+    values = unpack([json.loads(json.dumps(pack(to_host(as_losses(tensors)))))])
     return {i: loss for i, ((_, loss),) in values.get(1, {}).items()}
 
 
@@ -61,7 +61,7 @@ def test_no_losses_are_none() -> None:
 
 def test_losses_of_several_ranks_are_put_in_order_when_they_are_read() -> None:
     """Two ranks hold the last stage of a bidirectional schedule: each says its half."""
-    halves = [packing(as_losses({i: torch.tensor(float(i)) for i in part}))() for part in ((2, 3), (0, 1))]
+    halves = [pack(to_host(as_losses({i: torch.tensor(float(i)) for i in part}))) for part in ((2, 3), (0, 1))]
     program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=1, num_microbatches=4))
     parts = [partial(dict, losses=half) for half in halves]
     result = StepResult(parts, None, None, program, {})

@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fastpipe.runtime.common.failure import DIED, Failure
-from fastpipe.runtime.coordination.host import LocalPeers
-from fastpipe.runtime.coordination.lifeline import LEFT, Lifeline
+from fastpipe.runtime.coordination.peers import LEFT, Lifeline, LocalPeers
 from fastpipe.runtime.coordination.processes import Watcher
 from tests.patience import PATIENCE
 

@@ -28,13 +28,16 @@ from fastpipe.runtime.common.guards import ForkGuard, Interrupts, ReentrancyGuar
 from fastpipe.runtime.common.modules import (
     alias_of,
     allocate,
+    by_mesh,
     check_grad_dtype,
-    dense,
+    dense_grad,
     grad_dtype_of,
     has_grad_dtype,
     keep_buffers,
     keep_state,
+    on_meta,
     set_grad_dtype,
+    tensors_of,
     walked,
     zero_grad_of,
 )

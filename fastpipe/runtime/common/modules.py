@@ -1,4 +1,4 @@
-"""Helpers for modules: traversal, saved buffers, and the dtype of gradients.
+"""Helpers for modules and parameters: traversal, saved buffers, and the dtype of gradients.
 
 Microbatches in bf16 may be summed in fp32: since torch 2.11, ``grad_dtype`` of a leaf is the dtype of its ``.grad``;
 autograd converts each contribution before it adds it.
@@ -6,12 +6,13 @@ autograd converts each contribution before it adds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from fastpipe.runtime.common.tensors import is_dtensor
 from fastpipe.runtime.common.torch_private import buffers_of, children_of, version_of
 
 
@@ -78,6 +79,26 @@ def _rename(module: nn.Module, named: Mapping[str, torch.Tensor | None]) -> None
             now[name] = buffer
 
 
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters by the mesh of the DTensors among them: torch clips and unscales no mixtures with other tensors."""
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if is_dtensor(parameter) else None  # type: ignore[attr-defined]
+        kinds.setdefault(mesh, []).append(parameter)
+    return list(kinds.values())
+
+
+def on_meta(modules: Iterable[nn.Module]) -> bool:
+    """Whether a parameter or buffer has no memory."""
+    return any(tensor.is_meta for module in modules for _, tensor in tensors_of(module))
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
 def check_grad_dtype(dtype: Any) -> None:
     """Refuse an invalid dtype of gradients."""
     if dtype is None:
@@ -116,7 +137,7 @@ def alias_of(parameter: torch.Tensor) -> nn.Parameter:
     return alias
 
 
-def dense(grad: torch.Tensor) -> torch.Tensor:
+def dense_grad(grad: torch.Tensor) -> torch.Tensor:
     """A gradient for an exchange between processes: dense, so that both know its shape."""
     return grad if grad.layout is torch.strided else grad.to_dense()
 

@@ -1,26 +1,33 @@
-"""Control: exchanges between the processes of a pipeline beside tensors. The interface, and the one of a single
-process.
+"""Control: exchanges between the processes of a pipeline beside tensors. The interface, as a single process has it, and
+what all processes do together or not at all.
 
 Before a step the processes agree that all inputs are valid and whether shapes are cached; after it they gather results
 and losses. Within the step each learns of failures and exits of others, so that all stop.
 `fastpipe.runtime.coordination.processes` is the control of several processes.
+
+While a pipeline is built, all processes build the same one, or all raise.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
-from fastpipe.runtime.common import Failure
+import torch.distributed as dist
+
+from fastpipe.errors import StepError
+from fastpipe.runtime.common import SHORT_EXIT_SECONDS, Failure, FailureError, cause_text, first_line, waiting
 from fastpipe.runtime.coordination.deferred import DeferredResults
 
 Reply = dict[str, Any]
 
 
-class Control(ABC):
-    """The exchange between the processes of a pipeline.
+class Control:
+    """The exchange between the processes of a pipeline; with a single process there is nothing to exchange.
 
     Attributes:
         step: number of calls of `begin`.
@@ -41,31 +48,29 @@ class Control(ABC):
         """The processes that have exited, by rank; from any thread. In a mesh also those of other pipelines."""
         return []
 
-    @abstractmethod
     def setup(self, message: Reply) -> list[Reply]:
         """The first exchange.
 
         Raises:
             FailureError: if a process is dead or silent, or the store is gone.
         """
+        return [message]
 
-    @abstractmethod
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
         """Start a step; failures on other ranks are passed to ``on_failure``, from another thread."""
 
-    @abstractmethod
     def exchange(self, phase: str, message: Reply) -> list[Reply]:
         """Send a message and return the messages of all processes, by rank.
 
         Raises:
             FailureError: if a process is dead or silent, or the store is gone.
         """
+        return [message]
 
     def exchange_within(self, phase: str, message: Reply) -> list[Reply]:
         """Like `exchange` while a pipeline is built, in this pipeline alone where several of a mesh share a control."""
         return self.exchange(phase, message)
 
-    @abstractmethod
     def publish(self, failure: Failure) -> Failure:
         """Report a failure of this process to the others at once; before the first step, that it cannot build the
         pipeline.
@@ -73,12 +78,12 @@ class Control(ABC):
         Returns:
             The first failure of the step, or of construction: this one, or an earlier one of another process.
         """
+        return failure
 
-    @abstractmethod
     def end(self) -> None:
         """End the step."""
 
-    def on_loss(self, report: Callable[[Failure], None]) -> None:  # noqa: B027 - a single process loses none
+    def on_loss(self, report: Callable[[Failure], None]) -> None:
         """Call ``report`` if a process exits before it closes the pipeline, in or between steps; from another thread,
         possibly more than once."""
 
@@ -92,7 +97,7 @@ class Control(ABC):
         """
         return None
 
-    def put_place(self, step: int, is_active: bool, text: str) -> None:  # noqa: B027 - nobody to read it
+    def put_place(self, step: int, is_active: bool, text: str) -> None:
         """Write for the others what this process does, from any thread.
 
         Args:
@@ -105,30 +110,8 @@ class Control(ABC):
         """What other processes have written by `put_place`, by rank; from any thread."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - a control without threads has nothing to stop
+    def close(self) -> None:
         """Stop watching."""
-
-
-class Alone(Control):
-    """The control of a single process: nothing to exchange."""
-
-    def setup(self, message: Reply) -> list[Reply]:
-        """Return the message."""
-        return [message]
-
-    def begin(self, on_failure: Callable[[Failure], None]) -> None:
-        """Nothing to watch."""
-
-    def exchange(self, phase: str, message: Reply) -> list[Reply]:
-        """Return the message."""
-        return [message]
-
-    def publish(self, failure: Failure) -> Failure:
-        """Return the failure."""
-        return failure
-
-    def end(self) -> None:
-        """Nothing to stop."""
 
 
 def exchange_or_refuse(
@@ -150,3 +133,139 @@ def exchange_or_refuse(
     replies = exchange(message if failure is None else message | {"failure": asdict(failure)})
     failures = (Failure(**reply["failure"]) for reply in replies if "failure" in reply)
     return replies, next(failures, None)
+
+
+Value = TypeVar("Value")
+_LOST = (FailureError, dist.DistError)
+"""Raised if another process, or the store, is lost."""
+_NOT_BUILT = "could not build the pipeline"
+
+
+def agree(
+    control: Control, make: Callable[[], tuple[Value, Reply]], *, part: str | None = None
+) -> tuple[Value, list[Reply]]:
+    """Build a part on all processes and compare it, or raise on all of them.
+
+    Args:
+        control: the exchange with the other processes.
+        make: builds the part; also returns its message to the others, with ``plan``, values by argument, and ``seed``,
+            which must be equal on all.
+        part: name of the part; None for the first one.
+
+    Returns:
+        The local result, and the messages of all processes.
+
+    Raises:
+        ValueError: if the processes built different things.
+        StepError: naming a process that failed; the failed process raises its own exception.
+        FailureError: if a process is dead or silent.
+    """
+    error: Exception | None = None
+    own: Reply = {}
+    try:
+        made, own = make()
+    except Exception as found:  # raised below, after the exchange
+        error = found
+    exchange = control.setup if part is None else functools.partial(control.exchange, part)
+    try:
+        failure = None if error is None else Failure(control.rank, cause_text(error))
+        replies, refused = exchange_or_refuse(exchange, own, failure)
+    except FailureError as lost:
+        if error is None:
+            raise
+        raise error from lost  # says more than the loss of another process
+    if error is not None:
+        raise error
+    if refused is not None:
+        raise refused.error(_NOT_BUILT)
+    _check_alike(replies)
+    return made, replies
+
+
+def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
+    """Prepare a new program on all processes or on none: one of them may lack memory or descriptors.
+
+    Programs are numbered, equally on every rank, so a failure here is fatal.
+
+    Raises:
+        FailureError: naming the process that failed; a single process raises its own exception.
+    """
+    error: Exception | None = None
+    try:
+        prepare()
+    except Exception as found:  # raised below, after the exchange
+        error = found
+    failure = None if error is None else Failure(control.rank, cause_text(error), is_fatal=True)
+    replies, refused = exchange_or_refuse(functools.partial(control.exchange, "program"), {}, failure)
+    if error is not None and len(replies) == 1:
+        raise error
+    if refused is not None:
+        raise FailureError(refused) from error
+
+
+@contextlib.contextmanager
+def building(control: Control) -> Iterator[list[Callable[[], None]]]:
+    """Build a pipeline within this context. A process that raises publishes its failure, so that no other waits for it.
+
+    Args:
+        control: the exchange with the other processes; closed on failure.
+
+    Yields:
+        A list for functions that close connections; they are called on failure.
+
+    Raises:
+        StepError: for a process that is dead or silent, or fails to build the pipeline.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        yield undo
+    except BaseException as error:  # raised again after it is published
+        failure = _failure(control, error)
+        control.publish(failure)
+        for close in undo:
+            close()
+        control.close()
+        if isinstance(error, _LOST):
+            raise failure.error(_NOT_BUILT) from error
+        raise
+
+
+def _failure(control: Control, error: BaseException) -> Failure:
+    """The cause of an error. A broken connection does not tell it; the watcher or the store may, a little later."""
+    known = error.failure if isinstance(error, FailureError) else None
+    if known is not None and not known.is_suspected:
+        return known
+    if isinstance(error, StepError):
+        return Failure(error.rank, error.cause or str(error), is_fatal=True)
+    if not isinstance(error, _LOST):
+        return Failure(control.rank, cause_text(error), is_fatal=True)
+    try:
+        for pause in waiting(SHORT_EXIT_SECONDS, control.lost):
+            time.sleep(pause)
+    except FailureError as lost:
+        return lost.failure
+    return Failure(None if known is None else known.rank, first_line(error), is_fatal=True)
+
+
+def _check_alike(replies: Sequence[Reply]) -> None:
+    plans = [reply["plan"] for reply in replies]
+    for name in dict.fromkeys(name for plan in plans for name in plan):
+        ranks: dict[str, list[int]] = {}
+        for rank, plan in enumerate(plans):
+            ranks.setdefault(plan.get(name, "the default"), []).append(rank)
+        if len(ranks) > 1:
+            found = ", ".join(f"{value} on ranks {having}" for value, having in ranks.items())
+            if name == "program":  # a digest, of what only the schedule decides
+                name, found = "schedule", f"its actions have another order on each of {list(ranks.values())}"
+            raise ValueError(f"{name}: the ranks do not build the same pipeline: {found}; pass the same on every rank")
+    check_seeds([reply["seed"] for reply in replies])
+
+
+def check_seeds(seeds: Sequence[int | None]) -> None:
+    """Refuse different seeds on the ranks; None stands for torch's own generators."""
+    if len(set(seeds)) > 1:
+        listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
+        raise ValueError(
+            f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {listed}; pass the same rng on every rank, "
+            "and call torch.manual_seed with the same number before"
+        )

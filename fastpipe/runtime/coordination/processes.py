@@ -37,8 +37,8 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination.control import Control, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import Gather, SharedMemoryGather, StoreGather
-from fastpipe.runtime.coordination.host import Identity, LocalPeers, RanksPerHost, same_host
-from fastpipe.runtime.coordination.lifeline import BEAT_SECONDS, GONE, LEFT, Lifeline
+from fastpipe.runtime.coordination.host import Identity, RanksPerHost, same_host
+from fastpipe.runtime.coordination.peers import BEAT_SECONDS, GONE, LEFT, Lifeline, LocalPeers
 
 logger = logging.getLogger("fastpipe")
 _UNWATCHED = "their exits are detected by connections to rank 0, or after the timeout"

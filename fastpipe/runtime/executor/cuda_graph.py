@@ -19,7 +19,7 @@ import torch
 from fastpipe.program import Program
 from fastpipe.runtime.common import cause_text, pytree, torch_private
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome
-from fastpipe.runtime.model import NoCopies, StageCopies
+from fastpipe.runtime.model import StageCopies
 from fastpipe.runtime.stage import Stage, StageWork
 from fastpipe.runtime.transport import Transport
 
@@ -74,7 +74,7 @@ def why_not(
             f"the messages of transport {transport.kind!r} have numbers, which a replay would repeat; use "
             "transport='process_group'"
         )
-    if not isinstance(copies, NoCopies):
+    if type(copies) is not StageCopies:
         return "gradients of weights that several ranks hold are summed by the host after every step"
     if any(stage.parallel is not None for held in ranks.values() for stage in held.values()):
         return "the stages' replicas average gradients, and the host exchanges whether the step failed on one of them"

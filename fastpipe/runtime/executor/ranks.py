@@ -20,8 +20,7 @@ from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Failure, FailureError, ThreadState, cause_text, failure_of
 from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.executor.events import DeviceEvents
-from fastpipe.runtime.executor.executor import Executor, Seconds
-from fastpipe.runtime.executor.native_executor import NativeExecutor
+from fastpipe.runtime.executor.executor import Executor, NativeExecutor, Seconds
 from fastpipe.runtime.executor.python_executor import PythonExecutor
 from fastpipe.runtime.stage import PairCounts, Stage
 from fastpipe.runtime.transport import MeshGroups, Transport

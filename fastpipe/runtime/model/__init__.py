@@ -24,17 +24,16 @@ from fastpipe.runtime.model.chain import (
     chosen,
     has_own_forward,
     missing_argument,
-    names_message,
+    names_later,
     positional_names,
     recomputing,
-    tell_later,
+    shallow,
     together,
     way_of,
     whole,
 )
 from fastpipe.runtime.model.copies import (
     Made,
-    NoCopies,
     StageCopies,
     check_told,
     make_copies,
@@ -53,7 +52,7 @@ from fastpipe.runtime.model.cuts import (
     layer_ranges,
     restored,
 )
-from fastpipe.runtime.model.meta import Unfilled, assignable, is_on_meta
+from fastpipe.runtime.model.meta import Unfilled, assignable
 from fastpipe.runtime.model.modules import (
     Named,
     Stages,
@@ -67,11 +66,15 @@ from fastpipe.runtime.model.modules import (
     prefixes_of,
     state_prefix,
 )
-from fastpipe.runtime.model.shared_weight import Places, Shared, Tie, check_alike, kinds_of_ties
 from fastpipe.runtime.model.tied import (
+    Places,
+    Shared,
+    Tie,
     TiedWeights,
     between_ranks,
+    check_alike,
     first_names,
+    kinds_of_ties,
     make_tied,
     named_as_held,
     parameter_of,

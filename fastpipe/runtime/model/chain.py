@@ -10,12 +10,13 @@ BatchNorm's, keep the values of F, as a second forward would update them twice.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -125,37 +126,13 @@ def together(given: Mapping[str, Any], named: Mapping[str, Any], stage: int) -> 
     return {**given, **named}
 
 
-class Taker(Protocol):
-    """A stage's keyword names.
-
-    Attributes:
-        index: its index.
-        takes: the names that it takes; None for any.
-        later: the names that later stages take; None for any.
-    """
-
-    index: int
-    later: frozenset[str] | None
-
-    @property
-    def takes(self) -> frozenset[str] | None:
-        """See above."""
-        ...
-
-
-def names_message(stages: Iterable[Taker]) -> dict[str, list[str] | None]:
-    """The names that the local stages take, for the other processes."""
-    return {str(stage.index): None if stage.takes is None else sorted(stage.takes) for stage in stages}
-
-
-def tell_later(stages: Iterable[Taker], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
-    """Set the names that later stages take, for every local stage."""
-    for stage in stages:
-        stage.later = names_later(messages, stage.index)
-
-
 def names_later(messages: Sequence[Mapping[str, list[str] | None]], stage: int) -> frozenset[str] | None:
-    """The names that the stages after one take; None for any."""
+    """The names that the stages after one take; None for any.
+
+    Args:
+        messages: of all processes, the names that each of their stages takes.
+        stage: its index.
+    """
     found = [names for message in messages for index, names in message.items() if int(index) > stage]
     return None if None in found else frozenset(name for names in found if names is not None for name in names)
 
@@ -388,6 +365,19 @@ def check_forward(module: nn.Module) -> None:
                 "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
             )
         accepted = accepted.__wrapped__
+
+
+def shallow(module: Any) -> Any:
+    """A copy with the same children, which may be replaced.
+
+    Raises:
+        ValueError: if calling the copy would not run the forward of its class.
+    """
+    check_forward(module)
+    twin = copy.copy(module)
+    torch_private.set_children(twin, dict(children_of(module)))
+    vars(twin).pop("forward", None)
+    return twin
 
 
 def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
@@ -28,7 +27,15 @@ import torch
 from torch import nn
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import allocate, children_of, dense, parameters_of, pytree, torch_private, zero_grad_of
+from fastpipe.runtime.common import (
+    allocate,
+    children_of,
+    dense_grad,
+    parameters_of,
+    pytree,
+    torch_private,
+    zero_grad_of,
+)
 from fastpipe.runtime.model.chain import Chain
 
 TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
@@ -172,18 +179,18 @@ FROZEN = "requires_grad of "
 """Prefix of the key for gradient flags that are not all True."""
 
 
-class StageCopies(ABC):
-    """The work around a step for stages that are held twice."""
+class StageCopies:
+    """The work around a step for stages that several places hold; as it stands here, for stages held once: nothing."""
 
     def prepare(self) -> Changes:
         """Apply the user's changes, and return those that other ranks must match; called before the ranks agree on a
         step."""
         return {}
 
-    def agreed(self) -> None:  # noqa: B027 - most have told nothing
+    def agreed(self) -> None:
         """Called when all ranks have made the same changes."""
 
-    def equalise(self, *, initialised: bool = False) -> None:  # noqa: B027 - most have one holder
+    def equalise(self, *, initialised: bool = False) -> None:
         """Make values equal that several places hold; called once, when the stages have values.
 
         Args:
@@ -191,15 +198,12 @@ class StageCopies(ABC):
                 weight wins, as it does in an unsplit model whose layers are initialised in order.
         """
 
-    @abstractmethod
     def follow(self) -> None:
         """Make the parameters of both holders equal; called before every step, also without gradients."""
 
-    @abstractmethod
     def before_step(self) -> None:
         """Save existing gradients, so that the step's own are separate."""
 
-    @abstractmethod
     def after_step(self, succeeded: bool) -> None:
         """Sum the two halves, and add the saved gradients."""
 
@@ -207,7 +211,7 @@ class StageCopies(ABC):
         """Context in which the modules are as during a step."""
         return nullcontext()
 
-    def release(self) -> None:  # noqa: B027 - most have nothing to undo
+    def release(self) -> None:
         """Restore the user's modules after a step, also a failed one."""
 
 
@@ -232,19 +236,6 @@ def check_told(replies: Sequence[Changes]) -> None:
                         f"tied: {name} was replaced by another Parameter on rank {rank}, and {how} on rank {other}: "
                         "assign one of the same values on every rank that has a stage with it"
                     )
-
-
-class NoCopies(StageCopies):
-    """Every stage is held once."""
-
-    def follow(self) -> None:
-        """Nothing to update."""
-
-    def before_step(self) -> None:
-        """Nothing to save."""
-
-    def after_step(self, succeeded: bool) -> None:
-        """Nothing to sum."""
 
 
 def check_no_post_hooks(module: nn.Module) -> None:
@@ -314,7 +305,7 @@ class LocalCopies(StageCopies):
     def after_step(self, succeeded: bool) -> None:
         """Add the first half plus the second half to the saved gradients."""
         for (first, second), kept in zip(self.parameters, self.kept, strict=True):
-            first.grad = _accumulated(kept, _added(first.grad, second.grad))
+            first.grad = _accumulated(kept, added(first.grad, second.grad))
             second.grad = None
         self.kept = []
 
@@ -391,12 +382,12 @@ class RemoteCopies(StageCopies):
     def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
         parameters = list(module.parameters())
         kinds = torch.tensor([_kind(p.grad) for p in parameters] or [_NONE])
-        own = [zero_grad_of(p) if p.grad is None else dense(p.grad) for p in parameters]
+        own = [zero_grad_of(p) if p.grad is None else dense_grad(p.grad) for p in parameters]
         (their_kinds, *theirs) = self.exchange(self._peer(holders), [kinds, *own])
         for i, parameter in enumerate(parameters):
             mine = own[i] if kinds[i] else None
             given = theirs[i] if their_kinds[i] else None
-            total = _added(mine, given) if holders[0] == self.rank else _added(given, mine)
+            total = added(mine, given) if holders[0] == self.rank else added(given, mine)
             stays_sparse = _DENSE not in (kinds[i], their_kinds[i])
             parameter.grad = total.to_sparse(1) if total is not None and stays_sparse else total
 
@@ -411,7 +402,8 @@ def _kind(grad: torch.Tensor | None) -> int:
     return _DENSE if grad.layout is torch.strided else _SPARSE
 
 
-def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+def added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients, of which either may be missing."""
     if first is None or second is None:
         return second if first is None else first
     return first + second
@@ -420,7 +412,7 @@ def _added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Ten
 def _accumulated(grad: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
     """Add in place, as autograd does: other objects may hold the gradient, such as a bucket of all gradients."""
     if grad is None or more is None or grad.layout is not torch.strided:
-        return _added(grad, more)
+        return added(grad, more)
     with torch.no_grad():
         return grad.add_(more)
 
@@ -436,7 +428,7 @@ def make_copies(
     """
     doubled = [s for s in range(placement.num_stages) if len(holders_of(placement, s)) > 1]
     if not doubled:
-        return NoCopies()
+        return StageCopies()
     if exchange is None:
         ranks = {stage: holders_of(placement, stage) for stage in doubled}
         return LocalCopies([(modules[a][stage], modules[b][stage]) for stage, (a, b) in ranks.items()])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.common import cause_text, cuda_devices, keep_state, pytree, time_when_idle, torch_private
+from fastpipe.runtime.common import cause_text, cuda_devices, keep_state, on_meta, pytree, time_when_idle, torch_private
 from fastpipe.runtime.model.chain import WholeNames, accepted_names, apart, as_arguments, as_layers, chosen
 
 _REPEATS = 5
@@ -60,7 +60,7 @@ def layer_costs(
         counted = _flops_of_fakes(listed, args, kwargs)
         if counted is not None:
             return counted
-    if any(parameter.is_meta for layer in listed for parameter in layer.parameters()):
+    if on_meta(listed):
         why = "a layer reads values (the logger has its error)" if by == "flops" else "it is measured in a run"
         raise ValueError(
             f"by or partition = {by!r}: layers are on the meta device, and {why}; use 'parameters', or the number of "
@@ -244,7 +244,7 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
     try:
         return layer_costs(layers, *(example if isinstance(example, tuple) else (example,)), by=partition)
     except Exception as error:  # raised again with the argument's name
-        if any(parameter.is_meta for layer in layers for parameter in layer.parameters()):
+        if on_meta(layers):
             raise
         given = [
             tuple(e.shape) if isinstance(e, torch.Tensor) else type(e).__name__ for e in pytree.tree_leaves(example)

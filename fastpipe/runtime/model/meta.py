@@ -13,22 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import allocate, is_dtensor, listed, local_part, torch_private, version_of
+from fastpipe.runtime.common import allocate, is_dtensor, listed, local_part, tensors_of, torch_private, version_of
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import WholeNames
-from fastpipe.runtime.model.modules import check_device, state_prefix, tensors_of
-from fastpipe.runtime.model.shared_weight import SHARDED, Tie, kind_of_tie
-from fastpipe.runtime.model.tied import parameter_of
+from fastpipe.runtime.model.modules import check_device, state_prefix
+from fastpipe.runtime.model.tied import SHARDED, Tie, kind_of_tie, parameter_of
 
 _HOW = (
     "call pipe.to_empty() and initialise the layers, or load values with fastpipe.load_checkpoint, "
     "fastpipe.load_safetensors or pipe.load_state_dict(state, assign=True)"
 )
-
-
-def is_on_meta(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of it has no memory."""
-    return any(tensor.is_meta for _, tensor in tensors_of(module))
 
 
 class Unfilled:

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import first_line, located, parameters_of, walked
+from fastpipe.runtime.common import first_line, located, parameters_of, tensors_of, walked
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import Layers, WholeNames, as_layers
 from fastpipe.runtime.model.cuts import layer_ranges
-from fastpipe.runtime.model.shared_weight import Tie
-from fastpipe.runtime.model.tied import make_ties, split_name, tied_names
+from fastpipe.runtime.model.tied import Tie, make_ties, split_name, tied_names
 from fastpipe.runtime.model.torch_stages import TracedStage, device_of
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
@@ -98,12 +97,6 @@ def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None
                     f"stages: {name} of stage {stage} is on {tensor.device} but device = {device}; move the stage with "
                     f"module.to({str(device)!r}), or pass device={str(tensor.device)!r}"
                 )
-
-
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def find_device(modules: Any, device: str | torch.device | None) -> torch.device:

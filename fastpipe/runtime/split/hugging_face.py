@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -17,8 +18,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, parameters_of, torch_private
-from fastpipe.runtime.model import Layers, WholeNames
-from fastpipe.runtime.split.blocks import Blocks, HiddenStates, Placeholder, shallow
+from fastpipe.runtime.model import Layers, WholeNames, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
@@ -338,3 +338,74 @@ def _check_version() -> None:
     found = metadata.version("transformers")
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < _OLDEST:
         raise ValueError(f"transformers {found} is too old for split: install transformers>={_OLDEST[0]}.{_OLDEST[1]}")
+
+
+class Blocks(nn.ModuleList):
+    """Replaces a model's list of blocks: same length and numbers, with the blocks of one stage only.
+
+    The model's forward iterates over it as over its own list, and gives every block its mask and positions. Only the
+    hidden states between blocks are handled here.
+
+    Attributes:
+        hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
+            stage; afterwards this stage's output.
+    """
+
+    def __init__(self, blocks: Mapping[int, nn.Module], total: int) -> None:
+        super().__init__()
+        for number, block in blocks.items():
+            self.add_module(str(number), block)
+        self._total = total
+        self._entered = False
+        self.hidden: torch.Tensor | None = None
+
+    def begin(self, hidden: torch.Tensor | None) -> None:
+        """Prepare for the model's forward."""
+        self.hidden = hidden
+        self._entered = False
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(self._total)[index]]
+        return partial(self._run, children_of(self).get(str(range(self._total)[index])))
+
+    def _run(self, block: nn.Module | None, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run a block on the hidden states; return them unchanged for a block of another stage."""
+        if self._entered and hidden is not self.hidden:
+            raise ValueError(
+                "split: this model changes the hidden states between its blocks; pass its layers as "
+                "a list, written so that each takes what the one before it returns"
+            )
+        self._entered = True
+        if self.hidden is None:
+            self.hidden = hidden
+        if block is not None:
+            self.hidden = block(self.hidden, *args, **kwargs)
+        return self.hidden
+
+
+class Placeholder(nn.Module):
+    """Replaces a module of another stage, whose output is not used."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the input if it is floating-point, else 0."""
+        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+
+
+class HiddenStates(nn.Module):
+    """Replaces the embedding of a stage that also takes token ids: returns the previous stage's hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the hidden states."""
+        assert self.value is not None
+        return self.value

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, torch_private, version_of
-from fastpipe.runtime.model import Layers, WholeNames, accepted_names
-from fastpipe.runtime.split.blocks import shallow
+from fastpipe.runtime.model import Layers, WholeNames, accepted_names, shallow
 
 _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import cuda_devices
+from fastpipe.runtime.common import cuda_devices, on_meta
 from fastpipe.runtime.model import Layers, accepted_names, as_layers, chosen, restored
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers, row_of_modules, rows_of_modules
@@ -54,7 +54,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             f"model is a {type(model).__name__} of peft: give the model in it, peft_model.base_model.model, which "
             "has the adapters in its layers (its keys are those of peft_model without 'base_model.model.')"
         )
-    if (example or kwargs) and isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+    if (example or kwargs) and isinstance(model, nn.Module) and on_meta([model]):
         raise ValueError(
             f"model is a {type(model).__name__} on the meta device, and the example is run on it: pass its layers "
             "as a list; supported models of Hugging Face need no example"

@@ -6,9 +6,9 @@ With the extension both executors set it in C++, so torch's own threads, which r
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,11 +42,8 @@ ContextFactory = Callable[[Current], AbstractContextManager[Any]]
 """Returns a context manager for an action."""
 
 
-class _Thread(threading.local):
-    action: Current | None = None
-
-
-_thread = _Thread()
+_current: ContextVar[Current | None] = ContextVar("_current", default=None)
+"""Without the extension, the action of each thread."""
 
 
 def current() -> Current | None:
@@ -55,12 +52,10 @@ def current() -> Current | None:
     During a checkpoint's recompute it is the backward. In ``overlapped_forward_backward`` it is the forward. Outside of
     a pipeline's step it is None.
     """
-    if _thread.action is not None:
-        return _thread.action
     runtime: Any = native.load()
-    found = None if runtime is None else runtime.current()
+    found = runtime.current() if runtime is not None else None
     if found is None:
-        return None
+        return _current.get()
     step, stage, microbatch, op, is_last, training = found
     return Current(step, stage, microbatch, Op(op).name, is_last, training)
 
@@ -104,14 +99,13 @@ class ActionContext:
 
     @contextlib.contextmanager
     def _as_current_in_python(self, op: Op, microbatch: int) -> Iterator[None]:
-        before = _thread.action
         is_last = self.last[_KIND[op]] == microbatch
         training = op is not Op.F or torch.is_grad_enabled()
-        _thread.action = Current(self.step, self.stage, microbatch, op.name, is_last, training)
+        before = _current.set(Current(self.step, self.stage, microbatch, op.name, is_last, training))
         try:
             yield
         finally:
-            _thread.action = before
+            _current.reset(before)
 
     def around_forward(self) -> AbstractContextManager[Any]:
         """The user's context for the current F."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -154,13 +154,8 @@ def detached(value: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)
 
 
-class _Open(threading.local):
-    """Collects the losses added in this thread."""
-
-    losses: AddedLosses | None = None
-
-
-_open = _Open()
+_open: ContextVar[AddedLosses | None] = ContextVar("_open", default=None)
+"""Collects the losses added in this thread."""
 
 
 def add_loss(value: torch.Tensor, name: str = "added") -> None:
@@ -183,7 +178,7 @@ def add_loss(value: torch.Tensor, name: str = "added") -> None:
     """
     if not isinstance(name, str):
         raise TypeError(f"add_loss: name = {name!r}: pass a str")
-    losses = _open.losses
+    losses = _open.get()
     if torch_private.graph_task() != -1 and (losses is None or torch_private.is_recomputing()):
         return  # this was added in the forward
     if losses is not None:
@@ -226,12 +221,14 @@ class AddedLosses:
 
     def __enter__(self) -> AddedLosses:
         """Start to collect, in this thread."""
-        self._before, _open.losses = _open.losses, self
+        self._before = _open.get()
+        _open.set(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Restore the previous collector."""
-        _open.losses, self._before = self._before, None
+        _open.set(self._before)
+        self._before = None
 
     def append(self, value: torch.Tensor, name: str) -> None:
         """Add a loss."""

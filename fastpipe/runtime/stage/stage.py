@@ -20,37 +20,21 @@ from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
-from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors, treespec_tensor, treespec_text
+from fastpipe.runtime.stage.boundary import (
+    HeldTensors,
+    TreespecCache,
+    Visit,
+    enter,
+    from_tensors,
+    to_tensors,
+    treespec_tensor,
+    treespec_text,
+)
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
-from fastpipe.runtime.stage.held import HeldTensors, Visit
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
 from fastpipe.runtime.stage.pairs import METHOD, Criterion, fuse, method_of, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
 from fastpipe.runtime.stage.weight_grad import SplitReport, WeightGradients, make_weight_gradients
-
-
-class _Entry(torch.autograd.Function):
-    """Entry of a received tensor into a stage's graph; catches the gradient with autograd's own layout.
-
-    The gradient of a leaf would get the layout of the leaf, which changes what the previous stage computes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, caught: dict[int, torch.Tensor], index: int) -> torch.Tensor:
-        ctx.caught, ctx.index = caught, index
-        # not a view: a stage may change its input in place
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.caught[ctx.index] = grads[0]
-        return None, None, None
-
-
-def enter(tensor: torch.Tensor, caught: dict[int, torch.Tensor], index: int) -> torch.Tensor:
-    """A received tensor as an input of the stage; its gradient is stored in ``caught[index]``."""
-    entered: torch.Tensor = _Entry.apply(tensor, caught, index)  # type: ignore[no-untyped-call]
-    return entered
 
 
 @dataclass

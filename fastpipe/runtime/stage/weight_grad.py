@@ -15,8 +15,8 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from threading import local
 from typing import Any, Protocol
 
 import torch
@@ -187,15 +187,14 @@ class PythonWeightGradients:
     def armed(self, backward: bool, fused: bool = False) -> Iterator[None]:
         """See `WeightGradients.armed`."""
         self.backward, self.fused = backward, fused
-        before = _thread.armed
-        _thread.armed = self
+        before = _armed.set(self)
         # for torch's checkpoint I and W are one backward: W reuses what I recomputed
         group = self._group if backward else None
         try:
             with nullcontext() if group is None else group:
                 yield
         finally:
-            _thread.armed = before
+            _armed.reset(before)
 
     def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """After the first F: find the deferred weights. Later ones are split already."""
@@ -278,11 +277,8 @@ _WEIGHT = 1
 """Index of the weight among the inputs of a linear's node."""
 
 
-class _Thread(local):
-    armed: PythonWeightGradients | None = None
-
-
-_thread = _Thread()
+_armed: ContextVar[PythonWeightGradients | None] = ContextVar("_armed", default=None)
+"""What the linears of this thread defer to."""
 
 
 def _is_leaf(node: Any) -> bool:
@@ -443,7 +439,7 @@ def _multiply(
 
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """aten::linear at the autograd key, by the same operators as torch's, so that bits are equal."""
-    weights = _thread.armed
+    weights = _armed.get()
     if weights is not None and weights.fused and torch_private.graph_task() != -1:
         weights = None
     if weights is None or not torch.is_grad_enabled() or torch_private.is_traced() or not _fits(inputs, weight, bias):

@@ -7,7 +7,6 @@ Uses: `executor` and all below, `coordination`.
 from __future__ import annotations
 
 from fastpipe.runtime.step.clip import GradNorms, Held, Norm, clip_grad_norm
-from fastpipe.runtime.step.gathering import gather
 from fastpipe.runtime.step.inputs import Request
 from fastpipe.runtime.step.microbatch import (
     Rules,
@@ -25,6 +24,7 @@ from fastpipe.runtime.step.result import (
     added_by_name,
     check_reduction,
     check_rules,
+    gather_outputs,
     loss_divisors,
     reduce_metrics,
     weights_of,

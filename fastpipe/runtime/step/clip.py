@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import is_dtensor, torch_private
+from fastpipe.runtime.common import by_mesh, is_dtensor, torch_private
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import Named
 from fastpipe.runtime.step.steps import Steps
@@ -325,10 +324,6 @@ def clip_grad_norm(
 
 
 def _clip_by(named: Sequence[Named], limit: float, total: torch.Tensor) -> None:
-    """Scale gradients like torch, separately for each mesh: torch does not scale mixtures of tensors and DTensors."""
-    kinds: dict[Any, list[nn.Parameter]] = {}
-    for p in named:
-        grad: Any = p.parameter.grad
-        kinds.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(p.parameter)
-    for parameters in kinds.values():
+    """Scale gradients like torch."""
+    for parameters in by_mesh(p.parameter for p in named):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)

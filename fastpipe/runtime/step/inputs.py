@@ -20,7 +20,7 @@ from fastpipe.runtime.step.microbatch import (
     count_rows,
     is_asked,
     lengths,
-    rows_of_cut,
+    rows_of_split,
     rule_for,
     split,
     split_argument,
@@ -360,7 +360,7 @@ def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     cut = [name for name, found in whole.items() if name in batch or found[1] == RULE]
     first = batch[0] if batch else next(iter(cut), "")
     for name in cut:
-        own, others = (list(rows_of_cut(count, num_microbatches)) for count in (rows[name], rows[first]))
+        own, others = (list(rows_of_split(count, num_microbatches)) for count in (rows[name], rows[first]))
         if any(mine * rows[first] != rows[name] * other for mine, other in zip(own, others, strict=True)):
             raise ValueError(
                 f"{name} has {rows[name]} rows but {first} has {rows[first]}: microbatches of {own} rows do "

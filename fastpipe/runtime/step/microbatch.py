@@ -143,7 +143,7 @@ def _split_leaf(
         return leaf.tensor_split(num_microbatches, dim)
     # Views share a version counter: an in-place change of one microbatch would invalidate tensors that others saved
     # for their backward. These share only memory.
-    return leaf.unsafe_split_with_sizes(list(rows_of_cut(leaf.shape[dim], num_microbatches)), dim)
+    return leaf.unsafe_split_with_sizes(list(rows_of_split(leaf.shape[dim], num_microbatches)), dim)
 
 
 def _split_block_mask(mask: Any, num_microbatches: int, dim: int, name: str, key: str | int) -> list[Any]:
@@ -152,13 +152,13 @@ def _split_block_mask(mask: Any, num_microbatches: int, dim: int, name: str, key
     if rows == 1:
         return [mask] * num_microbatches
     if dim != 0:
-        raise ValueError(f"split[{key!r}] = {dim}: {name} is a BlockMask, which is cut along its batch only: give 0")
+        raise ValueError(f"split[{key!r}] = {dim}: {name} is a BlockMask, which is split along its batch only: give 0")
     if rows < num_microbatches:
         raise ValueError(
             f"{name} is a BlockMask of {rows} rows but num_microbatches = {num_microbatches}: give at least one row "
             "per microbatch, or one row (create_block_mask with B=None) for all"
         )
-    sizes = list(rows_of_cut(rows, num_microbatches))
+    sizes = list(rows_of_split(rows, num_microbatches))
     # a tensor, not a number: flex_attention, compiled, takes it as an input, and is compiled once for all microbatches
     firsts = torch.arange(rows, device=mask.kv_num_blocks.device)
     starts = accumulate(sizes[:-1], initial=0)
@@ -200,7 +200,7 @@ def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
     return {leaf: tensor.shape[rule] for leaf, tensor in tensors.items()} | masks
 
 
-def rows_of_cut(rows: int, num_microbatches: int) -> Iterator[int]:
+def rows_of_split(rows: int, num_microbatches: int) -> Iterator[int]:
     """The sizes that `torch.tensor_split` produces."""
     least, more = divmod(rows, num_microbatches)
     return (least + (number < more) for number in range(num_microbatches))
@@ -255,10 +255,9 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     Tensors are concatenated along the dimension of their rule (default 0); 0-dimensional tensors are stacked; other
     values are collected in a list; ``"replicate"`` takes the first; a function gets the list. Rules apply by name to
     entries of a dict and fields of a NamedTuple or a dataclass registered with pytree, by position to those of a tuple.
-    Nested values use the rule of the entry that contains them.
+    Nested values use the rule of the entry that contains them. Rules are checked by `check_merge_rules`, once a step.
     """
     first = outputs[0]
-    check_merge_rules(first, rules)
     keys = _keys_of(first)
     if keys is None:
         return _merge_one(list(outputs), rule_for(rules, 0))

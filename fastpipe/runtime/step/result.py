@@ -10,19 +10,25 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from fastpipe.program import Program
-from fastpipe.runtime.coordination import Alone, Control, DeferredResults, Reply
+from fastpipe.runtime.common import Failure, Tensors, bytes_of, cause_text
+from fastpipe.runtime.coordination import Control, DeferredResults, Reply
 from fastpipe.runtime.executor import DeviceEvent, DeviceEvents, Spans
-from fastpipe.runtime.stage import Stage, scale_loss, sum_in_order
+from fastpipe.runtime.stage import Stage, from_tensors, scale_loss, sum_in_order, to_tensors
 from fastpipe.runtime.step.microbatch import Rules, merge
+from fastpipe.runtime.transport import Membership
 from fastpipe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from fastpipe.runtime.step.steps import Steps
 
 MetricRule = str | Callable[[list[torch.Tensor]], Any]
 MetricRules = MetricRule | Mapping[str, MetricRule]
@@ -35,8 +41,8 @@ Values = dict[int, dict[int, Named]]
 Packed = list[list[Any]]
 """`Values` as JSON, by stage, name, dtype and shape: microbatches, positions in `Named`, and bytes."""
 
-Part = Callable[[], Mapping[str, Packed]]
-"""Returns the values of one process, by kind."""
+Outputs = Callable[[], Mapping[str, Packed]]
+"""Returns the values of one process, by kind; it may wait for them."""
 
 KINDS = ("losses", "metrics", "added")
 """Losses and metrics of the loss function, and losses that stages added: the names of the results in `StageWork`."""
@@ -122,31 +128,33 @@ def _weight_of(reduction: Callable[[Any], float], target: Any, number: int) -> f
         ) from None
 
 
-def packing(values: Values, *, wait: bool = True) -> Callable[[], Packed]:
-    """Return a function that packs values exact to the last bit.
+Columns = list[tuple[list[Any], torch.Tensor]]
+"""`Values` on the host: as in `Packed`, with a tensor instead of bytes."""
 
-    There is one copy from the device for each stage, name, dtype and shape, so the cost hardly grows with the number of
-    microbatches.
+
+def to_host(values: Values, *, wait: bool = True) -> Columns:
+    """Copy values from the device, once for each stage, name, dtype and shape: more microbatches hardly cost more.
 
     Args:
-        values: to pack.
-        wait: for the device. Otherwise the device must have completed before the function is called.
+        values: to copy.
+        wait: for the device. Otherwise the copies are complete when the device has done the work queued so far.
     """
     alike: dict[tuple[Any, ...], list[tuple[int, int, torch.Tensor]]] = {}
     for stage, by_microbatch in values.items():
         for i, named in by_microbatch.items():
             for place, (name, value) in enumerate(named):
                 alike.setdefault((stage, name, value.dtype, value.shape, value.device), []).append((i, place, value))
-    packed = []
+    columns = []
     for (stage, name, dtype, shape, _), found in alike.items():
         microbatches, places, tensors = zip(*found, strict=True)
         copy = torch.stack(tensors).detach().to("cpu", non_blocking=not wait)
-        packed.append(([stage, name, str(dtype).removeprefix("torch."), list(shape), microbatches, places], copy))
-    return lambda: [[*head, _text_of(copy)] for head, copy in packed]
+        columns.append(([stage, name, str(dtype).removeprefix("torch."), list(shape), microbatches, places], copy))
+    return columns
 
 
-def _text_of(tensor: torch.Tensor) -> str:
-    return base64.b64encode(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+def pack(columns: Columns) -> Packed:
+    """Values as JSON, exact to the last bit."""
+    return [[*head, base64.b64encode(bytes_of(copy).numpy().tobytes()).decode()] for head, copy in columns]
 
 
 def unpack(parts: Iterable[Packed]) -> Values:
@@ -167,46 +175,47 @@ def unpack(parts: Iterable[Packed]) -> Values:
     }
 
 
-@dataclass(frozen=True)
-class StepOutputs:
-    """The values of a step on the process that computed them.
+class LocalOutputs:
+    """The values of a step on the process that computed them; packed when they are first read, by a call.
 
-    Attributes:
-        values: by kind, see `KINDS`.
+    Args:
+        stages: of this process, after the step; stages with two local holders are merged.
     """
 
-    values: Mapping[str, Values]
-
-    @classmethod
-    def on(cls, stages: Sequence[Stage]) -> StepOutputs:
-        """The values of the step that has just run on these stages; stages with two local holders are merged."""
-        found: dict[str, Values] = {kind: {} for kind in KINDS}
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._values: dict[str, Values] = {kind: {} for kind in KINDS}
+        self._columns: dict[str, Columns] | None = None
+        self._copied: DeviceEvent | None = None
+        self._packed: dict[str, Packed] | None = None
         for stage in stages:
-            for kind, values in found.items():
+            for kind, values in self._values.items():
                 if given := getattr(stage.work, kind):
                     named = {i: [("loss", loss)] for i, loss in given.items()} if kind == "losses" else given
                     values.setdefault(stage.index, {}).update(named)
-        return cls(found)
 
     def __bool__(self) -> bool:
-        return any(self.values.values())
+        return any(self._values.values())
 
-    def packed(self) -> Reply:
-        """As JSON. Waits for the device."""
-        return {kind: packing(values)() for kind, values in self.values.items()}
+    def start_copies(self, device: torch.device, events: DeviceEvents) -> None:
+        """Queue the copies to the host, and do not wait for them."""
+        self._columns = {kind: to_host(values, wait=False) for kind, values in self._values.items()}
+        self._copied = events.make(device)
 
-    def packed_later(self, device: torch.device, events: DeviceEvents) -> tuple[DeviceEvent, Callable[[], Reply]]:
-        """An event for the values, and a function that packs them; a helper thread calls it, as it waits."""
-        packs = {kind: packing(values, wait=False) for kind, values in self.values.items()}
-        copied = events.make(device)
+    def __call__(self) -> dict[str, Packed]:
+        """The packed values by kind. Waits for the device.
 
-        def ready() -> Reply:
-            # otherwise the wait would create a CUDA context on the thread's default device
-            torch.accelerator.set_device_index(device.index or 0)
-            copied.wait()
-            return {kind: pack() for kind, pack in packs.items()}
+        Raises:
+            StepError: if the device's results are invalid.
+        """
+        if self._packed is None:
+            if self._copied is not None:
+                self._copied.wait()
+            columns = self._columns or {kind: to_host(values) for kind, values in self._values.items()}
+            self._packed = {kind: pack(found) for kind, found in columns.items()}
+        return self._packed
 
-        return copied, ready
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (dict, self())
 
 
 class OutputExchange:
@@ -214,77 +223,45 @@ class OutputExchange:
 
     def __init__(self, control: Control, device: torch.device, events: DeviceEvents) -> None:
         self._control, self._device, self._events = control, device, events
-        self._local: Part = dict
+        self._local: Outputs = dict
 
     @property
     def _deferred(self) -> DeferredResults | None:
         """Where outputs on a device are posted; None on a CPU, and in a single process."""
         return None if self._device.type == "cpu" else self._control.deferred
 
-    def report(self, outputs: StepOutputs) -> Reply:
+    def report(self, stages: Sequence[Stage]) -> Reply:
         """The message with this process's outputs, or the promise to post them, as packing waits for the device."""
-        deferred = self._deferred
+        deferred, outputs = self._deferred, LocalOutputs(stages)
         wanted: Reply = {} if deferred is None else {"wanted": deferred.wanted()}
         if not outputs:
             return wanted
+        if deferred is None and self._control.size > 1:
+            return {"outputs": outputs()}
+        self._local = outputs
         if deferred is not None:
-            event, ready = outputs.packed_later(self._device, self._events)
-            deferred.post(self._control.step, ready)
-            self._local = _ready(_LocalOutputs(outputs, event))
-        elif isinstance(self._control, Alone):
-            self._local = _ready(_LocalOutputs(outputs, None))
-        else:
-            return {"outputs": outputs.packed()}
+            outputs.start_copies(self._device, self._events)
+            deferred.post(self._control.step, partial(_on_device, self._device, outputs))
         return {"later": True} | wanted
 
-    def parts(self, replies: Sequence[Reply]) -> list[Part]:
-        """The outputs of every process, as functions that return them."""
+    def outputs(self, replies: Sequence[Reply]) -> list[Outputs]:
+        """The outputs of every process."""
         deferred = self._deferred
-        parts = [_ready(reply["outputs"]) for reply in replies if "outputs" in reply]
+        found: list[Outputs] = [partial(dict, reply["outputs"]) for reply in replies if "outputs" in reply]
         for rank, reply in enumerate(replies):
             if "later" in reply and rank == self._control.rank:
-                parts.append(self._local)
+                found.append(self._local)
             elif "later" in reply and deferred is not None:
-                parts.append(deferred.result(self._control.step, rank))
+                found.append(deferred.result(self._control.step, rank))
         if deferred is not None:
             deferred.forget(self._control.step, [reply["wanted"] for reply in replies])
-        return parts
+        return found
 
 
-def _ready(outputs: Mapping[str, Any]) -> Part:
-    """Outputs that are available already."""
-    return _Ready(outputs)
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A class, unlike a lambda, can be pickled."""
-
-    outputs: Mapping[str, Any]
-
-    def __call__(self) -> Mapping[str, Any]:
-        return self.outputs
-
-
-class _LocalOutputs(dict[str, Any]):
-    """The outputs of this process, each packed when it is read."""
-
-    def __init__(self, outputs: StepOutputs, event: DeviceEvent | None) -> None:
-        self._outputs, self._event = outputs, event
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._wait()
-        return vars(self)
-
-    def _wait(self) -> None:
-        if (event := self._event) is not None:
-            event.wait()
-            self._event = None
-
-    def __missing__(self, name: str) -> Any:
-        self._wait()
-        self[name] = packing(self._outputs.values[name])()
-        return self[name]
+def _on_device(device: torch.device, outputs: LocalOutputs) -> dict[str, Packed]:
+    """Read outputs in a helper thread, whose wait would create a CUDA context on the default device."""
+    torch.accelerator.set_device_index(device.index or 0)
+    return outputs()
 
 
 def reduce_metrics(values: Values, count: int, weights: Weights, rules: MetricRules) -> dict[str, Any]:
@@ -361,7 +338,7 @@ class StepResult:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Outputs],
         outputs: Mapping[int, Any] | None,
         merge_rules: Rules,
         program: Program,
@@ -378,7 +355,7 @@ class StepResult:
         self._rules = rules
 
     def _values(self, kind: str) -> Values:
-        return unpack(part()[kind] for part in self._parts)
+        return unpack(outputs()[kind] for outputs in self._parts)
 
     @cached_property
     def losses(self) -> list[torch.Tensor] | None:
@@ -457,3 +434,56 @@ def unpack_spans(packed: Mapping[str, list[str]]) -> Spans:
     for rank, (start, end) in packed.items():
         spans[int(rank)] = (np.frombuffer(base64.b64decode(start)), np.frombuffer(base64.b64decode(end)))
     return spans
+
+
+def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: dict[int, Any]) -> dict[int, Any]:
+    """The last stage's outputs by microbatch, from all processes to every one of them. Collective, after a step.
+
+    Args:
+        member: the group, and this process's place in it.
+        own: the outputs of this process; returned unchanged.
+
+    Raises:
+        ValueError: for an output that cannot be sent.
+        StepError: if another rank could not take part.
+    """
+    if member.size == 1:
+        return own
+    packed: dict[int, Tensors] = {}
+
+    def headers() -> Reply:
+        # in a dict, which preserves tuples
+        packed.update({i: to_tensors({"output": output}, {}, -1) for i, output in sorted(own.items())})
+        return {"outputs": [[i, [_header(tensor) for tensor in tensors]] for i, tensors in packed.items()]}
+
+    outputs = dict(own)
+    for rank, reply in enumerate(steps.all_gather("gather_outputs", headers)):
+        for i, received in reply["outputs"]:
+            tensors = packed[i] if rank == member.rank else tuple(_empty(header, device) for header in received)
+            try:
+                for tensor in tensors:
+                    _broadcast(tensor, member, rank)
+            except RuntimeError as error:
+                steps.abort(Failure(rank, cause_text(error), is_fatal=True), error)
+            if rank != member.rank:
+                ((value,), _) = from_tensors(tensors)
+                outputs[i] = value["output"]
+    return outputs
+
+
+def _header(tensor: torch.Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _empty(header: list[Any], device: torch.device) -> torch.Tensor:
+    dtype, shape = header
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def _broadcast(tensor: torch.Tensor, member: Membership, rank: int) -> None:
+    """Broadcast as bytes, since not every backend supports every dtype."""
+    if not tensor.numel():
+        return
+    # a receive buffer is contiguous, so `line` is a view of it
+    line = tensor.to(member.device).contiguous().view(-1).view(torch.uint8)
+    dist.broadcast(line, src=member.ranks[rank], group=member.group)

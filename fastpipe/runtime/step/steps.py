@@ -37,7 +37,7 @@ from fastpipe.runtime.common import (
     set_grad_dtype,
     waiting,
 )
-from fastpipe.runtime.coordination import Alone, Control, Cores, Reply, exchange_or_refuse, prepare_together
+from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
@@ -56,7 +56,6 @@ from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import (
     MetricRules,
     OutputExchange,
-    StepOutputs,
     StepResult,
     Weights,
     pack_spans,
@@ -292,7 +291,7 @@ class Steps:
                 raise FailureError(self.reported) from error
             raise
         except BaseException as error:  # raised again, after it is published
-            if not isinstance(self.control, Alone):
+            if self.control.size > 1:
                 failure = replace(failure_of(error, self.ranks.first), is_fatal=True)
                 self.control.publish(failure)
                 self._break(failure)
@@ -320,7 +319,7 @@ class Steps:
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         """End this pipeline with a fatal failure, and raise it."""
-        note = "" if isinstance(self.control, Alone) else self.watchdog.last_report()
+        note = "" if self.control.size == 1 else self.watchdog.last_report()
         self._break(failure)
         raise failure.error(note=note) from cause
 
@@ -357,7 +356,7 @@ class Steps:
             signature = self._signature(request, inputs)
             message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": signature}
             message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
-            if not isinstance(self.control, Alone):
+            if self.control.size > 1:
                 number = self.control.step
                 compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
                 message["batch"] = batch_digests(request, inputs, compares_all)
@@ -429,7 +428,7 @@ class Steps:
         Raises:
             FailureError: if a process is lost. The work is then abandoned.
         """
-        if isinstance(self.control, Alone):
+        if self.control.size == 1:
             return work()
         device = self.settings.device
 
@@ -579,7 +578,7 @@ class Steps:
             reply["first"] = asdict(outcome.first or outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
         else:
-            reply |= self._outputs.report(StepOutputs.on(self.stages))
+            reply |= self._outputs.report(self.stages)
         if trace:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
@@ -617,14 +616,14 @@ class Steps:
             del error  # breaks the reference cycle of exception and frame
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
-        parts = self._outputs.parts(replies)
+        outputs = self._outputs.outputs(replies)
         spans = dict(outcome.spans)
         for reply in replies:
             spans.update(unpack_spans(reply.get("spans", {})))
         found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
         for stage in self.stages:
             stage.end()
-        return StepResult(parts, found, self.settings.merge, program, spans, weights, self.settings.metrics)
+        return StepResult(outputs, found, self.settings.merge, program, spans, weights, self.settings.metrics)
 
 
 def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:

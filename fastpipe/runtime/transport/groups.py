@@ -43,6 +43,7 @@ logger = logging.getLogger("fastpipe")
 _made: Counter[tuple[int, ...]] = Counter()
 _attempts: dict[tuple[int, ...], str] = {}
 """The prefix of the keys of this attempt, by members."""
+_side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _own_worlds: weakref.WeakSet[Any] = weakref.WeakSet()
 """The default group, if its store has no keys of earlier attempts."""
 
@@ -131,6 +132,24 @@ def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
     return torch_private.registered_group(ranks, backend, _new_name(tuple(ranks)), timeout)
 
 
+def side_group(purpose: str, group: Any, timeout: float) -> Any:
+    """A Gloo group of the same processes, for collectives in the background; one for each group and purpose.
+
+    Args:
+        purpose: what it is used for: two threads cannot use one group.
+        group: of the script; None for all processes.
+
+    Returns:
+        The group; None without a process group.
+    """
+    if not dist.is_initialized():
+        return None
+    made = _side_groups.setdefault(group or dist.group.WORLD, {})
+    if purpose not in made:
+        made[purpose] = registered_group(group or dist.group.WORLD, "gloo", timedelta(seconds=timeout))
+    return made[purpose]
+
+
 def _new_name(ranks: tuple[int, ...]) -> str:
     """A name that is unique, and the same on all of these processes."""
     number = _made[ranks]
@@ -213,23 +232,14 @@ def _end_group(guard: ForkGuard) -> None:
         dist.destroy_process_group()
 
 
-class Aborts:
-    """Starts to abort several groups at once, in a thread each.
+def start_aborts(backends: Iterable[Any]) -> list[threading.Thread]:
+    """Start to abort several groups at once, in a thread each, which ends with the abort.
 
     In sequence they could deadlock: NCCL may synchronize the device before it frees a communicator, while a kernel of
     the next group waits for the lost rank. An abort takes up to the group's timeout in torch, and in NCCL until every
     CUDA graph with a message of the group is freed.
     """
-
-    def __init__(self, backends: Iterable[Any]) -> None:
-        self._threads = aside([functools.partial(_abort, backend) for backend in backends], "fastpipe-abort")
-
-    def wait(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` for all aborts; returns whether they ended."""
-        until = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+    return aside([functools.partial(_abort, backend) for backend in backends], "fastpipe-abort")
 
 
 def _abort(backend: Any) -> None:
@@ -260,7 +270,7 @@ class MeshGroups:
         """A rank failed or is lost: abort what can be aborted from any thread."""
         failed, self._failed = self._failed, True
         if not failed and self._device.type == "cuda":
-            Aborts([torch_private.backend_for(group, self._device) for group in self._groups])
+            start_aborts([torch_private.backend_for(group, self._device) for group in self._groups])
 
     def leave(self) -> None:
         """After `abort`, in the thread that runs the stages and outside of any: close the connections of Gloo."""
@@ -309,7 +319,7 @@ class OwnGroups:
         make = functools.partial(make_group, member, self._store)
         self.groups = [make(name, timeout) for name in names]
         self._lock = threading.Lock()
-        self._aborts: Aborts | None = None
+        self._aborts: list[threading.Thread] | None = None
 
     def close(self) -> None:
         """End the groups; on a GPU first wait until the devices of all ranks have finished their messages."""
@@ -336,7 +346,7 @@ class OwnGroups:
         device = self._member.device
         with self._lock:
             if self._aborts is None and device.type == "cuda":
-                self._aborts = Aborts([torch_private.backend_for(group, device) for group in self.groups])
+                self._aborts = start_aborts([torch_private.backend_for(group, device) for group in self.groups])
 
     def end(self) -> None:
         """End the groups without waiting for messages; to end several objects, `abort` all of them first.
@@ -345,8 +355,9 @@ class OwnGroups:
         """
         self.abort()
         groups, self.groups = self.groups, []
-        if groups and self._aborts is not None:
-            self._aborts.wait(self._seconds)
+        until = time.monotonic() + self._seconds
+        for thread in (self._aborts or ()) if groups else ():
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def wait_for_all(store: Any, rank: int, size: int, seconds: float) -> None:

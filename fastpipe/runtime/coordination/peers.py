@@ -1,11 +1,14 @@
-"""TCP connections that report the exit of a process to processes on other hosts.
+"""The exits of other processes: of this host by process descriptors, of other hosts by TCP connections.
 
-Within one host a process descriptor does that (`fastpipe.runtime.coordination.host`). Every process on another host
-than rank 0 has a connection to rank 0; what either end detects it publishes in the store. The kernel closes a
-connection when its process exits. A lost host closes nothing. So both ends send a byte periodically, and each kernel
-ends the connection if the byte is not acknowledged in time: both ends detect a break of either direction. The kernel
-acknowledges, so a process may be busy or stopped. A process that closes its pipeline sends its last step, since others
-may still read what it published for that step.
+Within a host (`LocalPeers`) a process descriptor (pidfd) becomes readable when its process exits for any reason. Every
+process also has a datagram socket (AF_UNIX, without a file); a datagram wakes it. One poll waits for both. Where the
+kernel denies pidfds, the connections watch instead.
+
+Between hosts (`Lifeline`) every process on another host than rank 0 has a connection to rank 0; what either end detects
+it publishes in the store. The kernel closes a connection when its process exits. A lost host closes nothing. So both
+ends send a byte periodically, and each kernel ends the connection if the byte is not acknowledged in time: both ends
+detect a break of either direction. The kernel acknowledges, so a process may be busy or stopped. A process that closes
+its pipeline sends its last step, since others may still read what it published for that step.
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ import os
 import secrets
 import select
 import socket
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fastpipe.runtime.common import DIED, aside, first_line
+from fastpipe.runtime.common import DIED, aside, first_line, torch_private
 from fastpipe.runtime.coordination.control import Reply
+from fastpipe.runtime.coordination.host import Identity, identify, same_host
 
 LEFT = "its process ended or closed the pipeline"
 SILENT = "its host does not answer"
@@ -38,6 +43,112 @@ _TIE_SECONDS = 5.0
 _TOKEN_BYTES = 16
 _LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+def can_watch() -> bool:
+    """Whether the kernel grants process descriptors: old kernels lack them, and sandboxes may deny them."""
+    try:
+        os.close(torch_private.process_descriptor(os.getpid()))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+class LocalPeers:
+    """The other processes of this host.
+
+    Attributes:
+        processes: by rank, a process descriptor.
+        gone: ranks whose processes exited before they could be watched.
+        wakeup: a socket that becomes readable when another process sends to it.
+        closed: ranks that have closed the pipeline, with their last step.
+    """
+
+    def __init__(self) -> None:
+        self.processes: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.closed: dict[int, int] = {}
+        self.wakeup = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.wakeup.bind("")  # an abstract address, chosen by the kernel
+        self.wakeup.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+        self._secret = secrets.token_hex(16)
+        self._others: dict[int, tuple[bytes, str]] = {}
+
+    def identity(self) -> dict[str, Any]:
+        """What the others need to know of this process."""
+        own = {"wakeup": self.wakeup.getsockname().hex(), "secret": self._secret, "can_watch": can_watch()}
+        return identify() | own
+
+    def watch(self, rank: int, identity: Identity) -> None:
+        """Watch a process if it is on this host and a descriptor is available; may be called again."""
+        if rank in self.processes or rank in self.gone or not same_host(identity, identify()) or not can_watch():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = torch_private.process_descriptor(identity["pid"])
+            if torch_private.start_of_process(identity["pid"]) in ("", identity["started"]):
+                self.processes[rank] = descriptor
+                return
+            os.close(descriptor)
+        self.gone.add(rank)
+
+    def ended(self) -> set[int]:
+        """The ranks whose processes have exited."""
+        ranks = {descriptor: rank for rank, descriptor in self.processes.items()}
+        poll = select.poll()
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN)
+        return self.gone | {ranks[descriptor] for descriptor, _ in poll.poll(0)}
+
+    def connect(self, own: int, identities: Sequence[Identity]) -> list[int]:
+        """Watch the processes of this host; returns the ranks that this process can wake."""
+        for rank, identity in enumerate(identities):
+            if rank == own or not same_host(identity, identities[own]):
+                continue
+            self.watch(rank, identity)
+            other = bytes.fromhex(identity["wakeup"]), identity["secret"]
+            if self._send(other, "", socket.MSG_DONTWAIT):
+                self._others[rank] = other
+        return list(self._others)
+
+    def wake(self) -> None:
+        """Wake the others."""
+        for other in self._others.values():
+            self._send(other, "", socket.MSG_DONTWAIT)
+
+    def wake_own(self) -> None:
+        """Wake this process's own watcher."""
+        self._send((self.wakeup.getsockname(), self._secret), "", socket.MSG_DONTWAIT)
+
+    def report_close(self, own: int, last_step: int) -> None:
+        """Report to the others that this process closes the pipeline, with its last step."""
+        for other in self._others.values():
+            self._send(other, f"{own} {last_step}")
+
+    def drain(self) -> None:
+        """Read all pending datagrams."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                secret, _, word = self.wakeup.recv(256, socket.MSG_DONTWAIT).decode(errors="replace").partition(":")
+                if word and hmac.compare_digest(secret, self._secret):
+                    rank, last_step = map(int, word.split())
+                    self.closed[rank] = last_step
+
+    def close(self) -> None:
+        """Close all descriptors; called once."""
+        self.wakeup.close()
+        for descriptor in self.processes.values():
+            os.close(descriptor)
+
+    def _send(self, other: tuple[bytes, str], word: str, flags: int = 0) -> bool:
+        """Send a datagram; returns whether its receiver exists. A receiver with a full queue is awake."""
+        address, secret = other
+        try:
+            self.wakeup.sendto(f"{secret}:{word}".encode(), flags, address)
+        except BlockingIOError:
+            return True
+        except OSError:  # the receiver has exited, which its descriptor reports, or is in another network namespace
+            return False
+        return True
 
 
 class Ended(NamedTuple):
