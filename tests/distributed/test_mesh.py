@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from fastpipe import GradScaler, Pipeline, check_parity, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe import GradScaler, Pipeline, all_to_all, check_parity, load_checkpoint, make_schedule, save_checkpoint
 from fastpipe.runtime.stage.boundary import to_tensors
 from fastpipe.testing import reference_step
 from tests.distributed.ranks import Ranks
@@ -173,21 +173,6 @@ class Attention(nn.Module):
         return DTensor.from_local(shard, self.mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
 
 
-class Exchange(torch.autograd.Function):
-    """all_to_all_single, and back in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        made = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(made, x.contiguous(), received, sent, group)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return Exchange.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
 class Experts(nn.Module):
     """An expert per rank; every rank sends its part of the tokens to their experts."""
 
@@ -204,10 +189,13 @@ class Experts(nn.Module):
         order, sent = expert.sort(stable=True).indices, expert.bincount(minlength=self.mesh.size())
         received, group = torch.empty_like(sent), self.mesh.get_group()
         dist.all_to_all_single(received, sent, group=group)
-        there = Exchange.apply(self.part(tokens)[order], sent.tolist(), received.tolist(), group)
-        made = torch.tanh(there @ self.weights.to_local()[0])
-        back = Exchange.apply(made, received.tolist(), sent.tolist(), group)[order.argsort()]
+        there, here = sent.tolist(), received.tolist()
+        made = self.expert(all_to_all(self.part(tokens)[order], here, there, group))
+        back = all_to_all(made, there, here, group)[order.argsort()]
         return x + (DTensor.from_local(back, self.mesh, [Shard(0)]).full_tensor() * gate[:, None]).view_as(x)
+
+    def expert(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(rows @ self.weights.to_local()[0])
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(tokens, self.mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
