@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +26,24 @@ from tests.distributed.test_mesh import WIDTH, Experts, batch
 from tests.distributed.test_mesh_failure import BACKWARD, FORWARD, KILL, told
 
 MICROBATCHES = 6
+
+
+def exchanges(seed: int) -> None:
+    """The values and gradients of torch's own, also where a rank sends or gets no rows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    counts = torch.randint(3, (size, size), generator=torch.Generator().manual_seed(seed))
+    sent, received = counts[rank].tolist(), counts[:, rank].tolist()
+    rows = torch.randn(sum(sent), 2, dtype=torch.double).t().contiguous().t().requires_grad_()
+    mine = fastpipe.all_to_all(rows, received, sent)
+    theirs = all_to_all_single_autograd(rows.contiguous(), received, sent, dist.group.WORLD)
+    assert torch.equal(mine, theirs)
+    factor = torch.randn_like(mine)
+    assert torch.equal(*(torch.autograd.grad((found * factor).sum(), rows)[0] for found in (mine, theirs)))
+    assert fastpipe.all_to_all(torch.full((size,), rank)).tolist() == list(range(size))
+
+
+def test_the_values_of_torchs(group_of: GroupOf) -> None:
+    group_of(4).run(exchanges, 0)
 
 
 class Noted(Experts):
@@ -241,7 +260,7 @@ def fails(way: str, executor: str, victim: int) -> tuple[StepError, str]:
 @BOTH
 @pytest.mark.parametrize("way", [FORWARD, BACKWARD, KILL])
 def test_a_failing_half_releases_the_other_one(way: str, executor: str) -> None:
-    """On its rank, which raises the error of the half that failed, and on all others."""
+    """On its rank, which raises the error of the half that failed, with its place, and on all others."""
     skip_without_native()
     victim = 3
     with ranks(4) as group:
@@ -249,5 +268,7 @@ def test_a_failing_half_releases_the_other_one(way: str, executor: str) -> None:
         living = [rank for rank in range(4) if way != KILL or rank != victim]
         for rank, (error, cause) in zip(living, group.results(living), strict=True):
             assert "rank 1 of the pipeline at ep=1" in str(error), str(error)
+            place = {FORWARD: "stage 2, action (2F2;1B0)OVERLAP_F_B, microbatch 2", KILL: ""}
+            assert place.get(way, "stage 1, action (2F2;1B0)OVERLAP_F_B, microbatch 0") in str(error)
             assert ("its process died" if way == KILL else "ArithmeticError: wrong") in str(error)
             assert way == KILL or rank != victim or cause == "ArithmeticError('wrong')"

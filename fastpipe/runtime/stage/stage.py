@@ -20,7 +20,7 @@ from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
-from fastpipe.runtime.stage.all_to_all import num_calls
+from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors, treespec_tensor, treespec_text
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
 from fastpipe.runtime.stage.held import HeldTensors, Visit
@@ -185,8 +185,12 @@ class Stage:
         # stays set after an exception: of two overlapped actions it shows which one failed
         self.running = microbatch
         before = num_calls()
-        with self._rng(microbatch), self.context.around_forward():
-            outputs = self._call(microbatch, inputs)
+        try:
+            with self._rng(microbatch), self.context.around_forward():
+                outputs = self._call(microbatch, inputs)
+        except OtherHalfError:
+            self.running = None
+            raise
         self._has_exchanged |= num_calls() != before
         if self.random is not None:
             self.random.note_graph(outputs)
