@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpipe
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common import torch_private
+from fastpipe.runtime.stage.all_to_all import num_calls
 from fastpipe.testing import reference_step
 from tests.conftest import BOTH, skip_without_native
 from tests.distributed.ranks import GroupOf, ranks
@@ -272,3 +273,21 @@ def test_a_failing_half_releases_the_other_one(way: str, executor: str) -> None:
             assert place.get(way, "stage 1, action (2F2;1B0)OVERLAP_F_B, microbatch 0") in str(error)
             assert ("its process died" if way == KILL else "ArithmeticError: wrong") in str(error)
             assert way == KILL or rank != victim or cause == "ArithmeticError('wrong')"
+
+
+def compiled() -> None:
+    torch.manual_seed(dist.get_rank())
+    linear, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return fastpipe.all_to_all(linear(x).sin()).cos()
+
+    expected = torch.autograd.grad(layer(x).sum(), x)[0]
+    before = num_calls()
+    found = torch.compile(layer, backend="eager")(x)
+    assert num_calls() == before + 1, "it is not traced"
+    assert torch.equal(torch.autograd.grad(found.sum(), x)[0], expected)
+
+
+def test_compiled_layers_call_it(group_of: GroupOf) -> None:
+    group_of(2).run(compiled)

@@ -55,9 +55,18 @@ def all_to_all(
     Returns:
         [rows, ...], those of the first rank first.
     """
+    if not _untraced:
+        # not traced by torch.compile; made late, as this imports the compiler
+        _untraced.append(torch.compiler.disable(_counted))  # type: ignore[no-untyped-call]
+    return _untraced[0](tensor, output_split_sizes, input_split_sizes, group)
+
+
+_untraced: list[Callable[..., torch.Tensor]] = []
+
+
+def _counted(*args: Any) -> Any:
     _thread.num_calls += 1
-    rows: torch.Tensor = _AllToAll.apply(tensor, output_split_sizes, input_split_sizes, group)  # type: ignore[no-untyped-call]
-    return rows
+    return _AllToAll.apply(*args)  # type: ignore[no-untyped-call]
 
 
 class _AllToAll(torch.autograd.Function):
@@ -72,11 +81,13 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(grad, *ctx.back), None, None, None
 
 
-def _exchange(rows: torch.Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: Any) -> Any:
+def _exchange(
+    rows: torch.Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: Any
+) -> torch.Tensor:
     shape = rows.shape if received is None else (sum(received), *rows.shape[1:])
     found = rows.new_empty(shape)
-    splits = [None if sizes is None else list(sizes) for sizes in (received, sent)]
-    work: Any = dist.all_to_all_single(found, rows.contiguous(), *splits, group=group, async_op=True)
+    into, out_of = (None if sizes is None else list(sizes) for sizes in (received, sent))
+    work: Any = dist.all_to_all_single(found, rows.contiguous(), into, out_of, group, async_op=True)
     turns = torch_private.find_in_thread(_KEY)
     if turns is not None:
         turns.pass_on()
