@@ -3,8 +3,8 @@
 Two pipelines of two ranks, four processes over Gloo, whose stages share experts. Compute and network are sleeps, so
 cores are free and durations are known: a forward sleeps for attention and for the experts, a backward twice as long,
 and an all-to-all arrives a while after it was started. Compared are steps whose pairs run in order
-(``overlap="never"``), steps whose pairs take turns at `fastpipe.all_to_all` (what fastpipe does), and steps on a
-network that takes no time. A line for each time that an all-to-all takes.
+(``overlap="never"``), steps whose pairs take turns at `fastpipe.all_to_all` (what fastpipe does), and steps in order
+without that delay. A line for each delay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import fastpipe
 from fastpipe import Pipeline
 
 WIDTH = 4
-WAYS = {"in order": "never", "in turns": "auto", "no network": "never"}
+WAYS = {"in order": "never", "in turns": "auto", "no delay": "never"}
 
 
 class SlowWork:
@@ -90,7 +90,7 @@ def make_tasks(milliseconds: float, options: Any, _: int) -> dict[str, Callable[
     x, y = torch.randn(2, 2 * options.microbatches, WIDTH)
 
     def step(way: str, pipe: Pipeline) -> None:
-        network.seconds = 0.0 if way == "no network" else milliseconds / 1e3
+        network.seconds = 0.0 if way == "no delay" else milliseconds / 1e3
         pipe.step(x, target=y)
 
     return {
@@ -117,20 +117,18 @@ def measure(milliseconds: float, options: Any) -> list[str]:
     with ranks(4, partial(make_tasks, milliseconds, options), pin="never") as group:
         measures = {way: partial(group.time, way, 1) for way in WAYS}
         found = interleaved(measures, options.rounds, f"{milliseconds:g} ms", warm_up=3)
-    exposed = [
-        [found[way][i] - found["no network"][i] for i in range(options.rounds)] for way in ("in order", "in turns")
-    ]
+    left = [[found[way][i] - found["no delay"][i] for i in range(options.rounds)] for way in ("in order", "in turns")]
     return [
         f"{milliseconds:g}",
         *(spread(found[way], 1e3) for way in WAYS),
         ratio(found["in order"], found["in turns"]),
-        ratio(exposed[1], exposed[0]),
+        ratio(left[1], left[0]),
     ]
 
 
 def main() -> None:
     options = parser(__doc__, rounds=9)
-    options.add_argument("--all-to-all", nargs="+", type=float, default=[2, 5, 10], help="ms that each takes (2 5 10)")
+    options.add_argument("--delays", nargs="+", type=float, default=[2, 5, 10], help="of each all-to-all, ms (2 5 10)")
     options.add_argument("--compute", type=float, default=5, help="ms of a block's attention, and of its experts (5)")
     options.add_argument("--blocks", type=int, default=2, help="of a stage (2)")
     options.add_argument("--microbatches", type=int, default=8)
@@ -139,8 +137,8 @@ def main() -> None:
     chosen = options.parse_args()
     print(machine())
     print(f"{chosen.schedule}, 2 ranks x 2, {chosen.blocks} blocks a stage, {chosen.microbatches} microbatches\n")
-    heads = ["all-to-all, ms", *(f"{way}, ms" for way in WAYS), "in order/in turns", "network that is left"]
-    print(table(heads, [measure(each, chosen) for each in chosen.all_to_all], markdown=chosen.markdown))
+    heads = ["delay, ms", *(f"{way}, ms" for way in WAYS), "in order/in turns", "delay that is left"]
+    print(table(heads, [measure(each, chosen) for each in chosen.delays], markdown=chosen.markdown))
 
 
 if __name__ == "__main__":
