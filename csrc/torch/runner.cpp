@@ -59,8 +59,8 @@ Runner::~Runner() {
 }
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                       const py::object& on_failure, const ThreadState* state, int num_threads, bool trace,
-                       bool drain, const py::object& in_turns) {
+                       const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain,
+                       const py::object& in_turns) {
   if (on_failure_) throw Error("this executor is running a step already; it runs one at a time, in one thread");
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
