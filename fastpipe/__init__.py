@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fastpipe.runtime.pipeline import Pipeline, StepResult
     from fastpipe.runtime.safetensors import load_safetensors
     from fastpipe.runtime.split import split
-    from fastpipe.runtime.stage import AddedLosses, add_loss, current
+    from fastpipe.runtime.stage import AddedLosses, add_loss, all_to_all, current
     from fastpipe.testing import check_parity
 
 _LAZY = {
@@ -40,6 +40,7 @@ _LAZY = {
     "MemoryCheckpoint": "fastpipe.runtime.memory_checkpoint",
     "AddedLosses": "fastpipe.runtime.stage",
     "add_loss": "fastpipe.runtime.stage",
+    "all_to_all": "fastpipe.runtime.stage",
     "Pipeline": "fastpipe.runtime.pipeline",
     "StepResult": "fastpipe.runtime.pipeline",
     "current": "fastpipe.runtime.stage",
@@ -82,6 +83,7 @@ __all__ = [
     "Timeline",
     "__version__",
     "add_loss",
+    "all_to_all",
     "carry",
     "check_parity",
     "compare",

@@ -37,7 +37,11 @@ void Pairs::run(std::int32_t pair, const PairPart& forward, const PairPart& back
     ++counts_.fused;
     return;
   }
-  if (way_ == PairWay::kInOrder || !forward.stage.can_overlap(backward.stage)) return in_order(forward, backward);
+  if (way_ == PairWay::kInTurns && forward.stage.can_alternate(backward.stage)) {
+    return in_turns(forward, backward, position, observer);
+  }
+  const bool one_order = way_ == PairWay::kInOrder || way_ == PairWay::kInTurns;
+  if (one_order || !forward.stage.can_overlap(backward.stage)) return in_order(forward, backward);
   if (way_ == PairWay::kTogether) return together(forward, backward, position, observer);
   PairClock& clock = clocks_[pair];
   const double begin = now_seconds();
@@ -70,6 +74,13 @@ void Pairs::together(const PairPart& forward, const PairPart& backward, std::siz
   const std::exception_ptr other = helper_->finish();
   if (error) std::rethrow_exception(error);
   if (other) std::rethrow_exception(other);
+}
+
+void Pairs::in_turns(const PairPart& forward, const PairPart& backward, std::size_t position, Observer& observer) {
+  ++counts_.in_turns;
+  observer.run_in_turns(
+      position, [&forward] { forward.stage.forward(forward.microbatch, forward.given); },
+      [&backward] { backward.stage.backward(backward.microbatch, backward.given); }, backward.stage.exchanges());
 }
 
 namespace {

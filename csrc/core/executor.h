@@ -41,6 +41,10 @@ class Stage {
   virtual void run_collective(Op, bool /*failed*/) {}
   // Whether this stage's forward may run while the other's backward does.
   virtual bool can_overlap(const Stage&) const { return true; }
+  // Whether the two are to run in turns, where the rank has such pairs.
+  virtual bool can_alternate(const Stage&) const { return false; }
+  // Whether its backward has points at which it passes the turn.
+  virtual bool exchanges() const { return false; }
   // Runs a forward and another stage's full backward in a way of their own, or does nothing and returns false.
   virtual bool fuse(std::int32_t, const Payload*, Stage&, std::int32_t, const Payload*) { return false; }
   // Moves what the microbatch's last forward (activation) or backward (gradient) produced into `into`.
@@ -65,6 +69,12 @@ class Observer {
   virtual void ends(std::size_t position) noexcept = 0;
   // Runs the backward of a pair, in the helper thread, as the rank's own thread would.
   virtual void run_overlapped(std::size_t, FunctionRef<void()> backward) { backward(); }
+  // Runs a pair in two threads of which one runs at a time.
+  virtual void run_in_turns(std::size_t, FunctionRef<void()> forward, FunctionRef<void()> backward,
+                            bool /*backward_first*/) {
+    forward();
+    backward();
+  }
   // Called once for the compute that failed, and once for every peer that broke.
   virtual void failed(std::size_t position, const std::exception_ptr& error) noexcept = 0;
 };
@@ -97,12 +107,13 @@ class PairClock {
 };
 
 // Pairs of a forward and a backward that overlap: which way they run; fastpipe/runtime/stage/pairs.py has the same.
-enum class PairWay : std::int32_t { kInOrder = 0, kTogether, kMeasured };
+enum class PairWay : std::int32_t { kInOrder = 0, kTogether, kMeasured, kInTurns };
 
 struct PairCounts {
   std::int64_t together = 0;
   std::int64_t in_order = 0;
   std::int64_t fused = 0;
+  std::int64_t in_turns = 0;
 };
 
 // One half of a pair.
@@ -125,6 +136,7 @@ class Pairs {
  private:
   void in_order(const PairPart& forward, const PairPart& backward);
   void together(const PairPart& forward, const PairPart& backward, std::size_t position, Observer& observer);
+  void in_turns(const PairPart& forward, const PairPart& backward, std::size_t position, Observer& observer);
 
   PairWay way_;
   PairCounts counts_;

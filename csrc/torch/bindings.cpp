@@ -365,11 +365,11 @@ void bind_executor(py::module_& m) {
       .def("pair_counts",
            [](const Runner& runner) {
              const PairCounts& counts = runner.pair_counts();
-             return std::make_tuple(counts.together, counts.in_order, counts.fused);
+             return std::make_tuple(counts.together, counts.in_order, counts.fused, counts.in_turns);
            })
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
            py::arg("state") = py::none(), py::arg("num_threads") = 0, py::arg("trace") = false,
-           py::arg("drain") = false)
+           py::arg("drain") = false, py::arg("in_turns") = py::none())
       .def("fail", &Runner::fail)
       .def("forget_failure", &Runner::forget_failure)
       .def("position", &Runner::position)

@@ -43,6 +43,18 @@ inline py::object to_python(const std::exception_ptr& error) {
   throw py::error_already_set();
 }
 
+// A function for Python that makes the call without the GIL; the call must stay until it has returned.
+inline py::cpp_function without_gil(FunctionRef<void()> call) {
+  return py::cpp_function([call] {
+    try {
+      const py::gil_scoped_release no_gil;
+      call();
+    } catch (...) {
+      raise(to_python(std::current_exception()));
+    }
+  });
+}
+
 // Runs the handlers of signals that have come, if this is the main thread; throws what they raise. Takes the GIL.
 inline void check_signals() {
   const py::gil_scoped_acquire gil;

@@ -59,8 +59,8 @@ Runner::~Runner() {
 }
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                       const py::object& on_failure, const ThreadState* state, int num_threads, bool trace,
-                       bool drain) {
+                       const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain,
+                       const py::object& in_turns) {
   if (on_failure_) throw Error("this executor is running a step already; it runs one at a time, in one thread");
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
@@ -71,6 +71,7 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   bind(calls);
   set_times(trace);
   on_failure_ = on_failure;
+  in_turns_ = in_turns;
   const auto size = static_cast<py::ssize_t>(labels_.size());
   py::array_t<double> start(size);
   py::array_t<double> end(size);
@@ -86,10 +87,10 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
                         " stages; give one for each stage");
   }
   for (std::size_t i = 0; i < calls.size(); ++i) {
-    if (calls[i].size() != 10) {
+    if (calls[i].size() != 11) {
       throw ArgumentError(
-          "calls: give (run, output_grads, guard, run_collective, fold, fuse, partners, last_backward, around, moment) "
-          "for each stage");
+          "calls: give (run, output_grads, guard, run_collective, fold, fuse, partners, last_backward, around, moment, "
+          "exchanges) for each stage");
     }
     const auto call = [&](py::ssize_t index) {
       const py::handle found = PyTuple_GET_ITEM(calls[i].ptr(), index);
@@ -98,7 +99,7 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
     const auto [step, last] = calls[i][9].cast<std::pair<std::int64_t, std::array<std::int32_t, 3>>>();
     stages_[i]->bind({call(0), call(1), calls[i][2].cast<RngGuard*>(), call(3), call(4), call(5),
                       calls[i][6].cast<std::vector<std::int32_t>>(), calls[i][7].cast<std::int32_t>(), call(8),
-                      ActionContext::Step{step, last}});
+                      ActionContext::Step{step, last}, calls[i][10].cast<bool>()});
   }
 }
 
@@ -136,7 +137,7 @@ Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* s
       error = std::current_exception();
     }
   }
-  on_failure_ = py::handle();
+  on_failure_ = in_turns_ = py::handle();
   if (!error) return outcome;
   note_broken(error);
   raise(to_python(error));
@@ -165,6 +166,18 @@ void Runner::run_overlapped(std::size_t position, FunctionRef<void()> backward) 
   ProfilerRange label;
   label.begin(labels_of_backwards_.at(position));
   backward();
+}
+
+void Runner::run_in_turns(std::size_t position, FunctionRef<void()> forward, FunctionRef<void()> backward,
+                          bool backward_first) {
+  const auto labelled = [&] {
+    const InStream stream(streams_.caller());
+    ProfilerRange label;
+    label.begin(labels_of_backwards_.at(position));
+    backward();
+  };
+  const py::gil_scoped_acquire gil;
+  in_turns_(without_gil(forward), without_gil(labelled), backward_first);
 }
 
 void Runner::failed(std::size_t position, const std::exception_ptr& error) noexcept {

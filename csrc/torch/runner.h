@@ -46,12 +46,14 @@ class Runner final : public Observer {
   ~Runner() override;
 
   // calls: (run, output_grads, an RngGuard, meet, fold, fuse, its partners, last_backward, around, (number of the
-  // step, the stage's last microbatches)) of each stage, in the constructor's order; None for what is not wanted.
+  // step, the stage's last microbatches), whether its forward calls all_to_all) of each stage, in the constructor's
+  // order; None for what is not wanted. in_turns: (forward, backward, whether that begins) runs a pair in turns.
   // Returns (start, end), or None when the step failed on another rank; raises what failed here. num_threads: of
   // torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
   // drain: nothing is computed, and stand-ins are sent: the step has failed here before its first instruction.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                 const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain);
+                 const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain,
+                 const py::object& in_turns);
   void fail() { executor_->fail(); }
   void forget_failure() { executor_->forget_failure(); }
   std::size_t position() const { return executor_->position(); }
@@ -64,6 +66,8 @@ class Runner final : public Observer {
   void starts(std::size_t position) noexcept override;
   void ends(std::size_t position) noexcept override;
   void run_overlapped(std::size_t position, FunctionRef<void()> backward) override;
+  void run_in_turns(std::size_t position, FunctionRef<void()> forward, FunctionRef<void()> backward,
+                    bool backward_first) override;
   void failed(std::size_t position, const std::exception_ptr& error) noexcept override;
 
  private:
@@ -85,6 +89,7 @@ class Runner final : public Observer {
   std::optional<DeviceTimes> device_times_;  // made for the first step that is traced
   // Of the step that runs.
   py::handle on_failure_;
+  py::handle in_turns_;
   ProfilerRange label_;
   DeviceTimes* times_ = nullptr;  // null where the host's clock is asked
   // For the helper thread. Its own state of Python's lasts as long as it: the engine leaves an error in it.

@@ -169,14 +169,7 @@ void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) con
   const ActionContext context(calls_.context, op, index_, microbatch);
   if (!calls_.around) return body();
   const py::gil_scoped_acquire gil;
-  calls_.around(py::cpp_function([&body] {
-    try {
-      const py::gil_scoped_release no_gil;
-      body();
-    } catch (...) {
-      raise(to_python(std::current_exception()));
-    }
-  }));
+  calls_.around(without_gil(body));
 }
 
 void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
@@ -215,11 +208,22 @@ void TorchStage::end(Record& record) {
 }
 
 bool TorchStage::can_overlap(const Stage& pair) const {
-  const StageCalls& others = static_cast<const TorchStage&>(pair).calls_;
-  if (calls_.collective || others.collective) return false;  // collectives run in the order of the actions
-  if (calls_.random == nullptr) return true;
-  // What is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too.
-  return !calls_.random->exclusive && !(calls_.random->recomputes && this == &pair);
+  const auto& other = static_cast<const TorchStage&>(pair);
+  if (calls_.collective || other.calls_.collective) return false;  // collectives run in the order of the actions
+  return !excludes(other);
+}
+
+bool TorchStage::can_alternate(const Stage& pair) const {
+  const auto& other = static_cast<const TorchStage&>(pair);
+  if (!exchanges() && !other.exchanges()) return false;
+  if (calls_.collective && this == &pair) return false;  // a wrapper has one action at a time
+  return !excludes(other);
+}
+
+// What is recomputed writes buffers again, BatchNorm's say, and an F of the same stage does so, too.
+bool TorchStage::excludes(const TorchStage& pair) const {
+  const RngGuard* const random = calls_.random;
+  return random != nullptr && (random->exclusive || (random->recomputes && this == &pair));
 }
 
 bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& other, std::int32_t pair_microbatch,

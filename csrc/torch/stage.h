@@ -68,6 +68,7 @@ struct StageCalls {
   // (call) -> nothing: what is around every B, I and W makes the call; null where there is nothing around them
   py::handle around;
   ActionContext::Step context;
+  bool exchanges;  // whether its forward has called all_to_all
 };
 
 class TorchStage final : public Stage {
@@ -93,6 +94,8 @@ class TorchStage final : public Stage {
   void backward_weight(std::int32_t microbatch) override;
   void run_collective(Op op, bool failed) override;
   bool can_overlap(const Stage& pair) const override;
+  bool can_alternate(const Stage& pair) const override;
+  bool exchanges() const override { return calls_.exchanges; }
   // By the modules' own method.
   bool fuse(std::int32_t microbatch, const Payload* input, Stage& pair, std::int32_t pair_microbatch,
             const Payload* gradient) override;
@@ -124,6 +127,7 @@ class TorchStage final : public Stage {
     std::size_t held_bytes = 0;                // between I and W
   };
 
+  bool excludes(const TorchStage& pair) const;
   void enter_graph(Record& record, const Tensors& inputs);
   static void split(const Record& record);
   using Call = FunctionRef<py::object(const Tensors&)>;

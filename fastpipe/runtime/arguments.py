@@ -202,7 +202,8 @@ class ExecutionArguments:
         if self.overlap == "always" and (dimensions := self.other_dimensions()):
             raise ValueError(
                 f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which need one order on all "
-                "ranks, while a forward and a backward in two threads have any; use 'auto' or 'never'"
+                "ranks, while a forward and a backward at the same time have any; use 'auto', with which they take "
+                "turns at fastpipe.all_to_all, or 'never'"
             )
         _check_switch("cuda_graph", self.cuda_graph)
 

@@ -468,9 +468,8 @@ def make_engine(
     placement = programs.schedule(num_microbatches).placement
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
-    policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams)
-    if dimensions := execution.other_dimensions():
-        policy = PairPolicy(IN_ORDER, f"collectives over {', '.join(dimensions)} must have one order on all ranks")
+    dimensions = list(execution.other_dimensions())
+    policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions)
     runtime = native.load() if executor.is_native else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)

@@ -13,7 +13,7 @@ from fastpipe.runtime.common import listed
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import NONE, Tie, state_prefix
 from fastpipe.runtime.native import native_status
-from fastpipe.runtime.stage import IN_ORDER, PairCounts, PairPolicy, RngUsage, Stage, describe_random
+from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, PairCounts, PairPolicy, RngUsage, Stage, describe_random
 from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
@@ -134,12 +134,14 @@ def pairs_text(
     pairs = {pair for rank in ranks for pair in _pairs_in(program, rank)}
     text = f"{policy.way} ({policy.reason})"
     if policy.way != IN_ORDER:
-        text += "".join(f"; in order: {why}" for why in _why_in_order(stages, usage, pairs))
+        why_in_order = _why_in_order(stages, usage, pairs, in_turns=policy.way == IN_TURNS)
+        text += "".join(f"; in order: {why}" for why in why_in_order)
     fused = sorted({stage.index for stage in stages if stage.fuses})
     if fused:
         text += f"; stages {listed(sorted(fused), most=None)} by their own overlapped_forward_backward, with each other"
     if counts.total:
         text += f"; so far {counts.together} together, {counts.in_order} in order, {counts.fused} by the modules"
+        text += f", {counts.in_turns} in turns" if counts.in_turns else ""
     return text
 
 
@@ -150,16 +152,20 @@ def _pairs_in(program: Program, rank: int) -> set[tuple[int, int]]:
     return set(zip(stage[here].tolist(), pair_stage[here].tolist(), strict=True))
 
 
-def _why_in_order(stages: Sequence[Stage], usage: RngUsage | None, pairs: Collection[tuple[int, int]]) -> list[str]:
-    found = []
+def _why_in_order(
+    stages: Sequence[Stage], usage: RngUsage | None, pairs: Collection[tuple[int, int]], *, in_turns: bool
+) -> list[str]:
+    found = ["those of stages that do not call it"] if in_turns else []
+    own = {forward for forward, backward in pairs if forward == backward}
     replicated = {stage.index for stage in stages if stage.parallel is not None}
-    if replicated:
+    if in_turns and replicated & own:
+        found.append(f"stages {listed(sorted(replicated & own), most=None)} with themselves, as they are wrapped")
+    elif replicated and not in_turns:
         found.append(
             f"stages {listed(sorted(replicated), most=None)}, whose replicas communicate in the order of the actions"
         )
     if usage is None:
         return [*found, "where random numbers or buffers are used in a recompute, known after the first step"]
-    own = {forward for forward, backward in pairs if forward == backward}
     if usage.draws and usage.recomputes:
         found.append("all, as stages of this process draw random numbers and recompute")
     elif usage.recomputes and own:

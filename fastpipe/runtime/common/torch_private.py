@@ -239,6 +239,21 @@ class Modes:
             yield
 
 
+@contextlib.contextmanager
+def noted_in_thread(key: str, value: Any) -> Iterator[None]:
+    """Note an object for this thread, and for the engine's threads that run backwards for it."""
+    torch._C._stash_obj_in_tls(key, value)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(key, None)
+
+
+def find_in_thread(key: str) -> Any:
+    """What `noted_in_thread` noted; None if nothing."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
 # not typed
 _overrides: Any = torch.overrides
 _dispatch: Any = _python_dispatch
@@ -562,6 +577,7 @@ PRIVATE = (
     Private(
         "torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode", "modes, in other threads", _ALL
     ),
+    Private("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls", "the turns of a pair", "all_to_all"),
     Private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack _push_mode _pop_mode", "the same", _ALL),
     Private(
         "torch._subclasses.fake_tensor.FakeTensorMode", "_mode_key", "a mode's place on the stack", "cuts by FLOPs"

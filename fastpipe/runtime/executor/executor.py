@@ -1,7 +1,7 @@
 """Executor: runs one rank's program. The interface, and the native executor.
 
 In the native executor C++ runs the program, and calls Python only for ``stage.run`` and, where used, the caller's
-output gradients (``stage.losses.output_grads``), the modules' own method for pairs, the user's contexts, and
+output gradients (``stage.losses.output_grads``), pairs in turns or by the modules' own method, the user's contexts, and
 data-parallel collectives.
 """
 
@@ -21,7 +21,7 @@ from fastpipe.program import Instruction, Op, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Tensors
 from fastpipe.runtime.executor.events import Check
-from fastpipe.runtime.stage import IN_ORDER, WAYS, PairCounts, Stage, last_microbatches
+from fastpipe.runtime.stage import IN_ORDER, WAYS, PairCounts, Pairs, Stage, last_microbatches
 from fastpipe.runtime.transport import Transport
 
 Seconds = npt.NDArray[np.float64]
@@ -160,6 +160,7 @@ class NativeExecutor(Executor):
         places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]
         self._last_backwards = last_backwards(list(self.program[self.rank]))
         self._splits = bool((columns[0] == Op.I).any())
+        self._pairs = Pairs(self.pairs, self.num_threads)
         endpoint = self.transport.native(runtime, self.program, self.rank, self.timeout)
         self._native = runtime.Executor(
             self.rank,
@@ -190,6 +191,7 @@ class NativeExecutor(Executor):
             num_threads=self.num_threads,
             trace=trace,
             drain=drain,
+            in_turns=self._pairs.in_turns,
         )
         if spans is None:
             return None
@@ -210,9 +212,9 @@ class NativeExecutor(Executor):
 
         return fuse, [index for index, pair in self.stages.items() if stage.fuses_with(pair)]
 
-    def _around(self, stage: Stage) -> tuple[Any, tuple[int, tuple[int, int, int]]]:
-        """The context of its backwards, and the step's part of `fastpipe.current`."""
-        return stage.context.around, (stage.context.step, self.last[stage.index])
+    def _around(self, stage: Stage) -> tuple[Any, tuple[int, tuple[int, int, int]], bool]:
+        """The context of its backwards, the step's part of `fastpipe.current`, and whether its pairs may alternate."""
+        return stage.context.around, (stage.context.step, self.last[stage.index]), stage.exchanges
 
     @property
     def checks(self) -> Sequence[Check]:

@@ -20,7 +20,7 @@ from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
 from fastpipe.runtime.common import Tensors, handed_over, torch_private
 from fastpipe.runtime.executor.executor import Executor, Seconds, backward_of, last_backwards
-from fastpipe.runtime.stage import PairCounts, Pairs, Stage
+from fastpipe.runtime.stage import IN_TURNS, PairCounts, Pairs, Stage
 from fastpipe.runtime.transport import Message
 
 _LABEL_PREFIX = "PP:"
@@ -160,6 +160,8 @@ class PythonExecutor(Executor):
             self._pairs.counts.fused += 1
             return
         labelled = partial(_labelled, label, backward)
+        if self.pairs == IN_TURNS and stage.can_alternate(pair):
+            return self._pairs.in_turns(forward, labelled, pair.exchanges)
         self._pairs.run(forward, labelled, (stage.index, pair.index), stage.can_overlap(pair))
 
     def _fused(

@@ -197,9 +197,7 @@ class LocalRanks:
         total = PairCounts()
         for executors in self._executors.values():
             for counts in (executor.pair_counts() for executor in executors):
-                total.together += counts.together
-                total.in_order += counts.in_order
-                total.fused += counts.fused
+                total += counts
         return total
 
     def recording_text(self) -> str:

@@ -6,6 +6,7 @@ Uses: `model`, `data_parallel`, `common`.
 
 from __future__ import annotations
 
+from fastpipe.runtime.stage.all_to_all import all_to_all
 from fastpipe.runtime.stage.boundary import HeldTensors, TreespecCache, from_tensors, held_tensors, to_tensors
 from fastpipe.runtime.stage.context import ContextFactory, checked_contexts, current, last_microbatches
 from fastpipe.runtime.stage.losses import (
@@ -22,7 +23,16 @@ from fastpipe.runtime.stage.losses import (
     sum_in_order,
     weighed,
 )
-from fastpipe.runtime.stage.pairs import IN_ORDER, WAYS, PairCounts, PairPolicy, Pairs, check_overlap, pair_policy
+from fastpipe.runtime.stage.pairs import (
+    IN_ORDER,
+    IN_TURNS,
+    WAYS,
+    PairCounts,
+    PairPolicy,
+    Pairs,
+    check_overlap,
+    pair_policy,
+)
 from fastpipe.runtime.stage.random_numbers import (
     PER_MICROBATCH,
     Generators,

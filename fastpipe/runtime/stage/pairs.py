@@ -1,8 +1,11 @@
-"""Overlapped pairs of a forward and a backward: run in order, together, or by the modules' own method.
+"""Overlapped pairs of a forward and a backward: run in order, together, in turns, or by the modules' own method.
 
 In order: the forward, then the backward. Together: the backward in a helper thread, which needs the GIL only for Python
 functions in the graph. Which is faster depends on machine and stages, so it is measured per pair of stages; the bits
 are the same. The native executor does the same in ``csrc/core/executor.h``.
+
+In turns: in a mesh whose stages run collectives, which need one order on all ranks, pairs of stages that call
+`fastpipe.all_to_all`: the halves alternate there, also those of the native executor. Other pairs run in order there.
 
 If both stages are modules of one type with a class method ``overlapped_forward_backward``, it runs the pair. It is
 called exactly as by DualPipe (https://github.com/deepseek-ai/DualPipe), so modules written for that run unchanged::
@@ -26,12 +29,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastpipe.runtime.common import Tensors, ThreadState
+from fastpipe.runtime.stage.all_to_all import BACKWARD, FORWARD, Turns
 
 METHOD = "overlapped_forward_backward"
 
@@ -151,8 +156,8 @@ def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.
     return list(outputs)
 
 
-IN_ORDER, TOGETHER, MEASURED = "in order", "together", "measured"
-WAYS = (IN_ORDER, TOGETHER, MEASURED)
+IN_ORDER, TOGETHER, MEASURED, IN_TURNS = "in order", "together", "measured", "in turns"
+WAYS = (IN_ORDER, TOGETHER, MEASURED, IN_TURNS)
 """Indices as in the native executor."""
 OVERLAPS = ("auto", "always", "never")
 NUM_VOTES = 8
@@ -171,7 +176,12 @@ class PairPolicy:
 
 
 def pair_policy(
-    overlap: str, num_ranks_here: int, num_cores: int, device: torch.device, several_streams: bool = False
+    overlap: str,
+    num_ranks_here: int,
+    num_cores: int,
+    device: torch.device,
+    several_streams: bool = False,
+    dimensions: Sequence[str] = (),
 ) -> PairPolicy:
     """Resolve the argument ``overlap`` of the Pipeline.
 
@@ -179,7 +189,11 @@ def pair_policy(
         overlap: "auto", "always" or "never".
         num_ranks_here: number of ranks on this host.
         num_cores: number of cores that this process may use.
+        dimensions: those of the mesh over which stages run collectives.
     """
+    if dimensions and overlap == "auto":
+        reason = f"at fastpipe.all_to_all; collectives over {', '.join(dimensions)} must have one order on all ranks"
+        return PairPolicy(IN_TURNS, reason)
     if overlap != "auto":
         return PairPolicy(TOGETHER if overlap == "always" else IN_ORDER, f"overlap={overlap!r}")
     if several_streams:
@@ -243,16 +257,25 @@ class PairCounts:
         together: with the backward in the helper thread.
         in_order: forward, then backward.
         fused: by the modules' own method.
+        in_turns: in two threads that alternate at `fastpipe.all_to_all`.
     """
 
     together: int = 0
     in_order: int = 0
     fused: int = 0
+    in_turns: int = 0
 
     @property
     def total(self) -> int:
         """Number of all pairs."""
-        return self.together + self.in_order + self.fused
+        return self.together + self.in_order + self.fused + self.in_turns
+
+    def __iadd__(self, other: PairCounts) -> PairCounts:
+        self.together += other.together
+        self.in_order += other.in_order
+        self.fused += other.fused
+        self.in_turns += other.in_turns
+        return self
 
 
 @dataclass
@@ -277,7 +300,7 @@ class Pairs:
         self, forward: Callable[[], None], backward: Callable[[], None], stages: Hashable, can_overlap: bool
     ) -> None:
         """Run the F and B of a pair, in order unless ``can_overlap``; each key ``stages`` has its own measurements."""
-        if not can_overlap or self.way == IN_ORDER:
+        if not can_overlap or self.way in (IN_ORDER, IN_TURNS):
             return self._in_order(forward, backward)
         if self.way == TOGETHER:
             return self._together(forward, backward)
@@ -293,6 +316,15 @@ class Pairs:
 
     def _together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         self.counts.together += 1
+        self._in_two_threads(forward, backward)
+
+    def in_turns(self, forward: Callable[[], None], backward: Callable[[], None], backward_first: bool) -> None:
+        """Run both halves in turns, from one `fastpipe.all_to_all` to the next."""
+        self.counts.in_turns += 1
+        turns = Turns(BACKWARD if backward_first else FORWARD)
+        self._in_two_threads(partial(turns.run, FORWARD, forward), partial(turns.run, BACKWARD, backward))
+
+    def _in_two_threads(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         if self._helper is None:
             # its thread ends when the pool is collected
             self._helper = ThreadPoolExecutor(1, "fastpipe-helper", torch.set_num_threads, (self.num_threads,))
@@ -302,12 +334,12 @@ class Pairs:
             forward()
         except BaseException as found:  # raised below, when the helper is done
             error = found
-        error = _wait_to_end(running) or error
-        other = running.exception()
-        if error is not None:
-            raise error
-        if other is not None:
-            raise other
+        error = _wait_to_end(running) or error or running.exception()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error, running  # breaks the reference cycle of exception and frame
 
 
 def _with_state(state: ThreadState, backward: Callable[[], None]) -> None:

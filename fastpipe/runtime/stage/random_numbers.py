@@ -164,6 +164,7 @@ class RandomNumbers:
 
     Attributes:
         step_count: number of training steps; part of the states.
+        elsewhere: usage in this kind of step by the processes with which pairs must run alike.
         guard: guard of this step's backwards.
         guards_forward: whether forwards exclude other actions in this step.
     """
@@ -181,6 +182,7 @@ class RandomNumbers:
         self.threads = threads
         self.pairs = pairs
         self.step_count = 0
+        self.elsewhere = RngUsage(draws=False, recomputes=False)
         self.guards_forward = False
         self.guard: RngGuard = RngGuard() if runtime is None else runtime.RngGuard()
         self._generators = Generators(device)
@@ -209,6 +211,10 @@ class RandomNumbers:
     def _matters(self, has_pairs: bool) -> bool:
         return self.seed is not None or self.threads or (self.pairs and has_pairs)
 
+    def usage(self, training: bool, flags: tuple[bool, ...]) -> RngUsage:
+        """Usage in a kind of step; before the first one it is assumed."""
+        return self._kinds.get((training, flags), RngUsage(draws=True, recomputes=True))
+
     def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> bool:
         """Begin a step: decide which actions exclude each other.
 
@@ -222,9 +228,8 @@ class RandomNumbers:
         self._kind = (training, flags)
         if self.pairs and has_pairs:
             self._kind_in_pairs = self._kind
-        previous = self._kinds.get(self._kind)
-        usage = previous or RngUsage(draws=True, recomputes=True)
-        self._is_first_of_kind, self._has_drawn = previous is None, False
+        usage = self.usage(training, flags) | self.elsewhere
+        self._is_first_of_kind, self._has_drawn = self._kind not in self._kinds, False
         self.guards_forward = usage.draws and (usage.recomputes or self.seed is not None)
         self.guard.exclusive = usage.draws and usage.recomputes
         self.guard.recomputes, self.guard.recomputed = usage.recomputes, False

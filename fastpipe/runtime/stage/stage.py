@@ -20,6 +20,7 @@ from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
+from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import (
     HeldTensors,
     TreespecCache,
@@ -84,6 +85,7 @@ class Stage:
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
         has_split: whether an I has run, so that `deferred` is valid.
         peak_held_bytes: peak memory held for W.
+        exchanges: whether a forward of an earlier step has called `fastpipe.all_to_all`.
         random: guards random numbers in this step; None if not needed.
         losses: its added losses and, on the last stage, the loss.
         parallel: data parallelism of the stage; None if its module is not wrapped.
@@ -128,6 +130,7 @@ class Stage:
         self.context = ActionContext(index, *contexts)
         self.later: frozenset[str] | None = None
         self.running: int | None = None
+        self.exchanges = self._has_exchanged = False
         self.random: RandomNumbers | None = None
         self.modules = list(module.children()) if isinstance(module, Chain) else [module]
         self.recompute = recompute
@@ -152,6 +155,7 @@ class Stage:
         self.end()
         self.losses.work = work
         self.running = None
+        self.exchanges = self._has_exchanged
 
     def run(self, microbatch: int, inputs: Tensors) -> Tensors:
         """Call the module; on the last stage also the loss.
@@ -164,8 +168,14 @@ class Stage:
         """
         # stays set after an exception: of two overlapped actions it shows which one failed
         self.running = microbatch
-        with self._rng(microbatch), self.context.around_forward():
-            outputs = self._call(microbatch, inputs)
+        before = num_calls()
+        try:
+            with self._rng(microbatch), self.context.around_forward():
+                outputs = self._call(microbatch, inputs)
+        except OtherHalfError:
+            self.running = None
+            raise
+        self._has_exchanged |= num_calls() != before
         if self.random is not None:
             self.random.note_graph(outputs)
         self.running = self._visit = None
@@ -299,10 +309,14 @@ class Stage:
         with self.context.as_current(Op.F, microbatch):
             return self._forward(microbatch, inputs, splits)
 
-    def can_overlap(self, pair: Stage) -> bool:
+    def can_alternate(self, pair: Stage) -> bool:
+        """Whether F of this stage and B of ``pair`` are to run in turns, if the pipeline has such pairs."""
+        return (self.exchanges or pair.exchanges) and self.can_overlap(pair, in_turns=True)
+
+    def can_overlap(self, pair: Stage, *, in_turns: bool = False) -> bool:
         """Whether F of this stage and B of ``pair`` may run at the same time."""
-        if self.parallel is not None or pair.parallel is not None:
-            return False  # collectives must have the same order on all replicas
+        if (self.parallel is not None or pair.parallel is not None) and not (in_turns and self is not pair):
+            return False  # collectives must have the same order on all replicas, and a wrapper has one action at a time
         if self.random is None:
             return True
         guard = self.random.guard

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -40,7 +41,7 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
-from fastpipe.runtime.stage import NoLoss, RandomNumbers, Stage, StageWork
+from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
 from fastpipe.runtime.step.inputs import (
     Inputs,
     Request,
@@ -355,6 +356,8 @@ class Steps:
             )
             signature = self._signature(request, inputs)
             message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": signature}
+            if self.ranks.pairs == IN_TURNS:
+                message["random"] = astuple(self.random.usage(request.training, self._flags))
             message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
             if self.control.size > 1:
                 number = self.control.step
@@ -365,6 +368,9 @@ class Steps:
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
+        if self.ranks.pairs == IN_TURNS:
+            usages = [RngUsage(*reply["random"]) for reply in (*replies, *self.control.elsewhere)]
+            self.random.elsewhere = functools.reduce(operator.or_, usages)
         self.copies.agreed()
         if self.unfilled is not None:
             self._use_values()
