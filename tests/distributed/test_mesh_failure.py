@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -60,11 +61,27 @@ def told(pipe: Pipeline, replica: int = 0, steps: int = 2) -> tuple[StepError, s
     return errors[0], str(errors[1])
 
 
+class Late(nn.Module):
+    """A layer that takes its time in the forward behind the one in which another rank fails."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 == AT_CALL + 1:
+            time.sleep(1)
+        return self.layer(x)
+
+
 def fails(way: str, schedule: str, executor: str, victim: int) -> dict[str, Any]:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     made = layers(mesh)
     if dist.get_rank() == victim:
         made = [Failing(layer, way) if i % 2 else layer for i, layer in enumerate(made)]
+    elif way == FORWARD and dist.get_rank() % 2 == victim % 2:
+        made = [Late(layer) if i == 1 else layer for i, layer in enumerate(made)]  # the victim drains without messages
     pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
     error, again = told(pipe)
     found = {"rank": error.rank, "stage": error.stage, "action": error.action, "microbatch": error.microbatch}
