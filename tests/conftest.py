@@ -35,8 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# What takes longest, by file, so that no worker starts on it while the others have nothing left to do: of processor time,
-# or of waits. Each other file has less than 20 s of both.
+# What takes longest, of processor time or of waits, so that no worker starts on it while the others have nothing to do.
+# Each other file has less than 20 s of both.
 LONGEST_FIRST = [
     "tests/native/test_core.py",
     "tests/distributed/test_restart.py",
