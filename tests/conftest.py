@@ -35,21 +35,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# What takes longest, by file, so that no worker starts on it while the others have nothing left to do.
+# What takes longest, of processor time or of waits, so that no worker starts on it while the others have nothing to do.
+# Each other file has less than 20 s of both.
 LONGEST_FIRST = [
     "tests/native/test_core.py",
-    "tests/runtime/test_readme.py",
-    "tests/distributed/test_bits.py",
-    "tests/distributed/test_mixed.py",
-    "tests/runtime/test_example_train_gpt.py",
-    "tests/runtime/test_split_hugging_face.py",
+    "tests/distributed/test_restart.py",
     "tests/runtime/test_streams.py",
-    "tests/distributed/test_building.py",
-    "tests/distributed/test_checkpoint.py",
-    "tests/distributed/test_endurance.py",
-    "tests/runtime/test_native_build.py",
+    "tests/distributed/test_restart_memory.py",
+    "tests/runtime/test_readme.py",
+    "tests/distributed/test_mesh.py",
+    "tests/distributed/test_death.py",
+    "tests/distributed/test_bits.py",
+    "tests/distributed/test_failure.py",
+    "tests/distributed/test_mesh_failure.py",
     "tests/runtime/test_bits.py",
+    "tests/distributed/test_lost_host.py",
+    "tests/distributed/test_mixed.py",
+    "tests/distributed/test_endurance.py",
+    "tests/distributed/test_building.py",
+    "tests/distributed/test_data_parallel.py",
+    "tests/runtime/test_split_hugging_face.py",
+    "tests/runtime/test_example_train_gpt.py",
     "tests/unit/test_native_plan_sanitized.py",
+    "tests/integrations/test_launching.py",
+    "tests/runtime/test_native_build.py",
+    "tests/distributed/test_control.py",
 ]
 
 

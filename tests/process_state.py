@@ -187,11 +187,20 @@ def _children() -> Things:
     except ChildProcessError:
         return {}
     found: Things = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            number = int(entry.name)
-            status = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(status[1]) == os.getpid():
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                found[number, status[19]] = f"{number} {command or '(ended, and not waited for)'}"
+    # a kernel may not list them; to look through all processes takes longer than many a test
+    listed = [number for file in Path("/proc/self/task").glob("*/children") for number in _text(file).split()]
+    for number in listed or filter(str.isdigit, os.listdir("/proc")):
+        entry = Path("/proc", number)
+        status = _text(entry / "stat").rpartition(")")[2].split()
+        if status and int(status[1]) == os.getpid():
+            command = _text(entry / "cmdline").replace("\0", " ").strip()
+            found[int(number), status[19]] = f"{number} {command or '(ended, and not waited for)'}"
     return found
+
+
+def _text(file: Path) -> str:
+    """What is in a file of /proc; nothing once its process is gone."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

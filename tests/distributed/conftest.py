@@ -12,9 +12,24 @@ from tests.process_state import shared
 
 
 @pytest.fixture(scope="session")
-def group_of() -> Iterator[Callable[[int], Ranks]]:
-    """``group_of(4)``: four ranks, kept from test to test while they are usable."""
-    started: dict[int, Ranks] = {}
+def started() -> Iterator[dict[int, Ranks]]:
+    """The groups of ranks that there are, by their size."""
+    groups: dict[int, Ranks] = {}
+    yield groups
+    for ranks in groups.values():
+        if ranks.usable:
+            ranks.close()
+        else:
+            ranks.kill()
+
+
+@pytest.fixture(scope="module")
+def group_of(started: dict[int, Ranks]) -> Iterator[Callable[[int], Ranks]]:
+    """``group_of(4)``: four ranks, kept from test to test while they are usable.
+
+    Behind a module they are stopped until they are asked for, and not before: what they still collect may hold
+    connections of the test's.
+    """
 
     def group(size: int) -> Ranks:
         if size in started and not started[size].usable:
@@ -22,14 +37,12 @@ def group_of() -> Iterator[Callable[[int], Ranks]]:
         if size not in started:
             with shared():
                 started[size] = Ranks(size)
+        started[size].resume()
         return started[size]
 
     yield group
     for ranks in started.values():
-        if ranks.usable:
-            ranks.close()
-        else:
-            ranks.kill()
+        ranks.pause()
 
 
 @pytest.fixture

@@ -38,9 +38,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 # Of wrapper, executor and schedule each two meet: an executor begins a reduction alike whatever it is that reduces.
 TOGETHER = {
     ("ddp", "native"): list(SCHEDULES),
-    ("fsdp", "python"): list(SCHEDULES),
-    ("ddp", "python"): ["zbv", "dualpipev"],
-    ("fsdp", "native"): ["zbv", "dualpipev"],
+    ("fsdp", "python"): ["1f1b", "interleaved_zb", "dualpipev"],
+    ("ddp", "python"): ["zbv"],
+    ("fsdp", "native"): ["gpipe", "zbv"],
 }
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fastpipe import Pipeline, StepError
+from fastpipe.testing import Fault
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import ranks
 from tests.distributed.test_mesh import MICROBATCHES, GroupOf, batch, layers
@@ -19,32 +21,15 @@ FORWARD, BACKWARD, KILL = "forward", "backward", "kill"
 AT_CALL = 6  # the third microbatch of the second step
 
 
-class FailingBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
+def failing(way: str, layers: list[nn.Module]) -> list[nn.Module]:
+    """The layers, every other of which fails in one of its forwards, or of its backwards."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("a wrong gradient")
+    def error() -> Any:
+        return (lambda _: os.kill(os.getpid(), signal.SIGKILL)) if way == KILL else ArithmeticError("a wrong number")
 
-
-class Failing(nn.Module):
-    """A layer that fails in one of its forwards, or in the backward of that."""
-
-    def __init__(self, layer: nn.Module, way: str) -> None:
-        super().__init__()
-        self.layer, self.way, self.calls = layer, way, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls - 1 == AT_CALL:
-            if self.way == KILL:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.way == FORWARD:
-                raise ArithmeticError("a wrong activation")
-            x = FailingBackward.apply(x)
-        return self.layer(x)
+    return [
+        Fault(layer, AT_CALL, error(), backward=way == BACKWARD) if i % 2 else layer for i, layer in enumerate(layers)
+    ]
 
 
 def told(pipe: Pipeline, replica: int = 0, steps: int = 2) -> tuple[StepError, str]:
@@ -64,7 +49,9 @@ def fails(way: str, schedule: str, executor: str, victim: int) -> dict[str, Any]
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     made = layers(mesh)
     if dist.get_rank() == victim:
-        made = [Failing(layer, way) if i % 2 else layer for i, layer in enumerate(made)]
+        made = failing(way, made)
+    elif way == FORWARD and dist.get_rank() % 2 == victim % 2:
+        made[1] = Fault(made[1], AT_CALL + 1, lambda _: time.sleep(1))  # no message comes while the victim drains
     pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
     error, again = told(pipe)
     found = {"rank": error.rank, "stage": error.stage, "action": error.action, "microbatch": error.microbatch}
@@ -97,7 +84,7 @@ def test_an_exception_reaches_all_ranks_of_the_mesh(way: str, schedule: str, exe
         assert answer["rank"] == victim // 2 and answer["stage"] is not None
         assert kind in answer["action"] and answer["microbatch"] is not None
         assert f"rank {victim // 2} of the pipeline at tp={victim % 2}, stage" in answer["text"]
-        assert "ArithmeticError: a wrong" in answer["text"] and "start the processes again" in answer["text"]
+        assert "ArithmeticError: a wrong number" in answer["text"] and "start the processes again" in answer["text"]
         assert answer["text"] == answer["again"] == place["text"]
         assert "when the pipeline ended" in answer["notes"] and all(f"\nrank {r} " in answer["notes"] for r in range(2))
     assert "ArithmeticError" in place["cause"]
@@ -135,7 +122,7 @@ def fails_beside_replicas(way: str, schedule: str, victim: int) -> tuple[str, st
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "tp", "dp_shard"))
     made: list[nn.Module] = [fully_shard(layer, mesh=mesh["dp_shard"]) for layer in layers(mesh)]
     if dist.get_rank() == victim:
-        made = [Failing(layer, way) if i % 2 else layer for i, layer in enumerate(made)]
+        made = failing(way, made)
     pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
     error, again = told(pipe, mesh["dp_shard"].get_local_rank())
     return str(error), again
@@ -152,7 +139,7 @@ def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str) -> 
             assert text == again
             if rank % 2 == 0:
                 assert "rank 1 of the pipeline at tp=1" in text
-                assert ("its process died" if way == KILL else "a wrong activation") in text
+                assert ("its process died" if way == KILL else "a wrong number") in text
             elif way == FORWARD:
                 assert "REDUCE_GRAD: the step failed in another of the replicas" in text
             else:

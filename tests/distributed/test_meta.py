@@ -58,7 +58,7 @@ def initialised(schedule: str, executor: str) -> dict[str, int]:
     return {"held": num_bytes(made), "own": num_bytes(pipe.stage_modules.values()), "first": first}  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe"])
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe"])
 def test_initialised_stages_train_like_the_unsplit_model(schedule: str, executor: str, group_of: GroupOf) -> None:
     zero, one = group_of(2).run(initialised, schedule, executor)
     whole = num_bytes([whole_model()])
@@ -81,11 +81,10 @@ def loaded(schedule: str, folder: str, saves: bool) -> int:
     return num_bytes(made)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "dualpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_loaded_stages_train_like_the_unsplit_model(schedule: str, group_of: GroupOf, tmp_path: Path) -> None:
     held = group_of(2).run(loaded, schedule, str(tmp_path / "saved"), True)
-    if schedule != "dualpipe":
-        assert max(held) < num_bytes([whole_model()])
+    assert max(held) < num_bytes([whole_model()])
 
 
 def one_of_two() -> dict[str, Any]:
@@ -166,8 +165,7 @@ def over_a_mesh(kind: str, schedule: str, folder: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", ["dp", "tp"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("kind", "schedule"), [("dp", "1f1b"), ("tp", "zbv")])
 def test_sharded_and_spread_stages(kind: str, schedule: str, group_of: GroupOf, tmp_path: Path) -> None:
     dp = "dp" if kind == "dp" else "tp"
     assert group_of(4).run(over_a_mesh, dp, schedule, str(tmp_path / "saved")) == [2 * 12] * 4

@@ -127,7 +127,7 @@ class Layout(NamedTuple):
 
 
 # the first step is that of the check; two more have been saved when a rank is killed in the fourth
-SOME = ["construction", "step4", "save"]
+SOME = ["step4"]
 MOMENTS = ["construction", "step1", "evaluation1", "step4", "clip", "save", "evaluation9", "close"]
 LAYOUTS = [Layout(1, 2), Layout(1, 4), Layout(2, 1), Layout(2, 2)]
 

@@ -10,7 +10,7 @@ from tests.native.build import ALONE, SANITIZERS, TOGETHER, SanitizedCore
 from tests.patience import PATIENCE
 from tests.process_state import shared
 
-NUM_PROGRAMS = 60
+NUM_PROGRAMS = 40
 # The first test waits for what all of them need to be built.
 pytestmark = pytest.mark.timeout(4 * PATIENCE)
 

@@ -8,6 +8,7 @@ import torch
 from fastpipe import Pipeline, list_schedules, make_schedule
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Loopback, backward_order, reference_step
+from tests.conftest import paired
 from tests.runtime.checks import reference_of, rows_for, same_bits, train_and_compare
 from tests.runtime.models import CASES, Case, squared
 
@@ -33,8 +34,17 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), COMBINATIONS)
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "num_microbatches", "executor"),
+    [
+        (*case, executor)
+        for *case, turn in paired(COMBINATIONS)
+        for executor in (("native", "python") if case[1] == 4 else (turn,))
+    ],
+    indirect=["executor"],
+)
 def test_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
+    """On four ranks by both executors, on fewer by one of them in turn."""
     train_and_compare("plain", schedule, num_microbatches, num_ranks=num_ranks, executor=executor)
 
 
@@ -42,8 +52,11 @@ def test_no_schedule_is_left_out() -> None:
     assert {name for name, num_ranks, _ in COMBINATIONS if num_ranks == 4} == set(TRAINING)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "schedule", "executor"),
+    [(case, *way) for case in CASES for way in (("1f1b", "native"), ("dualpipev", "native"), ("dualpipev", "python"))],
+    indirect=["executor"],
+)
 def test_every_boundary(case: str, schedule: str, executor: str) -> None:
     train_and_compare(case, schedule, 4, num_ranks=2, executor=executor)
 

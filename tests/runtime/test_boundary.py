@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import math
 import pickle
@@ -21,6 +22,7 @@ from fastpipe.runtime.model.chain import names_later
 from fastpipe.runtime.stage.boundary import from_tensors, to_tensors, treespec_tensor
 from fastpipe.runtime.stage.losses import names_of
 from fastpipe.runtime.stage.stage import Chain
+from tests.conftest import paired
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, Case, squared
 from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up
@@ -314,8 +316,9 @@ HANDED_ON_TWICE = {
 }
 
 
-@pytest.mark.parametrize("first", range(1, 8))
-@pytest.mark.parametrize("name", HANDED_ON_TWICE)
+@pytest.mark.parametrize(
+    ("name", "first", "executor"), paired(itertools.product(HANDED_ON_TWICE, range(1, 8))), indirect=["executor"]
+)
 def test_a_tensor_that_is_handed_on_twice_stays_one(name: str, first: int, executor: str) -> None:
     """Wherever the model is cut; as two, the gradients of its uses would be added in another order."""
     case = HANDED_ON_TWICE[name]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import math
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -18,42 +16,6 @@ def example(monkeypatch: pytest.MonkeyPatch):
     """Import a module of the example, as the script does."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module
-
-
-@pytest.fixture
-def text_data(example) -> ModuleType:
-    return example("text_data")
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    """A library of forty files, of which those that are no text of it must not be read."""
-    for number in range(40):
-        (tmp_path / f"module_{number:02d}.py").write_text(f"value = {number:02d}\n")
-    for folder in ("site-packages", "test", "email/tests"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "other.py").write_text("not of the library")
-    return tmp_path
-
-
-def text_of(tensor) -> str:
-    return bytes(tensor.tolist()).decode()
-
-
-def test_every_twentieth_file_validates_and_the_rest_trains(text_data, library):
-    corpus = text_data.read_corpus(library)
-    assert text_of(corpus.validation) == "value = 00\nvalue = 20\n"
-    assert text_of(corpus.training) == "".join(f"value = {n:02d}\n" for n in range(40) if n % 20)
-
-
-def test_the_bigram_model_is_the_table_of_pairs(text_data):
-    text = torch.tensor(list(b"abababac" * 500), dtype=torch.uint8)
-    bigram = text_data.Bigram(text)
-    assert torch.allclose((-bigram.nats).exp().sum(1), torch.ones(256, dtype=torch.float64))
-    assert bigram.nats[ord("a"), ord("b")] == pytest.approx(-math.log(3 / 4), abs=1e-3)
-    assert bigram.nats[ord("b"), ord("a")] == pytest.approx(0, abs=1e-2)
-    unseen = (torch.tensor([[ord("z")]]), torch.tensor([[ord("q")]]))
-    assert math.isfinite(bigram.loss([unseen]))
 
 
 def small_model(example, **shape):

@@ -159,8 +159,11 @@ def test_an_added_loss_makes_a_difference_and_is_added_once(executor: str) -> No
 REDUCTIONS: dict[str, Any] = {"mean": "mean", "sum": "sum", "weight": lambda target: float(target.abs().sum())}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", "zbv"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    ("reduction", "schedule", "executor"),
+    paired(itertools.product(REDUCTIONS, ["1f1b", "dualpipe", "zbv"])),
+    indirect=["executor"],
+)
 def test_everything_weighs_like_the_loss(reduction: str, schedule: str, executor: str) -> None:
     """Over microbatches of 1, 5, 2 and 4 rows."""
     layers = [Balanced(), Block(), Balanced(), Balanced()]

@@ -79,6 +79,7 @@ def core(tree: NativeTree) -> Iterator[Path]:
     tree.build()
 
 
+@pytest.mark.nightly
 def test_a_missing_symbol_is_reported_when_it_is_loaded(tree: NativeTree, core: Path) -> None:
     core.write_text("")  # a shared library may link although core() is nowhere
     touch(core)

@@ -1,6 +1,7 @@
 """Mixed precision: autocast, one loss scale for all ranks, gradients summed in fp32."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -24,9 +25,13 @@ def in_float(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 AMP = Case(lambda n: [Balanced(recomputes=i % 3 == 2) if i % 2 else Block() for i in range(n)], loss_fn=in_float)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "1f1b_overlap"])
-@pytest.mark.parametrize(("dtype", "recompute"), list(zip(HALVES, ["none", "full"], strict=True)))
-def test_autocast_reaches_every_thread(dtype: torch.dtype, schedule: str, recompute: str, executor: str) -> None:
+@pytest.mark.parametrize(
+    ("half", "schedule", "executor"),
+    paired(itertools.product([0, 1], ["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "1f1b_overlap"])),
+    indirect=["executor"],
+)
+def test_autocast_reaches_every_thread(half: int, schedule: str, executor: str) -> None:
+    dtype, recompute = HALVES[half], ["none", "full"][half]
     unsplit = whole(AMP, 8)
     options = {"num_ranks": 2, "executor": executor, "overlap": "always", "recompute": recompute}
     pipe = Pipeline(AMP.layers(8), schedule, 8, in_float, **options)

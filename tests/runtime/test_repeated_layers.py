@@ -12,6 +12,7 @@ from torch import nn
 from fastpipe import Pipeline
 from fastpipe.runtime.model.chain import Chain
 from fastpipe.testing import reference_step
+from tests.conftest import paired
 from tests.runtime.checks import same_bits, unequal
 
 WIDTH = 6
@@ -90,7 +91,7 @@ CHANGES: dict[str, Callable[[Repeated], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "executor"), paired(CHANGES), indirect=["executor"])
 def test_what_is_changed_later_is_changed_in_all_stages(change: str, executor: str) -> None:
     layer, layers, pipe = build(executor=executor)
     compare(pipe, layers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import replace
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 import fastpipe
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.model.chain import Chain, Layers
+from tests.conftest import paired
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
@@ -37,10 +37,12 @@ def plan_for(pipe: Pipeline, costs: Any, **options: Any) -> fastpipe.Plan:
     return fastpipe.plan(costs, **numbers)
 
 
-@pytest.mark.parametrize(
-    ("name", "executor"), list(zip(sorted(CASES), cycle(["native", "python"]), strict=False)), indirect=["executor"]
-)
-def test_every_model_is_profiled_planned_and_goes_on(name: str, executor: str) -> None:
+# What a profile has to look at: trees, integers, frozen layers, recomputes, losses and metrics, what is carried along.
+MODELS = ["added_and_recomputed", "carried", "frozen_first", "metrics", "one_dict", "tokens", "two_tensors", "u_net"]
+
+
+@pytest.mark.parametrize(("name", "executor"), paired(MODELS), indirect=["executor"])
+def test_a_model_of_each_kind_is_profiled_planned_and_goes_on(name: str, executor: str) -> None:
     """Gradients accumulate over the steps before and after, and stay those of the unsplit model."""
     case = CASES[name]
     unsplit = Chain(dict(enumerate(case.layers(NUM_LAYERS))))

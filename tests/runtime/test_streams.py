@@ -188,7 +188,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         fastpipe.Pipeline([torch.nn.Linear(2, 2)], "gpipe", 2, num_ranks=1, device="cuda")
 
 
-@pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced", "cuda_ipc"])
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    "transport", ["process_group", "process_group_coalesced", pytest.param("cuda_ipc", marks=NIGHTLY)]
+)
 def test_messages_between_processes_are_waited_for_by_streams(
     library: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +222,7 @@ def test_messages_between_processes_are_waited_for_by_streams(
             assert account["waits"].get("copy to the host", 0) <= 4, where
 
 
-@pytest.mark.parametrize("transport", ["process_group", "process_group_coalesced"])
+@pytest.mark.parametrize("transport", ["process_group", pytest.param("process_group_coalesced", marks=NIGHTLY)])
 def test_recorded_steps_are_replayed(library: Path, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is in a recording that CUDA would not let into a graph, and replays have the bits of the unsplit model's
     steps, on other inputs and with other parameters each; a model that makes the host wait runs as ever, and the reason

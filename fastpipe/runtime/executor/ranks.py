@@ -318,8 +318,9 @@ class LocalRanks:
     def _note(self, failure: Failure, error: BaseException, first: Failure) -> None:
         with self._lock:
             self._note_positions()
-            # a peer lost while a failed step is drained replaces its failure, as it is fatal
-            previous = self._outcome.failure
+            # a peer lost while a failed step is drained replaces its failure, as it is fatal; but in a mesh the failure
+            # itself was published as fatal, and the drain only fails because of that
+            previous = self._outcome.first
             if previous is None or (failure.is_fatal and not previous.is_fatal):
                 self._outcome.failure, self._outcome.error, self._outcome.first = failure, error, first
 
