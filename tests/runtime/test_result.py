@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fastpipe
-from fastpipe.runtime.step.result import StepResult, Values, pack, to_host, unpack
+from fastpipe.runtime.stage import StageWork
+from fastpipe.runtime.step.result import LocalOutputs, StepResult, Values, pack, to_host, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -78,3 +80,34 @@ def test_a_result_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(result))
     assert torch.equal(again.loss, result.loss) and torch.equal(again.outputs, result.outputs)
     assert again.timeline.makespan == result.timeline.makespan
+
+
+class Event:
+    """A device's that is done when it is waited for, or that has lost a peer."""
+
+    def __init__(self, lost: bool) -> None:
+        self.waits, self._lost = 0, lost
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self._lost:
+            raise fastpipe.StepError("a message never came")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_a_device_computes_is_waited_for_when_it_is_read(lost: bool) -> None:
+    event, work = Event(lost), StageWork(losses={0: torch.tensor(1.5), 1: torch.tensor(2.5)})
+    outputs = LocalOutputs([SimpleNamespace(index=1, work=work)])  # type: ignore[list-item]
+    outputs.start_copies(torch.device("cpu"), SimpleNamespace(make=lambda device: event))  # type: ignore[arg-type]
+    assert outputs and event.waits == 0
+    if lost:
+        with pytest.raises(fastpipe.StepError, match="never came"):
+            outputs()
+        with pytest.raises(fastpipe.StepError, match="never came"):
+            pickle.dumps(outputs)
+        return
+    again = pickle.loads(pickle.dumps(outputs))
+    assert again() == outputs() and event.waits == 1
+    losses = unpack([json.loads(json.dumps(outputs()["losses"]))])
+    assert {i: loss.item() for i, ((_, loss),) in losses[1].items()} == {0: 1.5, 1: 2.5}
+    assert not LocalOutputs([SimpleNamespace(index=1, work=StageWork())])  # type: ignore[list-item]

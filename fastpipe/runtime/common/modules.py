@@ -80,11 +80,11 @@ def _rename(module: nn.Module, named: Mapping[str, torch.Tensor | None]) -> None
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters by the mesh of the DTensors among them: torch clips and unscales no mixtures with other tensors."""
+    """Parameters by the mesh of their gradients: torch clips and unscales no mixtures of tensors and DTensors."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        mesh = parameter.device_mesh if is_dtensor(parameter) else None  # type: ignore[attr-defined]
-        kinds.setdefault(mesh, []).append(parameter)
+        grad: Any = parameter.grad
+        kinds.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(parameter)
     return list(kinds.values())
 
 
