@@ -149,6 +149,9 @@ class Pipeline:
             which rank it waits for. Default: a tenth of `timeout`, at most 60. ``float("inf")`` reports nothing.
         cuda_graph: record a CUDA graph of a step per signature of its inputs, and replay it. Steps that cannot be
             recorded run without; `describe` gives the reason. See docs/training.md for its effects.
+        audit: the share of the work, 0.05 for example, that another rank computes again to find hardware that computes
+            wrong numbers: a `fastpipe.CorruptionError` on all ranks names the rank. Needs several processes and a list
+            of layers. See docs/reliability.md.
 
     Attributes:
         schedule: the schedule.
@@ -199,6 +202,7 @@ class Pipeline:
         cache_carried: bool = False,
         cuda_graph: bool = False,
         warn_after: float | None = None,
+        audit: float | None = None,
     ) -> None:
         arguments = Arguments(
             ModelArguments(
@@ -236,6 +240,7 @@ class Pipeline:
                 backward_context=backward_context,
                 cuda_graph=cuda_graph,
                 warn_after=warn_after,
+                audit=audit,
             ),
         )
         world = find_world(arguments)

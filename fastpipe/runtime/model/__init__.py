@@ -36,6 +36,7 @@ from fastpipe.runtime.model.copies import (
     Made,
     NoCopies,
     StageCopies,
+    accumulated,
     check_told,
     make_copies,
     modules_by_rank,
@@ -53,7 +54,7 @@ from fastpipe.runtime.model.cuts import (
     layer_ranges,
     restored,
 )
-from fastpipe.runtime.model.meta import Unfilled, assignable, is_on_meta
+from fastpipe.runtime.model.meta import Unfilled, assignable, is_on_meta, skeleton
 from fastpipe.runtime.model.modules import (
     Named,
     Stages,

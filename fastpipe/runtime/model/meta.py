@@ -7,6 +7,7 @@ initialised is found before the first step, in particular a buffer that no check
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,15 @@ _HOW = (
 def is_on_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer of it has no memory."""
     return any(tensor.is_meta for _, tensor in tensors_of(module))
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers are on meta; it takes no memory for them."""
+    made: dict[int, Any] = {}
+    for _, tensor in tensors_of(module):
+        own = torch.empty_like(tensor, device="meta", requires_grad=False)
+        made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+    return copy.deepcopy(module, made)
 
 
 class Unfilled:
