@@ -659,6 +659,8 @@ class Pipeline:
             text += "\nmeta        stages are built on the meta device: to_empty or load them before the first step"
         if self._world.control.remark:
             text += f"\ncontrol     {self._world.control.remark}"
+        if self._arguments.execution.audit is not None:
+            text += f"\naudit       {steps.audit or 'no: the device may not compute the same bits twice'}"
         if self._arguments.execution.cuda_graph:
             text += f"\ncuda graph  {steps.ranks.recording_text() or 'no: ' + engine.graph_refusal}"
         counts = steps.ranks.pair_counts()

@@ -413,6 +413,7 @@ class Audit:
 
     Attributes:
         finding: what the last step's audit found, if anything.
+        num_computed: the number of microbatches that this process has computed again.
     """
 
     def __init__(
@@ -426,6 +427,7 @@ class Audit:
     ) -> None:
         self.share, self.rank, self.device = share, rank, device
         self.finding: Finding | None = None
+        self.num_computed = 0
         self._copies, self._exchange, self._control = copies, exchange, control
         self._generators = Generators(device)
         self._weights = WeightSums()
@@ -437,6 +439,10 @@ class Audit:
         self._received: torch.Tensor | None = None
         """As auditor: what is computed again."""
         self._has_doubts = False
+
+    def __str__(self) -> str:
+        """One line for `Pipeline.describe`."""
+        return f"a share of {self.share} of the work; {self.num_computed} microbatches were computed again here"
 
     def begin(self, program: Program, step: int, stages: Sequence[Stage]) -> AbstractContextManager[None]:
         """Before a step: compute again what this rank has received after the last one.
@@ -554,6 +560,7 @@ class Audit:
                     _put(buffers, given["buffers"])
                     self._generators.restore(given["random"])
                     _run(stage, i, given)
+                    self.num_computed += 1
         finally:
             stage.end()
             self._generators.restore(states)
