@@ -142,17 +142,18 @@ def draw(share: float, step: int, program: Program) -> Draw | None:
     """
     held = _held(program.placement)
     owner, stage = held[microbatch_seed(0, step, 0, 0) % len(held)]
-    ops, stages, microbatches = program.columns[owner][:3]
-    forwards = microbatches[(stages == stage) & ((ops == Op.F) | (ops == Op.OVERLAP_F_B))].tolist()
-    split = set(microbatches[(stages == stage) & (ops == Op.I)].tolist())
     limit = share * len(held) * 2**64
-    chosen = {i: i in split for i in sorted(forwards) if microbatch_seed(0, step, 1, i) < limit}
-    if not chosen:
+    chosen = [i for i in range(program.num_microbatches) if microbatch_seed(0, step, 1, i) < limit]
+    ops, stages, microbatches = program.columns[owner][:3]
+    forwards = set(microbatches[(stages == stage) & ((ops == Op.F) | (ops == Op.OVERLAP_F_B))].tolist())
+    split = set(microbatches[(stages == stage) & (ops == Op.I)].tolist())
+    drawn = {i: i in split for i in chosen if i in forwards}
+    if not drawn:
         return None
     routes = program.placement.routes
     others = [rank for rank in range(program.num_ranks) if rank != owner]
     auditor = max(others, key=lambda rank: min(route.index(rank) for route in routes if rank in route))
-    return Draw(owner, auditor, stage, chosen)
+    return Draw(owner, auditor, stage, drawn)
 
 
 def bit_sums(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
@@ -164,13 +165,14 @@ def bit_sums(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
 
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    size = tensor.element_size()
+    if tensor.is_contiguous() and not (tensor.numel() * size % 8 or tensor.storage_offset() * size % 8):
+        return tensor.view(-1).view(torch.int64).sum()  # nearly all weights and activations
     (dense,) = dense_all([tensor if tensor.layout is torch.strided else tensor.to_dense()])
-    if dense.storage_offset() * dense.element_size() % 8:
-        dense = copy_of(dense)
-    memory = flat(dense)
+    memory = flat(copy_of(dense))
     whole = len(memory) // 8 * 8
-    total = memory[:whole].view(torch.int64).sum()
-    return total if whole == len(memory) else total + memory[whole:].sum()
+    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum()
 
 
 class _Watch(torch.autograd.Function):
@@ -452,11 +454,7 @@ class Audit:
         """
         self._recorder, self._data = None, None
         if self._received is not None:
-            record = unpacked(self._received)
-            found = self._compute(record)
-            self._has_doubts = any(
-                _chosen(own["sums"], found[i]) != own["sums"] for i, own in record["microbatches"].items()
-            )
+            self._check(self._received)
         self._weights.begin(stages)
         self._draw = drawn = draw(self.share, step, program)
         if drawn is None or drawn.owner != self.rank:
@@ -465,6 +463,13 @@ class Audit:
         stage = next(stage for stage in stages if stage.index == drawn.stage)
         self._recorder = Recorder(stage, drawn.microbatches, self._generators)
         return self._recorder.attached()
+
+    def _check(self, data: torch.Tensor) -> None:
+        """Compute again what was received; keep it for a vote if the results differ."""
+        self._received, record = None, unpacked(data)
+        found = self._compute(record)
+        if any(_chosen(own["sums"], found[i]) != own["sums"] for i, own in record["microbatches"].items()):
+            self._received, self._has_doubts = data, True
 
     def report(self) -> Reply:
         """After a step that succeeded on this rank: what the others must know."""
