@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +18,7 @@ from torch import nn
 
 import fastpipe
 from fastpipe import CorruptionError, Pipeline
-from fastpipe.runtime.step.audit import draw
+from fastpipe.runtime.step.audit import bit_sums, draw
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf
@@ -209,7 +214,7 @@ def test_a_stage_that_is_computed_wrong_once(where: str, schedule: str, executor
         assert (one.rank, one.stage, one.microbatch) == (owner, 1, 0)
         assert "is wrong: 2 of 2 ranks compute other bits; this time rank 1 agrees" in one.text
         expected = {"forward": "output 0", "backward": "the gradient of", "weight": "the gradient of 1.weight"}
-        assert expected[where] in one.text and "restart from a checkpoint" in one.text
+        assert expected[where] in one.text and "restart from an earlier checkpoint" in one.text
 
 
 def test_a_rank_that_is_always_wrong(group_of: GroupOf) -> None:
@@ -328,6 +333,100 @@ def hooked() -> tuple[int, list[float]]:
 def test_hooks_failed_steps_and_evaluation(group_of: GroupOf) -> None:
     first, second = group_of(2).run(hooked)
     assert first[1] == second[1] and first[0] + second[0] > 0
+
+
+def called_otherwise() -> list[int]:
+    """How much was computed again where steps are called in other ways."""
+    found = []
+
+    def pipeline(layers: list[nn.Module], loss_fn: Any = nn.functional.mse_loss, **options: Any) -> Pipeline:
+        return Pipeline(layers, "1f1b", COUNT, loss_fn, audit=0.5, **options)
+
+    def note(pipe: Pipeline) -> None:
+        assert pipe._steps.audit is not None
+        found.append(pipe._steps.audit.num_computed)
+
+    torch.manual_seed(0)
+    pipe = pipeline([Block(), Block()])
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=step != 2):
+            pipe.step(*batch(step)[:1], target=batch(step)[1])
+        optimizer.step()
+    note(pipe)
+    pipe = pipeline([nn.Embedding(9, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())], None)
+    for step in range(4):
+        if step == 2 and 0 in pipe.stage_modules:  # what is trained, and how, may change between steps
+            pipe.stage_modules[0].requires_grad_(False)
+        if step == 3:
+            pipe.eval()
+        pipe.step(torch.arange(4 * COUNT) % 9, output_grad=batch(step)[0])
+    note(pipe)
+    pipe = pipeline([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], loss_reduction="sum")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = fastpipe.GradScaler(pipe)
+    for step in range(4):
+        pipe.step(*batch(step)[:1], target=batch(step)[1])
+        scaler.step(optimizer)
+        scaler.update()
+    note(pipe)
+    return found
+
+
+def test_other_calls(group_of: GroupOf) -> None:
+    first, second = group_of(2).run(called_otherwise)
+    assert [a + b for a, b in zip(first, second, strict=True)] == [3 * COUNT] * 3
+
+
+def dropped() -> list[bool]:
+    """Whether a pipeline whose steps are audited goes at once, without Python's collector; after a finding, too."""
+    found = []
+    for steps in (4, 8):
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+        gc.disable()
+
+        def between(step: int, weight: torch.Tensor = layers[1].weight) -> None:
+            if step == 4:
+                flip_bit(weight)
+
+        with contextlib.suppress(CorruptionError):
+            train(pipe, steps, between)
+        known = weakref.ref(pipe), weakref.ref(pipe._steps.audit)
+        del pipe
+        found += [reference() is None for reference in known]
+        gc.enable()
+    return found
+
+
+def test_a_dropped_pipeline_goes_at_once(group_of: GroupOf) -> None:
+    assert group_of(2).run(dropped) == [[True] * 4] * 2
+
+
+def test_draws() -> None:
+    """Each microbatch of each stage as often as the share says, and each stage again and again: docs/reliability.md."""
+    program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8))
+    drawn = [draw(0.05, step, program) for step in range(20_000)]
+    counts = Counter((one.stage, i) for one in drawn if one is not None for i in one.microbatches)
+    assert len(counts) == 32 and all(0.045 < count / len(drawn) < 0.055 for count in counts.values())
+    steps = {stage: [k for k, one in enumerate(drawn) if one is not None and one.stage == stage] for stage in range(4)}
+    gaps = [later - step for found in steps.values() for step, later in itertools.pairwise([-1, *found])]
+    assert max(gaps) == 43 and round(sum(gaps) / len(gaps)) == 5
+    # the ranks that wait longest for their first input
+    assert {(one.owner, one.auditor) for one in drawn if one is not None} == {(0, 3), (1, 3), (2, 3), (3, 2)}
+
+
+def test_one_flipped_bit_changes_a_sum() -> None:
+    base = torch.randn(7, 5)
+    odd = [base, base.t(), base[1:, 1:], base.bfloat16(), base[:, :1].expand(7, 5), torch.ones(3, dtype=torch.bool)]
+    for tensor in [*odd, base.to(torch.complex64), torch.tensor(1.5), torch.zeros(0, 3)]:
+        (total,) = bit_sums([tensor])
+        assert bit_sums([None, tensor.clone()]) == [None, total]
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        if tensor.numel():
+            copy.view(-1).view(torch.uint8)[-1] ^= 1
+            assert bit_sums([copy]) != [total]
 
 
 def many(steps: int, schedule: str) -> int:

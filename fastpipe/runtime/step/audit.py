@@ -360,6 +360,7 @@ class WeightSums:
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
+        self._is_in_step = False
         self._noted: dict[int, tuple[nn.Parameter, tuple[int, int], int | None]] = {}
         own = weakref.ref(self)
 
@@ -373,6 +374,9 @@ class WeightSums:
         """Before a step."""
         named = [(state_prefix(s.module, s.index) + name, p) for s in stages for name, p in s.module.named_parameters()]
         self._names = {id(parameter): name for name, parameter in named}
+        if self._is_in_step:  # the last step failed, and any optimizer may have written since
+            self._noted.clear()
+        self._is_in_step = True
         self.note(p for _, p in named if id(p) not in self._noted or self._noted[id(p)][1] != _state(p))
 
     def note(self, parameters: Iterable[Any]) -> None:
@@ -383,7 +387,7 @@ class WeightSums:
 
     def changed(self) -> list[str]:
         """After a step: the names of weights that have other bits than when they were noted."""
-        noted, self._noted = self._noted.values(), {}
+        noted, self._noted, self._is_in_step = self._noted.values(), {}, False
         same = [(p, total) for p, state, total in noted if id(p) in self._names and _state(p) == state]
         now = bit_sums(p for p, _ in same)
         return [self._names[id(p)] for (p, total), found in zip(same, now, strict=True) if total != found]
@@ -537,12 +541,12 @@ class Audit:
         record = unpacked(data)
         found = self._compute(record)
         replies = self._control.exchange("audit", {"sums": [found[i] for i in record["microbatches"]]})
-        place = Place(record["step"], record["owner"], auditor, record["stage"])
+        place = Place(record["step"], record["stage"], record["owner"], auditor)
         findings = [
             judged(place, i, own["sums"], [reply["sums"][number] for reply in replies])
             for number, (i, own) in enumerate(record["microbatches"].items())
         ]
-        # the auditor's doubts are a finding themselves if nobody shares them now
+        # if nobody shares the auditor's doubts now, it was wrong itself
         return next((finding for finding in findings if finding is not None), _of_auditor(place))
 
     def _compute(self, record: Mapping[str, Any]) -> dict[int, Sums]:
@@ -582,8 +586,8 @@ class Audit:
         if self.finding is not None:
             found, self.finding = self.finding, None
             raise CorruptionError(
-                f"{found.text}. Numbers of this training are wrong since then, or longer: restart from a checkpoint "
-                "before it, and test the host",
+                f"audit: {found.text}. What was trained since then, or before, may be wrong: restart from an earlier "
+                "checkpoint, and test the host",
                 rank=found.rank,
                 stage=found.stage,
                 microbatch=found.microbatch,
@@ -621,17 +625,17 @@ def _run(stage: Stage, microbatch: int, given: Mapping[str, Any]) -> None:
         stage.backward(microbatch, grads)
 
 
-class Place(NamedTuple):
-    """What was computed, and by whom."""
-
-    step: int
-    owner: int
-    auditor: int
-    stage: int
-
-
 def _chosen(original: Sums, found: Sums) -> dict[str, int | None]:
     return {name: found.get(name) for name in original}
+
+
+class Place(NamedTuple):
+    """What was computed, by whom, and by whom again."""
+
+    step: int
+    stage: int
+    owner: int
+    auditor: int
 
 
 def judged(place: Place, microbatch: int, original: Sums, found: Sequence[Sums]) -> Finding | None:
@@ -641,44 +645,41 @@ def judged(place: Place, microbatch: int, original: Sums, found: Sequence[Sums])
         place: of the microbatch.
         microbatch: its number.
         original: the owner's sums.
-        found: those of all ranks, who have computed it again.
+        found: those of all ranks, which have computed it again.
 
     Returns:
         None if all agree with the owner.
     """
-    texts = [json.dumps(_chosen(original, sums)) for sums in found]
-    (best, count), *_ = Counter(texts).most_common(1)
     name = next((n for sums in found for n in original if sums.get(n) != original[n]), None)
     if name is None:
         return None
-    what = f"{name} of stage {place.stage}, microbatch {microbatch}, step {place.step}, computed on rank {place.owner}"
-    if 2 * count <= len(found):
-        text = f"{what}, is not what rank {place.auditor} computes, also when both repeat it: one of them is wrong"
-        return Finding(text, None, place.stage, microbatch)
+    texts = [json.dumps(_chosen(original, sums)) for sums in found]
+    ((best, count),) = Counter(texts).most_common(1)
     wrong = [rank for rank, text in enumerate(texts) if text != best]
+    owner = place.owner
+    what = f"{name} of stage {place.stage}, microbatch {microbatch}, step {place.step}, computed on rank {owner},"
+    if 2 * count <= len(found):
+        text = f"{what} is not what rank {place.auditor} computes, also when both repeat it: one of them is wrong"
+        return Finding(text, None, place.stage, microbatch)
     if json.dumps(original) == best:
-        return _wrong(f"{what}, is right, and rank {wrong[0]} computes it wrong", wrong[0], place, microbatch)
-    again = "it is wrong again" if place.owner in wrong else f"this time rank {place.owner} agrees with them"
-    text = f"{what}, is wrong: {count} of {len(found)} ranks compute other bits; {again}"
-    return _wrong(text, place.owner, place, microbatch)
-
-
-def _wrong(text: str, rank: int, place: Place, microbatch: int | None = None) -> Finding:
-    return Finding(f"audit: {text}", rank, place.stage, microbatch)
+        text = f"{what} is right, and rank {wrong[0]} computes it wrong"
+        return Finding(text, wrong[0], place.stage, microbatch)
+    again = "it is wrong again" if owner in wrong else f"this time rank {owner} agrees with them"
+    text = f"{what} is wrong: {count} of {len(found)} ranks compute other bits; {again}"
+    return Finding(text, owner, place.stage, microbatch)
 
 
 def _of_auditor(place: Place) -> Finding:
-    return _wrong(
+    text = (
         f"rank {place.auditor} computed stage {place.stage} of step {place.step} again with other bits than rank "
-        f"{place.owner}, and now agrees with all ranks: it was wrong once",
-        place.auditor,
-        place,
+        f"{place.owner}, and now agrees with all ranks: it was wrong once"
     )
+    return Finding(text, place.auditor, place.stage)
 
 
 def _of_weights(rank: int, names: Sequence[str]) -> Finding:
-    return Finding(
-        f"audit: {listed(names)} on rank {rank} changed between the last step of the optimizer and the end of this "
-        "step, and nothing wrote to it (a script that does so through .data must write under torch.no_grad() instead)",
-        rank,
+    text = (
+        f"{listed(names)} on rank {rank} changed between the last step of the optimizer and the end of this step, and "
+        "nothing wrote to it (a script that does so through .data must write under torch.no_grad() instead)"
     )
+    return Finding(text, rank)
