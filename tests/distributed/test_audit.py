@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch import nn
 
 import fastpipe
 from fastpipe import CorruptionError, Pipeline
-from fastpipe.runtime.step.audit import bit_sums, draw
+from fastpipe.runtime.step.audit import draw
+from fastpipe.runtime.step.weight_sums import bit_sums
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf
@@ -333,6 +335,27 @@ def hooked() -> tuple[int, list[float]]:
 def test_hooks_failed_steps_and_evaluation(group_of: GroupOf) -> None:
     first, second = group_of(2).run(hooked)
     assert first[1] == second[1] and first[0] + second[0] > 0
+
+
+class Scales(nn.Linear):
+    """Takes an object that only its own process has."""
+
+    def forward(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x) * scale()
+        return out
+
+
+def unsendable() -> str:
+    pipe = Pipeline([Scales(WIDTH, WIDTH) for _ in range(2)], "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+    x, target = batch(0)
+    with pytest.raises((ValueError, fastpipe.StepError)) as caught:
+        pipe.step(x, target=target, scale=[partial(float, 2)] * COUNT)
+    return str(caught.value)
+
+
+def test_what_cannot_be_sent_is_an_error_on_all_ranks(group_of: GroupOf) -> None:
+    for text in group_of(2).run(unsendable):
+        assert "is given cannot be sent to another rank; give it in another form, or leave audit out" in text
 
 
 def called_otherwise() -> list[int]:

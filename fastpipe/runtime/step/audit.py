@@ -7,14 +7,12 @@ microbatch's part of the gradients of weights (`Recorder`). After the step it se
 copy of the stage that has no memory in between (`skeleton`). If sums differ, all ranks compute them again, and the
 majority decides which rank was wrong.
 
-Weights at rest are not recomputed: each rank compares their sums at the end of a step with those after the optimizer's
-last step, or at the begin (`WeightSums`).
+Weights at rest are not computed again: each rank compares their sums (`fastpipe.runtime.step.weight_sums`).
 """
 
 from __future__ import annotations
 
 import json
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastpipe.errors import CorruptionError
 from fastpipe.placement import Placement
@@ -39,11 +36,10 @@ from fastpipe.runtime.common import (
     pytree,
     set_grad_dtype,
     torch_private,
-    version_of,
     walked,
 )
 from fastpipe.runtime.coordination import Control, Reply
-from fastpipe.runtime.model import accumulated, as_layers, state_prefix
+from fastpipe.runtime.model import accumulated, as_layers
 from fastpipe.runtime.stage import (
     Current,
     Generators,
@@ -54,6 +50,7 @@ from fastpipe.runtime.stage import (
     microbatch_seed,
     to_tensors,
 )
+from fastpipe.runtime.step.weight_sums import WeightSums, bit_sums
 
 Exchange = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors, memory for the peer's) -> the peer's``; `fastpipe.runtime.transport.Transport.exchange`."""
@@ -154,25 +151,6 @@ def draw(share: float, step: int, program: Program) -> Draw | None:
     others = [rank for rank in range(program.num_ranks) if rank != owner]
     auditor = max(others, key=lambda rank: min(route.index(rank) for route in routes if rank in route))
     return Draw(owner, auditor, stage, drawn)
-
-
-def bit_sums(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
-    """The 64-bit sum of each tensor's bits; one flipped bit changes it."""
-    sums = [None if tensor is None else _bit_sum(tensor) for tensor in tensors]
-    found = [total for total in sums if total is not None]
-    values = iter(torch.stack(found).tolist() if found else [])
-    return [None if total is None else next(values) for total in sums]
-
-
-def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    size = tensor.element_size()
-    if tensor.is_contiguous() and not (tensor.numel() * size % 8 or tensor.storage_offset() * size % 8):
-        return tensor.view(-1).view(torch.int64).sum()  # nearly all weights and activations
-    (dense,) = dense_all([tensor if tensor.layout is torch.strided else tensor.to_dense()])
-    memory = flat(copy_of(dense))
-    whole = len(memory) // 8 * 8
-    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum()
 
 
 class _Watch(torch.autograd.Function):
@@ -351,52 +329,6 @@ def unpacked(data: torch.Tensor) -> Any:
     return tree
 
 
-class WeightSums:
-    """Finds weights whose bits change although nothing writes to them.
-
-    A weight is summed after each step of an optimizer, or else at the begin of a step, and again at the end of the
-    step. If its version counter is the same, nothing has written to it in between.
-    """
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-        self._is_in_step = False
-        self._noted: dict[int, tuple[nn.Parameter, tuple[int, int], int | None]] = {}
-        own = weakref.ref(self)
-
-        def after_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (sums := own()) is not None:
-                sums.note(p for group in optimizer.param_groups for p in group["params"])
-
-        weakref.finalize(self, register_optimizer_step_post_hook(after_optimizer).remove)
-
-    def begin(self, stages: Iterable[Stage]) -> None:
-        """Before a step."""
-        named = [(state_prefix(s.module, s.index) + name, p) for s in stages for name, p in s.module.named_parameters()]
-        self._names = {id(parameter): name for name, parameter in named}
-        if self._is_in_step:  # the last step failed, and any optimizer may have written since
-            self._noted.clear()
-        self._is_in_step = True
-        self.note(p for _, p in named if id(p) not in self._noted or self._noted[id(p)][1] != _state(p))
-
-    def note(self, parameters: Iterable[Any]) -> None:
-        """Sum the local ones of these weights."""
-        own = [p for p in parameters if id(p) in self._names and not p.is_meta]
-        for parameter, total in zip(own, bit_sums(own), strict=True):
-            self._noted[id(parameter)] = parameter, _state(parameter), total
-
-    def changed(self) -> list[str]:
-        """After a step: the names of weights that have other bits than when they were noted."""
-        noted, self._noted, self._is_in_step = self._noted.values(), {}, False
-        same = [(p, total) for p, state, total in noted if id(p) in self._names and _state(p) == state]
-        now = bit_sums(p for p, _ in same)
-        return [self._names[id(p)] for (p, total), found in zip(same, now, strict=True) if total != found]
-
-
-def _state(parameter: torch.Tensor) -> tuple[int, int]:
-    return version_of(parameter), parameter.data_ptr()
-
-
 class Finding(NamedTuple):
     """What an audit found; the attributes are those of `fastpipe.CorruptionError`."""
 
@@ -478,7 +410,14 @@ class Audit:
     def report(self) -> Reply:
         """After a step that succeeded on this rank: what the others must know."""
         if self._recorder is not None:
-            self._data = packed(self._record(self._recorder), self._recorder.stage.index, self.device)
+            stage = self._recorder.stage.index
+            try:
+                self._data = packed(self._record(self._recorder), stage, self.device)
+            except ValueError as error:
+                raise ValueError(
+                    f"audit: what stage {stage} is given cannot be sent to another rank; give it in another form, or "
+                    f"leave audit out ({error})"
+                ) from error
         self._recorder = None
         reply: Reply = {"doubts": True} if self._has_doubts else {}
         return reply | ({"changed": changed} if (changed := self._weights.changed()) else {})
