@@ -24,6 +24,8 @@ from fastpipe.runtime.step.weight_sums import bit_sums
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf
+from tests.runtime.checks import rows_for
+from tests.runtime.models import CASES
 
 COUNT, WIDTH = 8, 6
 V_SHAPED = ("zbv", "dualpipev")
@@ -356,6 +358,25 @@ def unsendable() -> str:
 def test_what_cannot_be_sent_is_an_error_on_all_ranks(group_of: GroupOf) -> None:
     for text in group_of(2).run(unsendable):
         assert "is given cannot be sent to another rank; give it in another form, or leave audit out" in text
+
+
+def awkward_case(name: str, schedule: str) -> int:
+    case = CASES[name]
+    pipe = Pipeline(case.layers(4), schedule, 4, case.loss_fn, split=case.split, audit=most(schedule))
+    for one in case.batches(6, rows_for(4)):
+        pipe.step(*one.args, target=one.target, **one.kwargs)
+        with torch.no_grad():
+            for parameter in (p for p in pipe.parameters() if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=0.01)
+    assert pipe._steps.audit is not None
+    return pipe._steps.audit.num_computed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_awkward_models(name: str, group_of: GroupOf) -> None:
+    """Odd strides, and slices of a batch that are not aligned: kernels sum in another order by both."""
+    for schedule in ("1f1b", "zbv"):
+        assert sum(group_of(2).run(awkward_case, name, schedule)) == 5 * 4
 
 
 def called_otherwise() -> list[int]:

@@ -27,10 +27,6 @@ from fastpipe.placement import Placement
 from fastpipe.program import Op, Program
 from fastpipe.runtime.common import (
     Tensors,
-    TensorSpec,
-    copy_of,
-    dense_all,
-    flat,
     listed,
     parameters_of,
     pytree,
@@ -218,7 +214,7 @@ class Recorder:
             return lambda grad: found.update({name: _sum_of(grad)})
 
         def keep(place: int) -> Callable[[torch.Tensor], None]:
-            return lambda grad: given.update({place: grad.detach().clone()})
+            return lambda grad: given.update({place: _copy(grad)})
 
         entered = tuple(_watch(t, note(f"the gradient of input {place}")) for place, t in enumerate(inputs))
         outputs = call(microbatch, entered)
@@ -275,7 +271,7 @@ def _sum_of(tensor: torch.Tensor) -> int:
 def _copied(copies: dict[int, torch.Tensor], leaf: Any) -> Any:
     """A copy of a tensor, one for all its occurrences; any other value itself."""
     if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
-        copies[id(leaf)] = copy_of(dense_all([leaf])[0])
+        copies[id(leaf)] = _copy(leaf)
     return copies.get(id(leaf), leaf)
 
 
@@ -305,26 +301,57 @@ def _put(places: Sequence[tuple[dict[str, Any], str, Any]], values: Sequence[tor
         own[name] = value
 
 
+_ALIGNMENT = 64
+"""Bytes. Kernels choose their order of summation by strides, and by the place of the memory modulo this."""
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes from a tensor's first element to its last one, with gaps if it has any."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((last + 1 if tensor.numel() else 0,), (1,)).view(torch.uint8)
+
+
+def _laid_out(memory: torch.Tensor, like: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """A tensor with these bytes, of such dtype, sizes, strides, place in memory, and gradient flag."""
+    dtype, size, stride, place, requires_grad = like
+    room = torch.empty(len(memory) + _ALIGNMENT, dtype=torch.uint8, device=device)
+    start = (place - room.data_ptr()) % _ALIGNMENT
+    own = room[start : start + len(memory)].copy_(memory)
+    return own.view(getattr(torch, dtype)).as_strided(size, stride).requires_grad_(requires_grad)
+
+
+def _layout(tensor: torch.Tensor) -> list[Any]:
+    place = tensor.data_ptr() % _ALIGNMENT
+    return [str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.stride(), place, tensor.requires_grad]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on which kernels compute the same bits."""
+    with torch.no_grad():
+        tensor = tensor.resolve_conj().resolve_neg()
+        return _laid_out(_memory(tensor), _layout(tensor), tensor.device)
+
+
 def packed(tree: Any, stage: int, device: torch.device) -> torch.Tensor:
     """A tree as bytes, exact to the last bit and without pickles."""
-    tensors = dense_all(to_tensors(tree, {}, stage))
-    specs = [[str(t.dtype)[6:], t.shape, t.stride(), t.requires_grad, t.device.type == "cpu"] for t in tensors]
-    text = json.dumps(specs).encode()
+    tensors = to_tensors(tree, {}, stage)
+    text = json.dumps([[*_layout(tensor), tensor.device.type == "cpu"] for tensor in tensors]).encode()
     head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    return torch.cat([head.to(device), *(flat(tensor).to(device) for tensor in tensors)])
+    return torch.cat([head.to(device), *(_memory(tensor).to(device) for tensor in tensors)])
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """The tree of `packed`; its tensors have memory of their own, aligned as those of the owner."""
+    """The tree of `packed`."""
     start = 8 + int.from_bytes(data[:8].cpu().numpy().tobytes(), "little")
     tensors = []
-    for dtype, size, stride, requires_grad, on_host in json.loads(data[8:start].cpu().numpy().tobytes()):
-        spec = TensorSpec(getattr(torch, dtype), tuple(size), tuple(stride), requires_grad)
-        tensor = spec.empty(torch.device("cpu") if on_host else data.device)
-        memory = flat(tensor)
-        memory.copy_(data[start : start + len(memory)])
-        start += len(memory)
-        tensors.append(tensor.requires_grad_(requires_grad))
+    for *like, on_host in json.loads(data[8:start].cpu().numpy().tobytes()):
+        dtype, size, stride, *_ = like
+        last = sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+        length = (last + 1 if 0 not in size else 0) * getattr(torch, dtype).itemsize
+        device = torch.device("cpu") if on_host else data.device
+        with torch.no_grad():
+            tensors.append(_laid_out(data[start : start + length], like, device))
+        start += length
     (tree,), _ = from_tensors(tuple(tensors))
     return tree
 
