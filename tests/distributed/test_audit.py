@@ -339,6 +339,27 @@ def test_hooks_failed_steps_and_evaluation(group_of: GroupOf) -> None:
     assert first[1] == second[1] and first[0] + second[0] > 0
 
 
+class InPlace(nn.Linear):
+    """Changes the batch that it gets in place, by what requires a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(self.weight[0]) + self.bias
+
+
+def changes_in_place() -> int:
+    torch.manual_seed(0)
+    pipe = Pipeline([InPlace(WIDTH, WIDTH) for _ in range(2)], "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+    for step in range(4):
+        x, target = batch(step)
+        pipe.step([part.clone() for part in x.chunk(COUNT)], target=target)
+    assert pipe._steps.audit is not None
+    return pipe._steps.audit.num_computed
+
+
+def test_inputs_that_are_changed_in_place(group_of: GroupOf) -> None:
+    assert sum(group_of(2).run(changes_in_place)) == 3 * COUNT
+
+
 class Scales(nn.Linear):
     """Takes an object that only its own process has."""
 

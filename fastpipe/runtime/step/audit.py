@@ -317,7 +317,8 @@ def _laid_out(memory: torch.Tensor, like: Sequence[Any], device: torch.device) -
     room = torch.empty(len(memory) + _ALIGNMENT, dtype=torch.uint8, device=device)
     start = (place - room.data_ptr()) % _ALIGNMENT
     own = room[start : start + len(memory)].copy_(memory)
-    return own.view(getattr(torch, dtype)).as_strided(size, stride).requires_grad_(requires_grad)
+    # detached: autograd refuses changes in place of a view that was made without gradients
+    return own.view(getattr(torch, dtype)).as_strided(size, stride).detach().requires_grad_(requires_grad)
 
 
 def _layout(tensor: torch.Tensor) -> list[Any]:
