@@ -10,7 +10,7 @@ from fastpipe._version import __version__
 from fastpipe.action import Action, ActionKind
 from fastpipe.api import compare, lower, plot, simulate
 from fastpipe.cost import CostModel
-from fastpipe.errors import FastpipeError, ProgramError, ScheduleError, StepError
+from fastpipe.errors import CorruptionError, FastpipeError, ProgramError, ScheduleError, StepError
 from fastpipe.hardware_queues import ask_for_queues
 from fastpipe.partition import partition
 from fastpipe.placement import Placement
@@ -63,6 +63,7 @@ __all__ = [
     "Candidate",
     "Channel",
     "ChannelKind",
+    "CorruptionError",
     "CostModel",
     "FastpipeError",
     "GradScaler",

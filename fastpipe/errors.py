@@ -2,7 +2,7 @@
 
 Wrong arguments are plain ``ValueError`` or ``TypeError``. What is wrong with a schedule or a program is a
 ``ScheduleError`` or ``ProgramError``, both of them ``ValueError`` too. What goes wrong while a step runs is a
-``StepError``, which is a ``RuntimeError``.
+``StepError``, which is a ``RuntimeError``; where hardware computed wrong numbers, a ``CorruptionError``.
 """
 
 from __future__ import annotations
@@ -47,3 +47,14 @@ class StepError(FastpipeError, RuntimeError):
         self.action = action
         self.microbatch = microbatch
         self.cause = cause
+
+
+class CorruptionError(StepError):
+    """An audit found numbers that the hardware computed, or kept, wrong; see ``audit`` of `Pipeline`.
+
+    Attributes:
+        rank: the rank that was wrong, or ``None`` where that is not known.
+        stage: the stage, or ``None`` for a weight that changed in memory.
+        microbatch: the microbatch, or ``None``.
+        cause: what is wrong, as text.
+    """

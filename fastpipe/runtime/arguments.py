@@ -190,6 +190,7 @@ class ExecutionArguments:
     backward_context: ContextFactory | None
     cuda_graph: bool
     warn_after: float | None = None
+    audit: float | None = None
 
     def check(self) -> None:
         """Check what does not depend on the model.
@@ -206,6 +207,11 @@ class ExecutionArguments:
                 "turns at fastpipe.all_to_all, or 'never'"
             )
         _check_switch("cuda_graph", self.cuda_graph)
+        if self.audit is not None and not (_is_seconds(self.audit) and self.audit <= 1):
+            raise ValueError(
+                f"audit = {self.audit!r}: give the share of the microbatches of stages that another rank computes "
+                "again, 0.05 for example, or None"
+            )
 
     def checked_timeout(self) -> float:
         """The timeout in seconds; infinity is allowed.
@@ -352,6 +358,19 @@ class Arguments:
         self.execution.check()
         self.model.check()
         self.schedule.check()
+        self._check_audit()
+
+    def _check_audit(self) -> None:
+        model, execution = self.model, self.execution
+        others = {
+            "data_parallel": model.data_parallel is not None,
+            "mesh": execution.mesh is not None,
+            "fused_weight_grad": model.fused_weight_grad,
+            "cache_carried": model.cache_carried,
+            "cuda_graph": execution.cuda_graph,
+        }
+        for name in (name for name, is_given in others.items() if is_given and execution.audit is not None):
+            raise ValueError(f"audit and {name}: a stage cannot be computed again with {name}; leave one of them out")
 
     @property
     def signature(self) -> dict[str, str]:

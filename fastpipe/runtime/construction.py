@@ -63,6 +63,7 @@ from fastpipe.runtime.model import (
     prefixes_message,
     prefixes_of,
     share,
+    skeleton,
     way_of,
 )
 from fastpipe.runtime.stage import (
@@ -78,7 +79,16 @@ from fastpipe.runtime.stage import (
     held_tensors,
     pair_policy,
 )
-from fastpipe.runtime.step import Programs, Steps, options_with_stages
+from fastpipe.runtime.step import (
+    Audit,
+    Programs,
+    Steps,
+    check_audit,
+    check_audited,
+    computes_on,
+    options_with_stages,
+    why_not_reproducible,
+)
 from fastpipe.runtime.transport import (
     Loopback,
     Membership,
@@ -259,6 +269,7 @@ class LocalStages:
         layer_counts: the number of layers of every stage; None for stages that the user split.
         layers: the model's layers, if they can be split differently later.
         on_meta: whether some stage, here or on another rank, has no values yet.
+        audited: copies of all stages without memory, for audits; empty without.
     """
 
     modules: dict[int, nn.Module]
@@ -270,6 +281,7 @@ class LocalStages:
     layers: Stages | None
     declared_ties: Sequence[Sequence[str]] | None
     on_meta: bool
+    audited: dict[int, Stage]
 
     @property
     def stages(self) -> list[Stage]:
@@ -278,13 +290,21 @@ class LocalStages:
 
 
 def build_stages(
-    model: ModelArguments, loss_fn: Loss, schedule: Schedule, request: BuildRequest, world: World, mesh: Any = None
+    model: ModelArguments,
+    loss_fn: Loss,
+    schedule: Schedule,
+    request: BuildRequest,
+    world: World,
+    mesh: Any = None,
+    *,
+    audits: bool = False,
 ) -> LocalStages:
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
         request: agreed.
         mesh: of DTensors between stages, if any.
+        audits: whether this process may compute any stage for an audit.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -295,6 +315,8 @@ def build_stages(
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
     cut = cut_text(layers, placement.num_stages, model.partition, request.unit, request.costs)
     counts = layer_counts(layers, placement.num_stages, model.partition)
+    every = build_modules(layers, placement.num_stages, range(placement.num_stages), model.partition) if audits else {}
+    copies = {index: skeleton(module) for index, module in every.items()}
     modules = own_modules(build_modules(layers, placement.num_stages, local, model.partition))
     check_device(modules, world.device)
     ties = find_ties(layers, modules, placement.num_stages, model.partition, tied)
@@ -305,24 +327,26 @@ def build_stages(
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
-    stages = {}
-    for rank, modules_here in by_rank.items():
+
+    def stages_of(modules: Mapping[int, nn.Module]) -> dict[int, Stage]:
         held = held_tensors(placement, model.cache_carried)
-        stages[rank] = {
+        return {
             index: _make_stage(index, module, placement, held, model, loss_fn, request, world, mesh)
-            for index, module in modules_here.items()
+            for index, module in modules.items()
         }
+
     movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(
         modules=modules,
         copies=by_rank,
-        by_rank=stages,
+        by_rank={rank: stages_of(modules_here) for rank, modules_here in by_rank.items()},
         ties=ties,
         cut=cut,
         layer_counts=counts,
         layers=movable,
         declared_ties=tied,
         on_meta=bool(on_meta_here),
+        audited=stages_of(copies),
     )
     if world.is_single_process:
         _tell_later(made.stages, [_names_taken(made.stages)])
@@ -388,11 +412,15 @@ def agree_on_stages(
         model = replace(
             arguments.model, partition=cut_by(arguments.model.partition, request.costs, schedule.num_stages)
         )
-        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world, arguments.execution.mesh)
+        execution, size = arguments.execution, world.member.size
+        audits = _audits(arguments, schedule, world)
+        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world, execution.mesh, audits=audits)
+        check_audited(execution.audit, local.stages)
         arguments.execution.check_replicas(local.stages)
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
-        plan = request.signature(arguments, world.member.size)
+        plan = request.signature(arguments, size)
+        plan |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
         plan |= {"tied": str(apart)} if apart else {}
         plan |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
         message: Reply = {"plan": plan, "seed": request.seed, "names": _names_taken(local.stages)}
@@ -405,7 +433,7 @@ def agree_on_stages(
     (model, local, executor), replies = agree(world.control, make, part="stages")
     check_alike([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
-    _tell_later(local.stages, [reply["names"] for reply in replies])
+    _tell_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
     return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
 
@@ -418,6 +446,17 @@ def _names_taken(stages: Sequence[Stage]) -> dict[str, list[str] | None]:
 def _tell_later(stages: Sequence[Stage], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
     for stage in stages:
         stage.later = names_later(messages, stage.index)
+
+
+def _audits(arguments: Arguments, schedule: Schedule, world: World) -> bool:
+    """Whether steps are audited; logs a warning if they should be, and the device does not compute equal bits."""
+    share = arguments.execution.audit
+    if share is None:
+        return False
+    check_audit(share, schedule.placement, world.member.size, arguments.model.stages)
+    if reason := why_not_reproducible(world.device):
+        logger.warning("audit = %s: %s; nothing is audited", share, reason)
+    return not reason
 
 
 def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
@@ -478,7 +517,7 @@ def make_engine(
     def stage_copies() -> StageCopies:
         return make_copies(placement, local.copies, exchange)
 
-    if exchange is not None and between_ranks(local.ties, placement):
+    if exchange is not None and (local.audited or between_ranks(local.ties, placement)):
         transport.prepare_exchange()
     copies = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, stage_copies)
     if not local.on_meta:
@@ -502,6 +541,10 @@ def make_engine(
             stage.leave_mesh = ranks.mesh_groups.leave
     forward_only = not programs.has_backward(num_microbatches)
     settings = arguments.batch.settings(device, world.cores)
+    audit = None
+    if local.audited:
+        assert execution.audit is not None
+        audit = Audit(execution.audit, world.member.rank, local.audited, transport.exchange, world.control, device)
     unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
     steps = Steps(
         settings,
@@ -513,6 +556,7 @@ def make_engine(
         unfilled,
         forward_only=forward_only,
         warn_after=execution.checked_warn_after(),
+        audit=audit,
     )
     # a barrier: no rank waits in a step for one whose construction failed
     world.control.exchange("joining", {})

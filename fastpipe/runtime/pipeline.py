@@ -150,6 +150,9 @@ class Pipeline:
             which rank it waits for. Default: a tenth of `timeout`, at most 60. ``float("inf")`` reports nothing.
         cuda_graph: record a CUDA graph of a step per signature of its inputs, and replay it. Steps that cannot be
             recorded run without; `describe` gives the reason. See docs/training.md for its effects.
+        audit: the share of the work, 0.05 for example, that another rank computes again to find hardware that computes
+            wrong numbers: a `fastpipe.CorruptionError` on all ranks names the rank. Needs several processes and a list
+            of layers. See docs/reliability.md.
 
     Attributes:
         schedule: the schedule.
@@ -200,6 +203,7 @@ class Pipeline:
         cache_carried: bool = False,
         cuda_graph: bool = False,
         warn_after: float | None = None,
+        audit: float | None = None,
     ) -> None:
         arguments = Arguments(
             ModelArguments(
@@ -237,6 +241,7 @@ class Pipeline:
                 backward_context=backward_context,
                 cuda_graph=cuda_graph,
                 warn_after=warn_after,
+                audit=audit,
             ),
         )
         world = find_world(arguments)
@@ -655,6 +660,8 @@ class Pipeline:
             text += "\nmeta        stages are built on the meta device: to_empty or load them before the first step"
         if self._world.control.remark:
             text += f"\ncontrol     {self._world.control.remark}"
+        if self._arguments.execution.audit is not None:
+            text += f"\naudit       {steps.audit or 'no: the device may not compute the same bits twice'}"
         if self._arguments.execution.cuda_graph:
             text += f"\ncuda graph  {steps.ranks.recording_text() or 'no: ' + engine.graph_refusal}"
         counts = steps.ranks.pair_counts()

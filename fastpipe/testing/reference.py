@@ -387,6 +387,18 @@ def _separate_halves(model: nn.Module, schedule: Schedule) -> Iterator[Callable[
         parameter.grad = a if half_sum is None else half_sum if a is None else a + half_sum
 
 
+def flip_bit(tensor: torch.Tensor, element: int = 0, bit: int = 20) -> None:
+    """Flip a bit of a tensor in memory, as faulty hardware does: autograd does not notice.
+
+    Args:
+        tensor: contiguous, of 4 bytes for each element. `Fault` flips one of an output or of its gradient with this.
+        element: which element, in row-major order.
+        bit: which bit of it, from the lowest, below 31.
+    """
+    bits = tensor.data.view(torch.int32).view(-1)
+    bits[element] ^= 1 << bit
+
+
 class Fault(nn.Module):
     """A module with a fault in one of its calls: it raises, or does what a function does.
 

@@ -35,6 +35,7 @@ from fastpipe.runtime.model.chain import (
 from fastpipe.runtime.model.copies import (
     Made,
     StageCopies,
+    accumulated,
     check_told,
     make_copies,
     modules_by_rank,
@@ -52,7 +53,7 @@ from fastpipe.runtime.model.cuts import (
     layer_ranges,
     restored,
 )
-from fastpipe.runtime.model.meta import Unfilled, assignable
+from fastpipe.runtime.model.meta import Unfilled, assignable, skeleton
 from fastpipe.runtime.model.modules import (
     Named,
     Stages,

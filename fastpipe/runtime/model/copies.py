@@ -305,7 +305,7 @@ class LocalCopies(StageCopies):
     def after_step(self, succeeded: bool) -> None:
         """Add the first half plus the second half to the saved gradients."""
         for (first, second), kept in zip(self.parameters, self.kept, strict=True):
-            first.grad = _accumulated(kept, added(first.grad, second.grad))
+            first.grad = accumulated(kept, added(first.grad, second.grad))
             second.grad = None
         self.kept = []
 
@@ -376,7 +376,7 @@ class RemoteCopies(StageCopies):
             if succeeded:
                 self._sum(module, holders)
             for parameter, before in zip(module.parameters(), kept, strict=True):
-                parameter.grad = _accumulated(before, parameter.grad)
+                parameter.grad = accumulated(before, parameter.grad)
         self.kept = []
 
     def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
@@ -409,7 +409,7 @@ def added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tens
     return first + second
 
 
-def _accumulated(grad: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+def accumulated(grad: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
     """Add in place, as autograd does: other objects may hold the gradient, such as a bucket of all gradients."""
     if grad is None or more is None or grad.layout is not torch.strided:
         return added(grad, more)

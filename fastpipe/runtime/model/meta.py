@@ -7,6 +7,7 @@ initialised is found before the first step, in particular a buffer that no check
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,15 @@ _HOW = (
     "call pipe.to_empty() and initialise the layers, or load values with fastpipe.load_checkpoint, "
     "fastpipe.load_safetensors or pipe.load_state_dict(state, assign=True)"
 )
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers are on meta; it takes no memory for them."""
+    made: dict[int, Any] = {}
+    for _, tensor in tensors_of(module):
+        own = torch.empty_like(tensor, device="meta", requires_grad=False)
+        made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+    return copy.deepcopy(module, made)
 
 
 class Unfilled:

@@ -307,9 +307,9 @@ class RandomNumbers:
         """After a step that succeeded on all ranks."""
         self.step_count += training
 
-    def call_text(self) -> str:
+    def call_text(self, is_audited: bool) -> str:
         """The part of a step's call that must agree on all ranks, as text."""
-        return "" if self.seed is None else f" and step_count={self.step_count}"
+        return f" and step_count={self.step_count}" if self.seed is not None or is_audited else ""
 
 
 def describe_random(seed: int) -> str:

@@ -91,6 +91,7 @@ class Stage:
         parallel: data parallelism of the stage; None if its module is not wrapped.
         modules: the layers of a chain, or the one module.
         fuses: whether it has a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
+        recorder: for an audit, calls the function that it is given with a microbatch and its inputs; else None.
         leave_mesh: called on a rank that drains a failed step, before it joins a collective of its replicas.
     """
 
@@ -127,6 +128,7 @@ class Stage:
         self.leave_mesh: Callable[[], None] = _stay
         self.held = held
         self._visit: Visit | None = None
+        self.recorder: Callable[[int, Tensors, Callable[[int, Tensors], Tensors]], Tensors] | None = None
         self.context = ActionContext(index, *contexts)
         self.later: frozenset[str] | None = None
         self.running: int | None = None
@@ -171,7 +173,7 @@ class Stage:
         before = num_calls()
         try:
             with self._rng(microbatch), self.context.around_forward():
-                outputs = self._call(microbatch, inputs)
+                outputs = self._recorded(microbatch, inputs)
         except OtherHalfError:
             self.running = None
             raise
@@ -186,6 +188,11 @@ class Stage:
         if self.random is None or not self.random.guards_forward:
             return _NOTHING
         return self.random.forward(self.index, microbatch)
+
+    def _recorded(self, microbatch: int, inputs: Tensors) -> Tensors:
+        if self.recorder is None:
+            return self._call(microbatch, inputs)
+        return self.recorder(microbatch, inputs, self._call)
 
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)

@@ -15,6 +15,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -42,6 +43,7 @@ from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_ref
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
 from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
+from fastpipe.runtime.step.audit import Audit
 from fastpipe.runtime.step.inputs import (
     Inputs,
     Request,
@@ -172,6 +174,7 @@ class Steps:
         unfilled: the stages of a pipeline that was built on meta, until its first step.
         forward_only: whether the schedule has no backward.
         warn_after: seconds after which a step is reported that has not ended.
+        audit: of parts of steps, on another rank; None without.
 
     Attributes:
         watchdog: reports where the ranks are.
@@ -194,6 +197,7 @@ class Steps:
         *,
         forward_only: bool,
         warn_after: float = float("inf"),
+        audit: Audit | None = None,
     ) -> None:
         self.settings = settings
         self.programs = programs
@@ -202,6 +206,7 @@ class Steps:
         self.copies = copies
         self.random = random
         self.unfilled = unfilled
+        self.audit = audit
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.announced: dict[tuple[Any, ...], int] = {}
@@ -241,6 +246,8 @@ class Steps:
                     if self._interrupts.pending and outcome.failure is None:
                         outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
                     replies = self._finish(outcome, request, trace)
+                    if self.audit is not None and request.training and not _have_failed(replies):
+                        self.audit.end(replies)
                 if any(reply.get("no_loss") for reply in replies):
                     if len(self._lossless) == _MAX_SIGNATURES:
                         self._lossless.clear()
@@ -248,6 +255,9 @@ class Steps:
         if signature in self._lossless:
             return self._run(_forward_only(request, inputs), trace)
         self._raise_failure(program, outcome, replies)
+        if self.audit is not None and self.audit.finding is not None:
+            self._release()
+            self.audit.raise_finding()
         self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
@@ -306,6 +316,8 @@ class Steps:
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
             if outcome.failure is None and not self.ranks.check(outcome):
                 report = self._report(outcome, trace)
+            if self.audit is not None and request.training and outcome.failure is None:
+                report |= self.audit.report()
         except Exception as error:  # reported as the step's failure
             outcome.fail(error, self.ranks.first)
             report = self._report(outcome, trace)
@@ -315,7 +327,7 @@ class Steps:
             # on the rank that failed, its own exception says more
             raise error from outcome.error or error.__cause__
         if request.training and self._has_separate_grads:
-            self.copies.after_step(not any("failure" in reply for reply in replies))
+            self.copies.after_step(not _have_failed(replies))
         return replies
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
@@ -341,7 +353,7 @@ class Steps:
         """Take the inputs on every process; if one fails, all raise."""
         error: BaseException | None = None
         inputs = Inputs()
-        message: Reply = {"call": _call_text(request) + self.random.call_text()}
+        message: Reply = {"call": _call_text(request) + self.random.call_text(self.audit is not None)}
         try:
             message["told"] = self.copies.prepare()
             self.check_filled()
@@ -513,13 +525,17 @@ class Steps:
         announce = signature not in self.announced
         number = self._number(signature)
         error: BaseException | None = None
+        recording: AbstractContextManager[None] = contextlib.nullcontext()
         try:
+            if self.audit is not None and request.training:
+                recording = self.audit.begin(program, self.random.step_count, self.stages)
             self._begin(inputs, weights, request, number, announce)
         except BaseException as found:  # the ranks publish it, and complete the program's communication
             error = found
             for stage in self.stages:
                 stage.begin(StageWork(reduces=request.reduces))
-        outcome = self.ranks.run(program, number, announce, trace, error)
+        with recording:
+            outcome = self.ranks.run(program, number, announce, trace, error)
         if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
             refusal = self.random.check()
             if refusal is not None:
@@ -637,6 +653,10 @@ def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, f
     mesh_groups.abort()
     events.invalidate(failure)
     transport.unblock(failure)
+
+
+def _have_failed(replies: Sequence[Reply]) -> bool:
+    return any("failure" in reply for reply in replies)
 
 
 def _call_text(request: Request) -> str:

@@ -250,9 +250,15 @@ def wait_for(work: Any, waits: Any, timeout: timedelta, device: torch.device) ->
 
 
 def swap(
-    out: Any, back: Any, ranks: tuple[int, int], tensors: Sequence[torch.Tensor], waits: Any, timeout: timedelta
+    out: Any,
+    back: Any,
+    ranks: tuple[int, int],
+    tensors: Sequence[torch.Tensor],
+    waits: Any,
+    timeout: timedelta,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Exchange tensors of the same specs with a peer.
+    """Exchange tensors with a peer.
 
     The lower rank sends first, the higher one receives first, so both enter the two groups in one order: NCCL connects
     a pair at its first message, for which it waits for the peer; and a group runs a pair's messages one after the
@@ -262,13 +268,14 @@ def swap(
         back: the group to receive with; may be the same.
         ranks: own rank and peer.
         tensors: on any devices that the groups support.
+        into: memory for the peer's tensors; None if they have the same specs.
 
     Raises:
         FailureError: when the peer is dead or silent.
     """
     rank, peer = ranks
     own = [tensor.detach().contiguous() for tensor in tensors]
-    theirs = [torch.empty_like(tensor) for tensor in own]
+    theirs = [torch.empty_like(tensor) for tensor in own] if into is None else list(into)
     ways = [(out.send, own), (back.recv, theirs)]
     try:
         works = [
@@ -369,12 +376,14 @@ class ProcessGroups(Transport):
         verb = "send" if self.rank == source else "recv"
         wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self.timeout, self.device)
 
-    def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def exchange(
+        self, peer: int, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """See `Transport.exchange`."""
         low, high = sorted((self.rank, peer))
         self._connect([(0, low, high), (1, high, low)])
         out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]
-        return swap(out, back, (self.rank, peer), tensors, self.waits, self.timeout)
+        return swap(out, back, (self.rank, peer), tensors, self.waits, self.timeout, into)
 
     def close(self) -> None:
         """End the groups; on a GPU first wait until all ranks' devices have finished their messages."""

@@ -66,9 +66,11 @@ class Mixed(Transport):
         near = [self.is_near(channel) for channel in program.channels]
         return runtime.over_both(self.shared.link, *self.shared.native_arguments(program), near, far)
 
-    def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def exchange(
+        self, peer: int, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """See `Transport.exchange`."""
-        return self.groups.exchange(peer, tensors)
+        return self.groups.exchange(peer, tensors, into)
 
     def close(self) -> None:
         """Close the groups. Shared memory is freed with the last tensor in it."""

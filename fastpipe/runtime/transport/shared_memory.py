@@ -57,13 +57,15 @@ class SharedMemory(Transport):
         channels = [tuple(map(int, channel)) for channel in program.channels]
         return channels, [np.ascontiguousarray(of_rank.columns) for of_rank in program]
 
-    def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def exchange(
+        self, peer: int, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """See `Transport.exchange`."""
         try:
             group = self._exchange_group()
         except RuntimeError as error:
             raise dead_or_silent(peer, error) from error
-        return swap(group, group, (self.member.rank, peer), tensors, self.waits, self.timeout)
+        return swap(group, group, (self.member.rank, peer), tensors, self.waits, self.timeout, into)
 
     def prepare_exchange(self) -> None:
         """Create the group of exchanges; collective."""

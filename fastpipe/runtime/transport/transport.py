@@ -154,18 +154,25 @@ class Transport(ABC):
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """One rank's side as an object of the extension ``runtime``; all ranks create theirs in the same order."""
 
-    def exchange(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange tensors of the same specs with another rank, between steps; returns the peer's.
+    def exchange(
+        self, peer: int, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Exchange tensors with another rank, between steps; returns the peer's.
 
-        Used for stages that two ranks hold, and for tied weights.
+        Used for stages that two ranks hold, for tied weights, and for audits.
+
+        Args:
+            peer: the other rank.
+            tensors: for the peer.
+            into: memory for the peer's tensors; None if they have the specs of ``tensors``.
 
         Raises:
             FailureError: when the peer is dead or silent.
             ValueError: for a transport that cannot.
         """
         raise ValueError(
-            f"transport: {type(self).__name__} has no exchange(peer, tensors), which stages on two ranks and weights "
-            "shared by stages need; define it, or set transport='auto'"
+            f"transport: {type(self).__name__} has no exchange(peer, tensors), which stages on two ranks, weights "
+            "shared by stages, and audits need; define it, or set transport='auto'"
         )
 
     def prepare_exchange(self) -> None:  # noqa: B027 - optional

@@ -1,0 +1,125 @@
+"""What audits cost: ``python benchmarks/audit.py``.
+
+The model of `examples/train_gpt.py` over four ranks, whole steps with clipping and AdamW, with and without
+``Pipeline(audit=0.05)`` in turns. The figures are the processor's time of each rank, which depends less on what else
+the machine does than the time of a step. Computing again is the auditor's work, which it does while it would wait for
+its first input. The rest is added to the step: the draw, the sums of weights, and what is packed, sent and received. It
+leaves out the copies and sums of the audited microbatches within the step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from gpt_model import Shape, gpt_layers, loss_fn
+from ranks import ranks
+from tables import machine, parser, spread, table
+from text_data import byte_frequencies, random_batches, read_corpus
+
+import fastpipe
+
+CONTEXT = 128
+
+
+class Training:
+    """A pipeline and its steps.
+
+    Attributes:
+        seconds: of the processor, for computing again, and for the rest.
+    """
+
+    def __init__(self, options: Any, audit: float | None) -> None:
+        text = read_corpus().training
+        torch.manual_seed(0)
+        model = gpt_layers(Shape(options.layers, options.width, CONTEXT), byte_frequencies(text))
+        self.pipe = fastpipe.Pipeline(model, options.schedule, options.microbatches, loss_fn=loss_fn, audit=audit)
+        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-3, fused=True)
+        self.batches = random_batches(text, options.rows * options.microbatches, CONTEXT, seed=1)
+        self.steps, self.seconds, self.nested = options.steps, {"again": 0.0, "rest": 0.0}, 0.0
+        self.audit: Any = self.pipe._steps.audit
+        if self.audit is not None:
+            for name in ("begin", "report", "end"):
+                self._watch("rest", self.audit, name)
+            self._watch("rest", self.audit._weights, "note")
+            self._watch("again", self.audit, "_check")
+
+    def _watch(self, what: str, owner: Any, name: str) -> None:
+        """Time a method, without the others that it calls."""
+        method = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            outer, self.nested = self.nested, 0.0
+            start = time.thread_time()
+            try:
+                return method(*args)
+            finally:
+                took = time.thread_time() - start
+                self.seconds[what] += took - self.nested
+                self.nested = outer + took
+
+        setattr(owner, name, timed)
+
+    def run(self) -> dict[str, float]:
+        """The processor's seconds of some steps and of their audits, and how much was computed again."""
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        start, before = time.process_time(), 0 if self.audit is None else self.audit.num_computed
+        for _ in range(self.steps):
+            inputs, targets = next(self.batches)
+            self.optimizer.zero_grad()
+            self.pipe.step(inputs, target=targets)
+            self.pipe.clip_grad_norm_(1.0)
+            self.optimizer.step()
+        count = 0 if self.audit is None else self.audit.num_computed - before
+        return {"steps": time.process_time() - start, "count": count, **self.seconds}
+
+
+def make_tasks(options: Any, _: int) -> dict[str, Callable[[], Any]]:
+    return {name: Training(options, audit).run for name, audit in (("without", None), ("audit", options.audit))}
+
+
+def measure(options: Any) -> list[list[str]]:
+    """Rows of the table, one for each rank and one for all."""
+    with ranks(options.ranks, partial(make_tasks, options), pin=options.pin) as group:
+        rounds = [(group.call("without"), group.call("audit")) for _ in range(options.rounds)]
+    rows = []
+    for name, chosen in [*((f"rank {r}", [r]) for r in range(options.ranks)), ("all", list(range(options.ranks)))]:
+        plain = [sum(without[r]["steps"] for r in chosen) for without, _ in rounds]
+        again, rest, counts = (
+            [sum(audit[r][what] for r in chosen) for _, audit in rounds] for what in ("again", "rest", "count")
+        )
+        shares = [[100 * a / p for a, p in zip(part, plain, strict=True)] for part in (again, rest)]
+        rows.append([name, spread(plain, 1e3 / options.steps), *map(spread, shares), str(int(sum(counts)))])
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=10)
+    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--width", type=int, default=160)
+    options.add_argument("--rows", type=int, default=1, help="of a microbatch (1)")
+    options.add_argument("--microbatches", type=int, default=8)
+    options.add_argument("--schedule", default="1f1b")
+    options.add_argument("--audit", type=float, default=0.05)
+    options.add_argument("--steps", type=int, default=10, help="of a measurement (10)")
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    print(machine())
+    print(
+        f"{chosen.schedule}, {chosen.ranks} ranks, {chosen.layers} layers of width {chosen.width}, audit = "
+        f"{chosen.audit}, {chosen.rounds} rounds of {chosen.steps} steps\n"
+    )
+    heads = ["", "processor, ms a step", "computing again, %", "the rest, %", "microbatches"]
+    print(table(heads, measure(chosen), markdown=chosen.markdown))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,518 @@
+"""Audits: every kind of flipped bit is found, the right rank is named, and nothing is found where nothing is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fastpipe
+from fastpipe import CorruptionError, Pipeline
+from fastpipe.runtime.step.audit import draw
+from fastpipe.runtime.step.weight_sums import bit_sums
+from fastpipe.testing import flip_bit
+from tests.conftest import WAYS, skip_without_native
+from tests.distributed.ranks import GroupOf
+from tests.runtime.checks import rows_for
+from tests.runtime.models import CASES
+
+COUNT, WIDTH = 8, 6
+V_SHAPED = ("zbv", "dualpipev")
+
+
+def num_stages(schedule: str) -> int:
+    return dist.get_world_size() * (2 if schedule in V_SHAPED else 1)
+
+
+def most(schedule: str) -> float:
+    """The largest share: some stage is audited in every step."""
+    return 1 / (num_stages(schedule) * (2 if schedule == "dualpipe" else 1))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4 * COUNT, WIDTH, generator=generator), torch.randn(4 * COUNT, WIDTH, generator=generator)
+
+
+class Block(nn.Module):
+    """A layer with what may differ when it is computed again: random numbers and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.dropout(torch.tanh(self.norm(self.linear(x)))) + x
+        return out
+
+
+class Carries(Block):
+    """Hands a mask and a value with a gradient to the last layer."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return fastpipe.carry(out, mask=torch.ones(WIDTH), value=out.mean())
+
+
+class Takes(nn.Module):
+    """Takes what is carried, and scales by a keyword of the step, in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = x.mul_(scale) if self.in_place else x * scale
+        fastpipe.add_loss(0.01 * x.square().mean())
+        return self.linear(x) * mask + value
+
+
+def awkward_layers(schedule: str, in_place: bool) -> list[nn.Module]:
+    """The first and the last one share a weight."""
+    first, last = Carries(), Takes(in_place)
+    last.linear.weight = first.linear.weight
+    return [first, *(Block() for _ in range(num_stages(schedule) - 2)), last]
+
+
+def train(pipe: Pipeline, steps: int, between: Callable[[int], object] = lambda _: None, **kwargs: Any) -> list[float]:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, foreach=False)
+    losses = []
+    for step in range(steps):
+        x, target = batch(step)
+        optimizer.zero_grad()
+        losses.append(float(pipe.step(x, target=target, **kwargs).loss))
+        optimizer.step()
+        between(step)
+    return losses
+
+
+def losses_with_and_without(schedule: str, executor: str, transport: str, options: Any) -> tuple[Any, Any, int]:
+    found = []
+    for audit in (None, most(schedule)):
+        torch.manual_seed(0)
+        layers = awkward_layers(schedule, in_place="recompute" not in options)
+        given = options | {"executor": executor, "transport": transport, "audit": audit}
+        pipe = Pipeline(layers, schedule, COUNT, nn.functional.mse_loss, **given)
+        scale = torch.linspace(0.5, 2, 4 * COUNT)[:, None]
+        losses = train(pipe, 10, scale=scale)
+        found.append((losses, [p.detach().double().sum().item() for p in pipe.parameters()]))
+    audited = pipe._steps.audit
+    assert audited is not None and f"{audited.num_computed} microbatches" in pipe.describe()
+    return *found, audited.num_computed
+
+
+@pytest.mark.parametrize(
+    ("schedule", "way", "options"),
+    [
+        ("1f1b", WAYS[0], {}),
+        ("1f1b", WAYS[2], {"recompute": "full", "rng": "per_microbatch"}),
+        ("zbv", WAYS[0], {"recompute": "layers"}),
+        ("zbv", WAYS[2], {}),
+        ("dualpipev", WAYS[1], {"overlap": "always", "rng": "per_microbatch"}),
+        ("dualpipe", WAYS[0], {"grad_dtype": torch.float64}),
+    ],
+    ids=str,
+)
+def test_nothing_is_found_and_no_bit_changes(
+    schedule: str, way: tuple[str, str], options: Any, group_of: GroupOf
+) -> None:
+    if way[0] == "native":
+        skip_without_native()
+    answers = group_of(2).run(losses_with_and_without, schedule, *way, options)
+    for without, audited, _ in answers:
+        assert without == audited
+    # all but the last step's, as a step audits one of the stages, and all microbatches of it
+    assert sum(count for *_, count in answers) == 9 * (COUNT if schedule != "dualpipe" else COUNT // 2)
+
+
+class Broken(nn.Module):
+    """A layer that some ranks compute wrong: always, or in some steps.
+
+    Args:
+        ranks: which.
+        steps: in which steps; None for all.
+        where: "forward", "backward", or "weight" for the gradient of its weight alone.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], where: str, steps: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.ranks, self.where, self.steps = ranks, where, steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.clone()
+        out = torch.tanh(x @ weight)
+        current = fastpipe.current()
+        assert current is not None
+        if dist.get_rank() in self.ranks and (self.steps is None or current.step in self.steps):
+            if self.where == "forward":
+                flip_bit(out)
+            else:
+                (out if self.where == "backward" else weight).register_hook(flip_bit)
+        return out
+
+
+@dataclass
+class Seen:
+    """What a rank saw: in which call of step the error came, and what it says."""
+
+    step: int
+    rank: int | None
+    stage: int | None
+    microbatch: int | None
+    text: str
+    drawn: tuple[int, int]
+
+
+def first_draw(schedule: str, stage: int, pipe: Pipeline) -> tuple[int, int]:
+    """The first step in which the stage is audited, and the auditor."""
+    program = pipe._programs.program(COUNT, forward_only=False)
+    for step in range(1000):
+        drawn = draw(most(schedule), step, program)
+        if drawn is not None and drawn.stage == stage:
+            return step, drawn.auditor
+    raise AssertionError("no step audits it")
+
+
+def seen(schedule: str, executor: str, where: str, ranks: tuple[int, ...], lasts: bool) -> Seen:
+    """Stage 1 is computed wrong by some ranks, always or in the first step in which it is audited."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(num_stages(schedule))]
+    options = {"executor": executor, "audit": most(schedule)}
+    broken = Broken(ranks, where, None if lasts else ())
+    pipe = Pipeline([*layers[:1], broken, *layers[2:]], schedule, COUNT, nn.functional.mse_loss, **options)
+    drawn = first_draw(schedule, 1, pipe)
+    if not lasts:
+        broken.steps = [drawn[0]]  # in the stage, and not in the copies that compute it again
+    count = -1
+
+    def counted(step: int) -> None:
+        nonlocal count
+        count = step
+
+    try:
+        train(pipe, 50, counted)
+    except CorruptionError as error:
+        return Seen(count + 1, error.rank, error.stage, error.microbatch, str(error), drawn)
+    raise AssertionError("nothing was found")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "weight"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_stage_that_is_computed_wrong_once(where: str, schedule: str, executor: str, group_of: GroupOf) -> None:
+    owner = 1
+    for one in group_of(2).run(seen, schedule, executor, where, (owner,), False):
+        assert one.step == one.drawn[0] + 1, "the step after the one that was audited"
+        assert (one.rank, one.stage, one.microbatch) == (owner, 1, 0)
+        assert "is wrong: 2 of 2 ranks compute other bits; this time rank 1 agrees" in one.text
+        expected = {"forward": "output 0", "backward": "the gradient of", "weight": "the gradient of 1.weight"}
+        assert expected[where] in one.text and "restart from an earlier checkpoint" in one.text
+
+
+def test_a_rank_that_is_always_wrong(group_of: GroupOf) -> None:
+    for one in group_of(3).run(seen, "1f1b", "auto", "forward", (1,), True):
+        assert (one.rank, one.stage) == (1, 1) and "it is wrong again" in one.text
+
+
+def test_an_auditor_that_is_always_wrong(group_of: GroupOf) -> None:
+    for one in group_of(3).run(seen, "1f1b", "auto", "backward", (2,), True):
+        assert one.drawn[1] == 2 and one.rank == 2 and "rank 2 computes it wrong" in one.text
+
+
+def test_two_ranks_cannot_tell_which_of_them_is_always_wrong(group_of: GroupOf) -> None:
+    for one in group_of(2).run(seen, "1f1b", "auto", "forward", (1,), True):
+        assert one.rank is None and one.stage == 1 and "one of them is wrong" in one.text
+
+
+def weight_flipped(schedule: str, when: str) -> Seen | str:
+    """Rank 1's weight changes once, between two steps or within one."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(num_stages(schedule))]
+    pipe = Pipeline(layers, schedule, COUNT, nn.functional.mse_loss, audit=0.01)
+    count = -1
+
+    def flips(module: nn.Module, *_: Any) -> None:
+        current = fastpipe.current()
+        if current is not None and (current.step, current.microbatch) == (5, 3):
+            flip_bit(module.weight, element=WIDTH)
+
+    if when == "within" and dist.get_rank() == 1:
+        layers[1].register_forward_hook(flips)
+
+    def between(step: int) -> None:
+        nonlocal count
+        count = step
+        if step == 4 and dist.get_rank() == 1 and when == "between":
+            flip_bit(layers[1].weight)
+        if step == 4 and when == "written":
+            with torch.no_grad():
+                layers[1].weight[0, 0] += 1
+            pipe.load_state_dict(pipe.state_dict())
+        if step == 4 and when == "replaced":
+            layers[1].weight = nn.Parameter(layers[1].weight.detach() + 1)
+
+    try:
+        train(pipe, 8, between)
+    except CorruptionError as error:
+        return Seen(count + 1, error.rank, error.stage, error.microbatch, str(error), (0, 0))
+    return "nothing"
+
+
+@pytest.mark.parametrize("when", ["between", "within"])
+def test_a_weight_that_changes_in_memory_is_found_in_the_same_step(when: str, group_of: GroupOf) -> None:
+    for one in group_of(2).run(weight_flipped, "1f1b", when):
+        assert isinstance(one, Seen) and (one.step, one.rank) == (5, 1)
+        assert "1.weight on rank 1 changed between" in one.text
+
+
+@pytest.mark.parametrize("when", ["written", "replaced"])
+def test_a_weight_that_the_script_changes(when: str, group_of: GroupOf) -> None:
+    assert group_of(2).run(weight_flipped, "1f1b", when) == ["nothing"] * 2
+
+
+def refusals() -> list[str]:
+    rank, layers = dist.get_rank(), [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    made: list[tuple[Any, dict[str, Any]]] = [
+        (layers, {"audit": 0.6}),
+        (layers, {"audit": 0}),
+        (lambda index: layers[index], {"audit": 0.1}),
+        (layers, {"audit": 0.1, "data_parallel": dist.group.WORLD}),
+        (layers, {"audit": 0.1, "fused_weight_grad": True}),
+        (layers, {"audit": 0.1 if rank else None}),
+    ]
+    found = []
+    for stages, options in made:
+        with pytest.raises(ValueError) as caught:
+            Pipeline(stages, "1f1b", COUNT, nn.functional.mse_loss, **options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_is_refused(group_of: GroupOf) -> None:
+    for texts in group_of(2).run(refusals):
+        for text, expected in zip(
+            texts,
+            [
+                "audit = 0.6: a step audits one of the 2 stages that ranks hold; give at most 0.5",
+                "audit = 0: give the share of the microbatches",
+                "give the list of the model's layers in every process",
+                "audit and data_parallel: a stage cannot be computed again",
+                "audit and fused_weight_grad",
+                "audit: the ranks do not build the same pipeline: the default on ranks [0], 0.1 on ",
+            ],
+            strict=True,
+        ):
+            assert expected in text
+
+
+def hooked() -> tuple[int, list[float]]:
+    """Hooks of the user, on a weight and a module, and steps that fail."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    layers[0].weight.register_hook(lambda grad: 2 * grad)
+    layers[1].weight.register_post_accumulate_grad_hook(lambda weight: None)
+    pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+    losses = train(pipe, 4)
+    x, target = batch(4)
+    with pytest.raises((ValueError, fastpipe.StepError)):
+        pipe.step(x, target=target[:, :3] if dist.get_rank() else target)
+    pipe.eval_step(x, target=target)
+    losses += train(pipe, 4)
+    assert pipe._steps.audit is not None
+    return pipe._steps.audit.num_computed, losses
+
+
+def test_hooks_failed_steps_and_evaluation(group_of: GroupOf) -> None:
+    first, second = group_of(2).run(hooked)
+    assert first[1] == second[1] and first[0] + second[0] > 0
+
+
+class InPlace(nn.Linear):
+    """Changes the batch that it gets in place, by what requires a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(self.weight[0]) + self.bias
+
+
+def changes_in_place() -> int:
+    torch.manual_seed(0)
+    pipe = Pipeline([InPlace(WIDTH, WIDTH) for _ in range(2)], "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+    for step in range(4):
+        x, target = batch(step)
+        pipe.step([part.clone() for part in x.chunk(COUNT)], target=target)
+    assert pipe._steps.audit is not None
+    return pipe._steps.audit.num_computed
+
+
+def test_inputs_that_are_changed_in_place(group_of: GroupOf) -> None:
+    assert sum(group_of(2).run(changes_in_place)) == 3 * COUNT
+
+
+class Scales(nn.Linear):
+    """Takes an object that only its own process has."""
+
+    def forward(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x) * scale()
+        return out
+
+
+def unsendable() -> str:
+    pipe = Pipeline([Scales(WIDTH, WIDTH) for _ in range(2)], "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+    x, target = batch(0)
+    with pytest.raises((ValueError, fastpipe.StepError)) as caught:
+        pipe.step(x, target=target, scale=[partial(float, 2)] * COUNT)
+    return str(caught.value)
+
+
+def test_what_cannot_be_sent_is_an_error_on_all_ranks(group_of: GroupOf) -> None:
+    for text in group_of(2).run(unsendable):
+        assert "is given cannot be sent to another rank; give it in another form, or leave audit out" in text
+
+
+def awkward_case(name: str, schedule: str) -> int:
+    case = CASES[name]
+    pipe = Pipeline(case.layers(4), schedule, 4, case.loss_fn, split=case.split, audit=most(schedule))
+    for one in case.batches(6, rows_for(4)):
+        pipe.step(*one.args, target=one.target, **one.kwargs)
+        with torch.no_grad():
+            for parameter in (p for p in pipe.parameters() if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=0.01)
+    assert pipe._steps.audit is not None
+    return pipe._steps.audit.num_computed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_awkward_models(name: str, group_of: GroupOf) -> None:
+    """Odd strides, and slices of a batch that are not aligned: kernels sum in another order by both."""
+    for schedule in ("1f1b", "zbv"):
+        assert sum(group_of(2).run(awkward_case, name, schedule)) == 5 * 4
+
+
+def called_otherwise() -> list[int]:
+    """How much was computed again where steps are called in other ways."""
+    found = []
+
+    def pipeline(layers: list[nn.Module], loss_fn: Any = nn.functional.mse_loss, **options: Any) -> Pipeline:
+        return Pipeline(layers, "1f1b", COUNT, loss_fn, audit=0.5, **options)
+
+    def note(pipe: Pipeline) -> None:
+        assert pipe._steps.audit is not None
+        found.append(pipe._steps.audit.num_computed)
+
+    torch.manual_seed(0)
+    pipe = pipeline([Block(), Block()])
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=step != 2):
+            pipe.step(*batch(step)[:1], target=batch(step)[1])
+        optimizer.step()
+    note(pipe)
+    pipe = pipeline([nn.Embedding(9, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())], None)
+    for step in range(4):
+        if step == 2 and 0 in pipe.stage_modules:  # what is trained, and how, may change between steps
+            pipe.stage_modules[0].requires_grad_(False)
+        if step == 3:
+            pipe.eval()
+        pipe.step(torch.arange(4 * COUNT) % 9, output_grad=batch(step)[0])
+    note(pipe)
+    pipe = pipeline([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], loss_reduction="sum")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = fastpipe.GradScaler(pipe)
+    for step in range(4):
+        pipe.step(*batch(step)[:1], target=batch(step)[1])
+        scaler.step(optimizer)
+        scaler.update()
+    note(pipe)
+    return found
+
+
+def test_other_calls(group_of: GroupOf) -> None:
+    first, second = group_of(2).run(called_otherwise)
+    assert [a + b for a, b in zip(first, second, strict=True)] == [3 * COUNT] * 3
+
+
+def dropped() -> list[bool]:
+    """Whether a pipeline whose steps are audited goes at once, without Python's collector; after a finding, too."""
+    found = []
+    for steps in (4, 8):
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+        gc.disable()
+
+        def between(step: int, weight: torch.Tensor = layers[1].weight) -> None:
+            if step == 4:
+                flip_bit(weight)
+
+        with contextlib.suppress(CorruptionError):
+            train(pipe, steps, between)
+        known = weakref.ref(pipe), weakref.ref(pipe._steps.audit)
+        del pipe
+        found += [reference() is None for reference in known]
+        gc.enable()
+    return found
+
+
+def test_a_dropped_pipeline_goes_at_once(group_of: GroupOf) -> None:
+    assert group_of(2).run(dropped) == [[True] * 4] * 2
+
+
+def test_draws() -> None:
+    """Each microbatch of each stage as often as the share says, and each stage again and again: docs/reliability.md."""
+    program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8))
+    drawn = [draw(0.05, step, program) for step in range(20_000)]
+    counts = Counter((one.stage, i) for one in drawn if one is not None for i in one.microbatches)
+    assert len(counts) == 32 and all(0.045 < count / len(drawn) < 0.055 for count in counts.values())
+    steps = {stage: [k for k, one in enumerate(drawn) if one is not None and one.stage == stage] for stage in range(4)}
+    gaps = [later - step for found in steps.values() for step, later in itertools.pairwise([-1, *found])]
+    assert max(gaps) == 43 and round(sum(gaps) / len(gaps)) == 5
+    # the ranks that wait longest for their first input
+    assert {(one.owner, one.auditor) for one in drawn if one is not None} == {(0, 3), (1, 3), (2, 3), (3, 2)}
+
+
+def test_one_flipped_bit_changes_a_sum() -> None:
+    base = torch.randn(7, 5)
+    odd = [base, base.t(), base[1:, 1:], base.bfloat16(), base[:, :1].expand(7, 5), torch.ones(3, dtype=torch.bool)]
+    for tensor in [*odd, base.to(torch.complex64), torch.tensor(1.5), torch.zeros(0, 3)]:
+        (total,) = bit_sums([tensor])
+        assert bit_sums([None, tensor.clone()]) == [None, total]
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        if tensor.numel():
+            copy.view(-1).view(torch.uint8)[-1] ^= 1
+            assert bit_sums([copy]) != [total]
+
+
+def many(steps: int, schedule: str) -> int:
+    torch.manual_seed(0)
+    layers = awkward_layers(schedule, in_place=True)
+    pipe = Pipeline(layers, schedule, COUNT, nn.functional.mse_loss, audit=most(schedule))
+    train(pipe, steps, scale=torch.ones(4 * COUNT, 1))
+    assert pipe._steps.audit is not None
+    return pipe._steps.audit.num_computed
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_no_false_alarm_in_many_steps(schedule: str, group_of: GroupOf) -> None:
+    steps = 10_000
+    answers = group_of(2).run(many, steps, schedule, timeout=3000)
+    assert sum(answers) == (steps - 1) * COUNT
+
+
+def test_a_single_process_is_refused() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    with pytest.raises(ValueError, match="audit = 0.1: a single process has no other rank"):
+        Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, num_ranks=2, audit=0.1)
