@@ -22,23 +22,26 @@ COUNT = 4
 class Stalls(nn.Module):
     """Sleeps in one of its forwards, or is stopped and continued from outside."""
 
-    def __init__(self, at_call: int, how: str) -> None:
+    def __init__(self, at_call: int, how: str, seconds: float) -> None:
         super().__init__()
         self.linear, self.at_call, self.how, self.calls = nn.Linear(4, 4), at_call, how, 0
+        self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.calls - 1 == self.at_call:
             if self.how == "stopped":
                 own = os.getpid()
-                subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {own}"], start_new_session=True)
+                subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {own}"], start_new_session=True)
                 os.kill(own, signal.SIGSTOP)
             else:
-                time.sleep(3)
+                time.sleep(self.seconds)
         return self.linear(x)
 
 
-def train(how: str, transport: str, timeout: float, warn_after: float) -> tuple[list[str], str, str]:
+def train(
+    how: str, transport: str, timeout: float, warn_after: float, seconds: float = 3.0
+) -> tuple[list[str], str, str]:
     """Runs on every rank; rank 1 stalls in the second step. What is reported here, and what is raised."""
     reported: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -46,7 +49,7 @@ def train(how: str, transport: str, timeout: float, warn_after: float) -> tuple[
     logging.getLogger("fastpipe").addHandler(handler)
     torch.manual_seed(0)
     own = dist.get_rank()
-    layers = [Stalls(COUNT + 1 if own == 1 else -1, how) for _ in range(dist.get_world_size())]
+    layers = [Stalls(COUNT + 1 if own == 1 else -1, how, seconds) for _ in range(dist.get_world_size())]
     options = {"transport": transport, "timeout": timeout, "warn_after": warn_after}
     pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, **options)
     try:
@@ -75,7 +78,8 @@ def test_a_stalled_rank_is_waited_for(how: str, transport: str) -> None:
 
 def test_at_the_timeout_the_error_says_who_waited_for_whom() -> None:
     with ranks(3) as group:
-        answers = group.run(train, "sleeps", "auto", 1.0, 0.3)
+        # building must not take as long as this timeout, on any machine
+        answers = group.run(train, "sleeps", "auto", 10.0, 1.0, 25.0)
     for rank, (_, error, notes) in enumerate(answers):
         assert error.startswith("StepError") and "rank 1" in error, error
         assert notes.startswith("fastpipe: when the pipeline ended\nrank 0 "), notes
