@@ -147,7 +147,8 @@ class Pipeline:
             for every F (the module and its loss).
         backward_context: the same for every B, I and W.
         warn_after: seconds after which a step that has not ended is reported in the log, with what each rank does and
-            which rank it waits for. Default: a tenth of `timeout`, at most 60. ``float("inf")`` reports nothing.
+            which rank it waits for; SIGUSR1 asks for that at once, if nothing else handles it. Default: a tenth of
+            `timeout`, at most 60. ``float("inf")`` reports nothing.
         cuda_graph: record a CUDA graph of a step per signature of its inputs, and replay it. Steps that cannot be
             recorded run without; `describe` gives the reason. See docs/training.md for its effects.
         audit: the share of the work, 0.05 for example, that another rank computes again to find hardware that computes

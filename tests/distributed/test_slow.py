@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from tests.distributed.ranks import ranks
+from tests.patience import PATIENCE
 
 COUNT = 4
 
@@ -39,26 +44,94 @@ class Stalls(nn.Module):
         return self.linear(x)
 
 
+class Asks(nn.Module):
+    """Has every process asked for a report, in one of the forwards, and waits until it is there, if one is to come."""
+
+    def __init__(self, at_call: int, all_processes: Sequence[int], there: Path | None) -> None:
+        super().__init__()
+        self.linear, self.at_call, self.calls, self.all_processes = nn.Linear(4, 4), at_call, 0, all_processes
+        self.there = there
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 == self.at_call:
+            for process in self.all_processes:
+                os.kill(process, signal.SIGUSR1)
+            end = time.monotonic() + (PATIENCE if self.there else 4.0)
+            while time.monotonic() < end and not (self.there and self.there.exists()):
+                time.sleep(0.1)
+        return self.linear(x)
+
+
+def ask(used_by: str, there: Path) -> tuple[list[str], int]:
+    """Runs on every rank; rank 1 asks in the second step. What is reported here, and how often a handler here ran."""
+    called: list[int] = []
+    if used_by != "faulthandler":  # which tests/distributed/ranks.py registers
+        faulthandler.unregister(signal.SIGUSR1)
+    if used_by == "the application":
+        signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+    processes: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    with reports(there.touch) as reported:
+        at_call = COUNT + 1 if dist.get_rank() == 1 else -1
+        layers = [Asks(at_call, processes, there if used_by == "nobody" else None) for _ in processes]
+        pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, warn_after=1e3)
+        for _ in range(3):
+            pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+        del pipe, layers
+    if used_by == "the application":
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    return reported, len(called)
+
+
+@pytest.mark.parametrize("used_by", ["nobody", "faulthandler", "the application"])
+def test_a_signal_asks_for_a_report_unless_it_is_used(used_by: str, tmp_path: Path) -> None:
+    with ranks(3) as group:
+        answers = group.run(ask, used_by, tmp_path / "there")
+    assert [count for _, count in answers] == [int(used_by == "the application")] * 3
+    if used_by != "nobody":
+        assert [reported for reported, _ in answers] == [[], [], []]
+        return
+    assert [len(reported) for reported, _ in answers] == [1, 0, 0], answers
+    lines = answers[0][0][0].splitlines()
+    assert "step 2 has taken" in lines[0] and "computes 1F1" in lines[2] and "in forward)" in lines[2], lines
+    assert "waits for rank 1 to send the input of stage 2, microbatch 1" in lines[3], lines
+
+
+@contextlib.contextmanager
+def reports(then: Callable[[], None] = lambda: None) -> Iterator[list[str]]:
+    """What fastpipe warns of; ``then`` is called with each warning."""
+    reported: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        reported.append(record.getMessage())
+        then()
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = emit  # type: ignore[method-assign]
+    logging.getLogger("fastpipe").addHandler(handler)
+    try:
+        yield reported
+    finally:
+        logging.getLogger("fastpipe").removeHandler(handler)
+
+
 def train(
     how: str, transport: str, timeout: float, warn_after: float, seconds: float = 3.0
 ) -> tuple[list[str], str, str]:
     """Runs on every rank; rank 1 stalls in the second step. What is reported here, and what is raised."""
-    reported: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fastpipe").addHandler(handler)
     torch.manual_seed(0)
     own = dist.get_rank()
     layers = [Stalls(COUNT + 1 if own == 1 else -1, how, seconds) for _ in range(dist.get_world_size())]
     options = {"transport": transport, "timeout": timeout, "warn_after": warn_after}
     pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, **options)
-    try:
-        for _ in range(3):
-            pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
-    except Exception as error:
-        return reported, f"{type(error).__name__}: {error}", "\n".join(getattr(error, "__notes__", []))
-    finally:
-        logging.getLogger("fastpipe").removeHandler(handler)
+    with reports() as reported:
+        try:
+            for _ in range(3):
+                pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+        except Exception as error:
+            return reported, f"{type(error).__name__}: {error}", "\n".join(getattr(error, "__notes__", []))
     return reported, "", ""
 
 

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -488,6 +489,16 @@ def host_identity() -> str:
 
 MEMORY_FOLDER = "/dev/shm"
 """A tmpfs: files in memory, which outlive the processes. Linux has it by default; containers may make it small."""
+
+
+def handles_signal(number: int) -> bool:
+    """Whether this process ignores a signal or has a handler for it, also one that Python does not know of."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return True
+    masks = [int(mask, 16) for name, mask in re.findall(r"^(SigIgn|SigCgt):\s*(\w+)", status, re.MULTILINE)]
+    return not masks or any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def start_of_process(pid: int) -> str:

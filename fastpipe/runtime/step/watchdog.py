@@ -2,15 +2,19 @@
 
 An executor exposes only its position in the program. All processes know the programs of all ranks, so a position says
 what a rank does, for which message of which rank it waits, and what it did before.
+
+SIGUSR1 asks for a report at once, in processes that have no handler of their own for it.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from types import FrameType
 
 from fastpipe.action import NONE, Action
 from fastpipe.program import ChannelKind, Instruction, Op, Program
@@ -22,6 +26,8 @@ logger = logging.getLogger("fastpipe")
 RECENT, RECORDED = 10, 100
 """The number of earlier instructions in a report, and in an error: there all before the last ten are folded."""
 _LONGEST_PERIOD = 25
+_INTERVAL = 0.5
+"""Seconds after which a thread looks again, at most: so long all ranks may take to see a signal."""
 MAX_RANKS = 64
 """The number of ranks in a text."""
 _COLLECTIVES = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
@@ -125,6 +131,7 @@ class Watchdog:
         self._step, self._thread_id = 0, 0
         self._since = time.monotonic()
         self._due = warn_after
+        self._answered = _signals
         self.thread = WatchdogThread()
 
     def begin(self) -> None:
@@ -141,13 +148,20 @@ class Watchdog:
         self._since = time.monotonic()
 
     def look(self) -> None:
-        """Report if this call, or the time since the last one, is too long. Called by the thread."""
+        """Report if this call, or the time since the last one, is too long, or if asked to. Called by the thread."""
         since, phase, step = self._since, self.phase, self._step
-        if (seconds := time.monotonic() - since) < self._due:
+        seconds = time.monotonic() - since
+        asked, self._answered = self._answered != _signals, _signals
+        if seconds < self._due and not asked:
             return
-        self._due = 2 * seconds
-        self._control.put_place(step, bool(phase), self._text())
-        if not phase or self.thread.stop.wait(min(PLACES_SECONDS, self._warn_after / 4)) or since != self._since:
+        if seconds >= self._due:
+            self._due = 2 * seconds
+        text = self._text()
+        self._control.put_place(step, bool(phase), text)
+        if asked and not phase:
+            logger.warning("rank %d %s", self._control.rank, text)
+        others_need = PLACES_SECONDS if asked else min(PLACES_SECONDS, self._warn_after / 4)
+        if not phase or self.thread.stop.wait(others_need) or since != self._since:
             return
         first, lines = self._report("")
         if first == self._control.rank:
@@ -205,6 +219,31 @@ class Watchdog:
         return line and f" ({line})"
 
 
+_NAME = "fastpipe-watchdog"
+_signals = 0
+"""The number of SIGUSR1 that were seen. No event: a handler may run within itself, and would wait for its own lock."""
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _signals
+    _signals += 1
+
+
+def _handle_signal() -> None:
+    """Have SIGUSR1 ask for a report, unless the application uses it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and not torch_private.handles_signal(signal.SIGUSR1):
+        signal.signal(signal.SIGUSR1, _on_signal)
+
+
+def _leave_signal() -> None:
+    """Give SIGUSR1 its default action again, after the last thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    is_last = all(thread.name != _NAME for thread in threading.enumerate())
+    if is_main and is_last and signal.getsignal(signal.SIGUSR1) is _on_signal:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 class WatchdogThread:
     """The thread of a watchdog. It starts with the first call, and does not keep the watchdog alive."""
 
@@ -216,8 +255,9 @@ class WatchdogThread:
     def start(self, watchdog: Watchdog, warn_after: float) -> None:
         """Start it, unless it runs."""
         if self._thread is None:
+            _handle_signal()
             arguments = weakref.ref(watchdog), self.stop, warn_after
-            self._thread = threading.Thread(target=_watch, args=arguments, name="fastpipe-watchdog", daemon=True)
+            self._thread = threading.Thread(target=_watch, args=arguments, name=_NAME, daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -225,10 +265,11 @@ class WatchdogThread:
         self.stop.set()
         if self._thread is not None and self._guard.here and self._thread is not threading.current_thread():
             self._thread.join(timeout=2)
+            _leave_signal()
 
 
 def _watch(watchdog: weakref.ref[Watchdog], stop: threading.Event, warn_after: float) -> None:
-    while not stop.wait(min(warn_after / 4, 5.0)):
+    while not stop.wait(min(warn_after / 4, _INTERVAL)):
         own = watchdog()
         if own is None:
             return
