@@ -150,8 +150,8 @@ class Watchdog:
     def look(self) -> None:
         """Report if this call, or the time since the last one, is too long, or if asked to. Called by the thread."""
         since, phase, step = self._since, self.phase, self._step
-        seconds = time.monotonic() - since
-        asked, self._answered = self._answered != _signals, _signals
+        seconds, signals = time.monotonic() - since, _signals
+        asked, self._answered = self._answered != signals, signals
         if seconds < self._due and not asked:
             return
         if seconds >= self._due:
