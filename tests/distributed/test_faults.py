@@ -9,11 +9,15 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import resource
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe import Pipeline
+from fastpipe import Pipeline, save_checkpoint
 from fastpipe.testing import Fault
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.page import write_block
@@ -47,6 +51,18 @@ def not_a_number(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * float("nan")
 
 
+def out_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + torch.empty(2**60)
+
+
+def few_descriptors(tensor: torch.Tensor) -> torch.Tensor:
+    """From now on this process cannot open anything."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return tensor
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "raise": lambda: ValueError("on purpose"),
     "nasty exception": Nasty,
@@ -56,8 +72,10 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "stop": lambda: lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "delay": lambda: lambda _: time.sleep(1),
     "NaN": lambda: not_a_number,
+    "out of memory": lambda: out_of_memory,
+    "few descriptors": lambda: few_descriptors,
 }
-CALLS = ["wrong argument", "skipped step"]
+CALLS = ["wrong argument", "skipped step", "full disk"]
 """Faults of the script, not of a layer."""
 EXPECTED = {
     "raise": "named, and the next step works",
@@ -68,8 +86,11 @@ EXPECTED = {
     "stop": "named after the timeout, and the pipeline is closed",
     "delay": "waited for, with bit-identical results",
     "NaN": "named by clip_grad_norm_",
+    "out of memory": "named, and the next step works",
+    "few descriptors": "none is needed: bit-identical results",
     "wrong argument": "refused on all ranks, and the next step works",
     "skipped step": "refused on all ranks, and the next step works",
+    "full disk": "a checkpoint fails on all ranks, and the next step works",
 }
 
 
@@ -136,6 +157,8 @@ def train(case: Case) -> Seen:
         pipe_zero_grad(pipe)
         try:
             seen.losses.append(float(pipe.step(x, target=target).loss))
+            if case.fault == "full disk" and step == 1:
+                save(pipe, is_victim)
             pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
         except BaseException as error:
             rank, kind = getattr(error, "rank", None), type(error).__name__
@@ -144,6 +167,20 @@ def train(case: Case) -> Seen:
                 return seen._replace(again=text)
             seen = seen._replace(kind=kind, rank=rank, text=text)
     return seen
+
+
+def save(pipe: Pipeline, disk_is_full: bool) -> None:
+    """Write a checkpoint, which fails where the disk is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    try:
+        if disk_is_full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        save_checkpoint(Path(folder[0]) / "step1", pipe, torch.optim.SGD(pipe.parameters()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        shutil.rmtree(folder[0], ignore_errors=True)
 
 
 def pipe_zero_grad(pipe: Pipeline) -> None:
@@ -156,7 +193,11 @@ def classify(case: Case, seen: dict[int, Seen], undisturbed: list[float]) -> str
     others = [one for rank, one in seen.items() if rank != case.victim]
     survivors = list(seen.values())
     if all(one.losses == undisturbed and not one.kind for one in survivors):
-        return EXPECTED["delay"]
+        return EXPECTED[case.fault if case.fault == "few descriptors" else "delay"]
+    if case.fault == "full disk" and all(
+        one.losses == undisturbed and "File too large" in one.text for one in survivors
+    ):
+        return EXPECTED["full disk"]
     if all("gradient" in one.text and one.losses[0] == undisturbed[0] for one in survivors) and case.fault == "NaN":
         return EXPECTED["NaN"]
     if case.fault in CALLS and all(one.kind in ("ValueError", "StepError") for one in survivors):
