@@ -1,4 +1,7 @@
-"""What time and neighbours do to a run: ranks that stop for a while, more ranks than cores, hundreds of steps."""
+"""What time and neighbours do to a run: ranks that stop for a while, more ranks than cores, thousands of steps.
+
+python -m tests.distributed.test_endurance    writes the table in docs/reliability.md, of 20,000 steps and 500 pipelines
+"""
 
 import contextlib
 import gc
@@ -6,11 +9,13 @@ import itertools
 import os
 import random
 import signal
+import statistics
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +24,8 @@ import torch.distributed as dist
 from fastpipe import Pipeline
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import GroupOf
+from tests.distributed.page import write_block
+from tests.distributed.ranks import GroupOf, ranks
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
@@ -84,12 +90,26 @@ def test_one_to_eight_ranks_paused_and_resumed_at_random(
     assert all(kinds[size] == ("mixed" if mixed else transport) for size in (3, 5) if size in kinds)
 
 
-def held() -> tuple[list[int], int]:
-    """Counts of what must stay the same: descriptors, threads, mappings of shared memory; and resident kilobytes."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text().count("memfd:fastpipe")
-    resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
-    return [len(os.listdir("/proc/self/fd")), threading.active_count(), maps], resident
+class Held(NamedTuple):
+    """What a process holds: counts, and resident kilobytes; and the median of the seconds of some steps before."""
+
+    descriptors: int
+    threads: int
+    shared_mappings: int
+    resident: int
+    seconds: float
+
+    @classmethod
+    def now(cls, seconds: Sequence[float]) -> "Held":
+        gc.collect()
+        shared = Path("/proc/self/maps").read_text().count("memfd:fastpipe")
+        resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
+        descriptors = len(os.listdir("/proc/self/fd"))
+        return cls(descriptors, threading.active_count(), shared, resident, statistics.median(seconds))
+
+    def grown(self, now: "Held") -> list[int]:
+        """The differences of the counts."""
+        return [then - before for before, then in zip(self[:3], now[:3], strict=True)]
 
 
 def fewest_threads(expected: int, seconds: float) -> int:
@@ -130,63 +150,88 @@ def test_pipelines_that_are_dropped_leave_no_threads(transport: str, executor: s
         assert max(threads) == threads[0] and max(files) == files[0]
 
 
-def many_steps(executor: str, transport: str, num_steps: int) -> list[tuple[list[int], int]]:
+def many_steps(executor: str, transport: str, number: int) -> list[Held]:
     """Runs on every rank, whose process may have trained before: what it holds after some steps, and after all."""
     layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
     pipe = Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, executor=executor, transport=transport, num_ranks=2)
     x, y = torch.randn(64, 64), torch.randn(64, 64)
-    found = []
-    for step in range(num_steps):
+    found, seconds, some = [], array("d", bytes(8 * number)), number // 5
+    for step in range(number):
+        start = time.perf_counter()
         pipe.step(x, target=y)
-        if step in (num_steps // 5, num_steps - 1):
-            found.append(held())
+        seconds[step] = time.perf_counter() - start
+        if step in (2 * some, number - 1):
+            found.append(Held.now(seconds[step - some : step]))
     return found
 
 
-def many_pipelines(executor: str, transport: str, number: int) -> list[tuple[list[int], int]]:
+def many_pipelines(executor: str, transport: str, number: int) -> list[Held]:
     """Runs on every rank: what it holds after some pipelines have come and gone, each after a step, and after all."""
     x, y = torch.randn(64, 64), torch.randn(64, 64)
-    found = []
+    found, seconds, some = [], array("d", bytes(8 * number)), number // 5
     for count in range(number):
+        start = time.perf_counter()
         layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
         pipe = Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, executor=executor, transport=transport, num_ranks=2)
         pipe.step(x, target=y)
         del pipe, layers
-        if count in (number // 5, number - 1):
+        seconds[count] = time.perf_counter() - start
+        if count in (2 * some, number - 1):
             gc.collect()
-            fewest_threads(found[0][0][1] if found else 0, 1.0)
-            found.append(held())
+            fewest_threads(found[0].threads if found else 0, 1.0)
+            found.append(Held.now(seconds[count - some : count]))
     return found
 
 
-SOAK = pytest.param(20_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])
+def nightly(number: int) -> Any:
+    return pytest.param(number, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])
 
 
-@pytest.mark.parametrize("num_steps", [250, SOAK])
+@pytest.mark.parametrize("number", [250, nightly(20_000)])
 @pytest.mark.parametrize(("executor", "transport"), WAYS)
-def test_nothing_grows_in_many_steps(executor: str, transport: str, num_steps: int, group_of: GroupOf) -> None:
+def test_nothing_grows_in_many_steps(executor: str, transport: str, number: int, group_of: GroupOf) -> None:
     """One microbatch's activations kept at every step would be over 6 MB. What earlier tests left may go meanwhile."""
     skip_without_native()
-    for (counts, before), (counts_after, after) in group_of(2).run(
-        many_steps, executor, transport, num_steps, timeout=3000
-    ):
-        grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
-        assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
-        assert after - before < 3000
+    for before, after in group_of(2).run(many_steps, executor, transport, number, timeout=3000):
+        assert max(before.grown(after)) <= 0, (before, after)
+        assert after.resident - before.resident < 3000
 
 
-@pytest.mark.parametrize("number", [10, pytest.param(500, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("number", [10, nightly(500)])
 @pytest.mark.parametrize(("executor", "transport"), WAYS)
 def test_nothing_grows_in_many_constructions(executor: str, transport: str, number: int, group_of: GroupOf) -> None:
     skip_without_native()
-    for (counts, before), (counts_after, after) in group_of(2).run(
-        many_pipelines, executor, transport, number, timeout=3000
-    ):
-        grown = [now - then for then, now in zip(counts, counts_after, strict=True)]
-        assert max(grown) <= 0, f"descriptors, threads, mappings of shared memory: {grown} more than {counts}"
-        assert after - before < 3000 + 20 * number
+    for before, after in group_of(2).run(many_pipelines, executor, transport, number, timeout=3000):
+        assert max(before.grown(after)) <= 0, (before, after)
+        assert after.resident - before.resident < 3000 + 20 * number
 
 
 def test_a_layer_that_keeps_its_exception_keeps_no_pipeline(executor: str, group_of: GroupOf) -> None:
     for keeping in (1, 2):
         assert group_of(2).run(leaves_nothing_of_a_kept_exception, executor, None, keeping) == [True, True]
+
+
+def write_table() -> None:
+    """Run what is long; write what two processes held, and how long their steps took, in the middle and at the end."""
+    lines = [
+        "| two processes, executor and transport | descriptors, threads, mappings | resident memory | "
+        "median of a fifth of them, before and at the end |",
+        "|---|---|---|---|",
+    ]
+    for function, what, number in ((many_steps, "steps", 20_000), (many_pipelines, "pipelines, one step each", 500)):
+        for executor, transport in WAYS:
+            with ranks(2) as group:
+                (before, after), *_ = group.run(function, executor, transport, number, timeout=3000)
+            lines.append(
+                f"| {number:,} {what}: {executor}, {transport} | {' '.join(f'{n:+d}' for n in before.grown(after))} | "
+                f"{(after.resident - before.resident) / 1024:+.1f} MiB | "
+                f"{before.seconds * 1e3:.2f} ms, {after.seconds * 1e3:.2f} ms |"
+            )
+            print(lines[-1], flush=True)
+    write_block("endurance", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    from tests.distributed import test_endurance  # ranks find its functions by this name
+
+    test_endurance.write_table()
