@@ -83,35 +83,36 @@ class Processes(Control):
         identity = self._local_peers.identity() | self._shared_gather.offer()
         replies = self.exchange("setup", identity | message)
         far = [rank for rank, reply in enumerate(replies) if rank and not _can_watch(replies[0], reply)]
-        own: Reply = {"tied": self._tie(far), "woken": self._local_peers.connect(self.rank, replies)}
+        own: Reply = {"connected": self._connect_hosts(far), "woken": self._local_peers.connect(self.rank, replies)}
         answers = self.exchange("connection", own | {"why": self._shared_gather.connect(replies)})
-        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["tied"]])
-        if untied := [rank for rank in far if rank not in answers[0]["tied"] or 0 not in answers[rank]["tied"]]:
-            logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", untied)
+        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["connected"]])
+        missed = [rank for rank in far if rank not in answers[0]["connected"] or 0 not in answers[rank]["connected"]]
+        if missed:
+            logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", missed)
         unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
         self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
         polls = not all(self.rank in answer["woken"] for answer in self._others(answers))
-        self._watcher.start(polls, self._connect())
+        self._watcher.start(polls, self._connect_store())
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
             self._gather = self._shared_gather
         else:
             logger.info("the ranks agree over the store, about a millisecond per step: %s", why)
             # a separate connection: a wait that has timed out leaves a thread blocked on it
-            self._store_gather.waits = self._connect()
+            self._store_gather.waits = self._connect_store()
         return replies
 
-    def _connect(self) -> Any:
+    def _connect_store(self) -> Any:
         """Open another connection to the store."""
         # processes that failed earlier have answered: the answers show the error, the same on every rank
         return attended(self._store.clone, lambda: None, timedelta(seconds=self._timeout))
 
-    def _tie(self, far: Sequence[int]) -> list[int]:
+    def _connect_hosts(self, far: Sequence[int]) -> list[int]:
         """Connect rank 0 with the ranks of other hosts."""
         if not far:
             return []
         offers = self.exchange("lifeline", self._lifeline.offer(self._store) if self.rank == 0 else {})
-        return self._lifeline.tie(offers[0], far)
+        return self._lifeline.connect(offers[0], far)
 
     def _others(self, answers: Sequence[Reply]) -> list[Reply]:
         return [answer for rank, answer in enumerate(answers) if rank != self.rank]
