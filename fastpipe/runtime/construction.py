@@ -71,7 +71,6 @@ from fastpipe.runtime.stage import (
     PER_MICROBATCH,
     ContextFactory,
     HeldTensors,
-    PairPolicy,
     RandomNumbers,
     Stage,
     TreespecCache,
@@ -477,22 +476,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
     )
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What runs steps.
-
-    Attributes:
-        steps: the steps of this process.
-        pair_policy: how pairs of a forward and a backward run.
-        graph_refusal: why steps cannot be recorded as CUDA graphs; empty if they can.
-    """
-
-    steps: Steps
-    pair_policy: PairPolicy
-    graph_refusal: str
-
-
-def make_engine(
+def make_steps(
     arguments: Arguments,
     programs: Programs,
     num_microbatches: int,
@@ -501,8 +485,8 @@ def make_engine(
     world: World,
     transport: Transport,
     executor: type[Executor],
-) -> Engine:
-    """Create the engine from stages, programs and a transport. Collective."""
+) -> Steps:
+    """What runs the steps of stages and programs over a transport. Collective."""
     execution, device = arguments.execution, world.device
     placement = programs.schedule(num_microbatches).placement
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
@@ -531,23 +515,25 @@ def make_engine(
         transport=transport,
         timeout=world.timeout,
         publish=world.control.publish,
-        pairs=policy.way,
+        pairs=policy,
         device=device,
         several_streams=streams,
+        why_not_recorded=refusal,
     )
     if isinstance(world.control, MeshControl):
         ranks.mesh_groups = MeshGroups([execution.mesh.get_group(n) for n in execution.other_dimensions()], device)
         for stage in local.stages:
             stage.leave_mesh = ranks.mesh_groups.leave
     forward_only = not programs.has_backward(num_microbatches)
-    settings = arguments.batch.settings(device, world.cores)
     audit = None
     if local.audited:
         assert execution.audit is not None
         audit = Audit(execution.audit, world.member.rank, local.audited, transport.exchange, world.control, device)
     unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
     steps = Steps(
-        settings,
+        arguments.batch,
+        device,
+        world.cores,
         programs,
         ranks,
         world.control,
@@ -560,4 +546,4 @@ def make_engine(
     )
     # a barrier: no rank waits in a step for one whose construction failed
     world.control.exchange("joining", {})
-    return Engine(steps, policy, refusal)
+    return steps

@@ -375,7 +375,7 @@ class _Check:
 
     def _reference(self, ties: Sequence[Tie]) -> Reference:
         assert self.model is not None and self.given is not None
-        settings = self.pipe._steps.settings
+        arguments = self.pipe._steps.batch
         batch, kwargs = self.copies[1]
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -384,16 +384,16 @@ class _Check:
                 self.given,
                 batch,
                 self.pipe._programs.schedule(self.count),
-                settings.loss_fn,
-                loss_reduction=settings.reduction,
-                split_rules=settings.split,
+                arguments.loss_fn,
+                loss_reduction=arguments.loss_reduction,
+                split_rules=arguments.split,
                 kwargs=kwargs,
                 ties=ties,
                 rng=None if self.pipe._build.seed is None else PER_MICROBATCH,
                 seed=self.pipe._build.seed,
                 step_count=self.step_count,
                 partition=self.pipe._model.partition,
-                metrics=settings.metrics,
+                metrics=arguments.metrics,
                 grad_dtype=self.pipe.grad_dtype,
                 loss_scale=self.pipe._steps.scale_now(),
             )
