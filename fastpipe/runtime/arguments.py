@@ -1,4 +1,7 @@
-"""The arguments of a Pipeline in four groups, and their checks before anything is built."""
+"""The arguments of a Pipeline in four groups, and their checks before anything is built.
+
+The group of batches is in `fastpipe.runtime.step.inputs`, as it is used in every step.
+"""
 
 from __future__ import annotations
 

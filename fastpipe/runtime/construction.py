@@ -62,9 +62,9 @@ from fastpipe.runtime.model import (
     own_modules,
     prefixes_message,
     prefixes_of,
+    recompute_of,
     share,
     skeleton,
-    way_of,
 )
 from fastpipe.runtime.stage import (
     IN_ORDER,
@@ -144,7 +144,7 @@ def _find_world(arguments: Arguments) -> World:
     def valid(find: Callable[[], Any], instead: Any) -> Any:
         try:
             return find()
-        except FailureError:  # no process can be told
+        except FailureError:  # no process can be informed
             raise
         except Exception as error:  # raised by `agree_on_request`, on all ranks
             errors.append(error)
@@ -155,7 +155,7 @@ def _find_world(arguments: Arguments) -> World:
     device = valid(lambda: find_device(model.stages, model.device), torch.device("cpu"))
     group = valid(execution.pipeline_group, None)
     member = valid(lambda: membership(group_of(model.stages) if group is None else group, device, timeout), None)
-    if member is None:  # the error is raised when all processes have been told
+    if member is None:  # the error is raised when all processes know it
         member = membership(None, device, timeout)
     valid(member.check_job, None)
     store = member.store() if member.size > 1 else None
@@ -348,7 +348,7 @@ def build_stages(
         audited=stages_of(copies),
     )
     if world.is_single_process:
-        _tell_later(made.stages, [_names_taken(made.stages)])
+        _set_later(made.stages, [_names_taken(made.stages)])
         return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
     return made
 
@@ -381,7 +381,7 @@ def _make_stage(
         module,
         placement.num_stages,
         loss_fn,
-        way_of(model.recompute, index, module),
+        recompute_of(model.recompute, index, module),
         request.contexts,
         fused_weight_grad=model.fused_weight_grad,
         grad_dtype=model.grad_dtype,
@@ -432,7 +432,7 @@ def agree_on_stages(
     (model, local, executor), replies = agree(world.control, make, part="stages")
     check_alike([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
-    _tell_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
+    _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
     return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
 
@@ -442,7 +442,7 @@ def _names_taken(stages: Sequence[Stage]) -> dict[str, list[str] | None]:
     return {str(stage.index): None if stage.takes is None else sorted(stage.takes) for stage in stages}
 
 
-def _tell_later(stages: Sequence[Stage], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
+def _set_later(stages: Sequence[Stage], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
     for stage in stages:
         stage.later = names_later(messages, stage.index)
 

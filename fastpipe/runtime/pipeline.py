@@ -38,7 +38,7 @@ from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.describe import describe, pairs_text
 from fastpipe.runtime.model import (
     NONE,
-    Named,
+    NamedParameter,
     Policy,
     Stages,
     assignable,
@@ -60,7 +60,7 @@ from fastpipe.runtime.step import (
     gather_outputs,
 )
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.tune import Measured, profile, replanning
+from fastpipe.runtime.tune import Profile, profile, replanning
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
@@ -466,7 +466,7 @@ class Pipeline:
         for named in self._named_parameters():
             yield named.name, named.parameter
 
-    def _named_parameters(self) -> list[Named]:
+    def _named_parameters(self) -> list[NamedParameter]:
         return list(named_parameters(self.stage_modules, first_names(self._ties)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -577,7 +577,7 @@ class Pipeline:
 
     def _measured(
         self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any], num_steps: int, *, by_layer: bool
-    ) -> Measured:
+    ) -> Profile:
         def call(training: bool, trace: bool) -> StepResult:
             run = self.step if training else self.eval_step
             return run(*args, target=target, trace=trace, **kwargs)

@@ -80,13 +80,13 @@ SECONDS = 10.0
 """Timeout of a store's answer. It usually takes less than a millisecond, on a busy machine a hundred times as long."""
 
 
-class Patience:
-    """Asks a store until it fails to answer in time; later calls return at once."""
+class CircuitBreaker:
+    """A circuit breaker for a store: once it fails to answer in time, it is not asked again."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds, self._answers = seconds, True
 
-    def ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
+    def call(self, question: Callable[[], _T], otherwise: _T) -> _T:
         """The store's answer, or `otherwise` if it does not answer or is gone.
 
         A thread asks; it is abandoned on a timeout, and so is the store's client: another request would wait behind the
@@ -150,7 +150,7 @@ def silent_store(seconds: float) -> str:
     return f"the store of the process group did not answer within {seconds:g} s"
 
 
-class PatientStore:
+class StoreWithTimeout:
     """A store during construction: raises if it does not answer within the timeout."""
 
     def __init__(self, store: Any, timeout: float) -> None:

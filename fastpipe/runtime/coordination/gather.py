@@ -21,9 +21,9 @@ from fastpipe.runtime.common import (
     DIED,
     LOOK_SECONDS,
     SECONDS,
+    CircuitBreaker,
     Failure,
     FailureError,
-    Patience,
     call_in_thread,
     first_line,
     silent_store,
@@ -134,11 +134,11 @@ class StoreGather(Gather):
         keys = [_key(step, phase, rank) for rank in range(self.size)]
         self.written.append((step, keys[self.rank]))
         answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
-        deadline, patience = Deadline(self), Patience(min(SECONDS, self.timeout))
+        deadline, breaker = Deadline(self), CircuitBreaker(min(SECONDS, self.timeout))
         while not wait([answer], LOOK_SECONDS).done:
             if step and (failure := self.lost(())) is not None:
                 raise FailureError(failure)
-            if missing := deadline.passed(lambda: patience.ask(lambda: self._missing(keys), [-1])):
+            if missing := deadline.passed(lambda: breaker.call(lambda: self._missing(keys), [-1])):
                 if missing == [-1]:
                     raise FailureError(Failure(None, silent_store(self.timeout), is_fatal=True))
                 raise self.late(missing, step, phase)

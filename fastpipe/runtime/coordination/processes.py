@@ -27,8 +27,8 @@ from fastpipe.runtime.common import (
     EXIT_SECONDS,
     MAX_TEXT,
     SECONDS,
+    CircuitBreaker,
     Failure,
-    Patience,
     attended,
     call_in_thread,
     first_line,
@@ -75,8 +75,8 @@ class Processes(Control):
         self._shared_gather = SharedMemoryGather(rank, size, timeout, ranks_per_host, self.lost)
         self._gather: Gather = self._store_gather
         self.deferred: DeferredResults = DeferredResults(store, rank, timeout, lambda: watcher.dead)
-        self._patience = Patience(min(SECONDS, timeout / 4))
-        self._asides = Patience(min(1.0, timeout / 4))
+        self._breaker = CircuitBreaker(min(SECONDS, timeout / 4))
+        self._place_breaker = CircuitBreaker(min(1.0, timeout / 4))
 
     def setup(self, message: Reply) -> list[Reply]:
         """Exchange identities, watch the processes that can be watched, and use shared memory if all can."""
@@ -124,7 +124,7 @@ class Processes(Control):
         # before the published failure is read: a process that fails publishes that and then closes the pipeline
         dead = self._watcher.find_dead(self.step + 1)
         # a lost store is reported where it is needed
-        if (failure := self._patience.ask(self._find_published, None)) is not None:
+        if (failure := self._breaker.call(self._find_published, None)) is not None:
             return failure
         return next((failure for failure in dead if awaited is None or failure.rank in awaited), None)
 
@@ -176,7 +176,7 @@ class Processes(Control):
         self._watcher.end()
         wrote = bool(self._watcher.published) or self._gather is self._store_gather
         if wrote and self.lost() is None:
-            self._patience.ask(self._forget, None)
+            self._breaker.call(self._forget, None)
 
     def _forget(self) -> None:
         self._watcher.forget()
@@ -189,19 +189,19 @@ class Processes(Control):
         replies = self._gather.exchange(self.step, phase, message)
         if self.step == 0:
             # all have read the earlier ones
-            self._patience.ask(lambda: self._store_gather.forget_first(written), None)
+            self._breaker.call(lambda: self._store_gather.forget_first(written), None)
         return replies
 
     def publish(self, failure: Failure) -> Failure:
         """Write a failure into the store, unless another process was faster, and wake the others."""
         self._note(failure)
         # without the store the others detect the failure themselves, and this rank drains
-        return self._patience.ask(lambda: self._watcher.publish(failure), failure)
+        return self._breaker.call(lambda: self._watcher.publish(failure), failure)
 
     def put_place(self, step: int, is_active: bool, text: str) -> None:
         """See `Control.put_place`."""
         content = json.dumps([step, is_active, text[:MAX_TEXT]])
-        self._asides.ask(lambda: self._store.set(_place_key(self.rank), content), None)
+        self._place_breaker.call(lambda: self._store.set(_place_key(self.rank), content), None)
 
     def places(self) -> dict[int, tuple[int, bool, str]]:
         """See `Control.places`."""
@@ -211,7 +211,7 @@ class Processes(Control):
             written = [rank for rank in ranks if store.check([_place_key(rank)])]
             return {rank: tuple(json.loads(store.get(_place_key(rank)))) for rank in written}
 
-        return self._asides.ask(read, {})
+        return self._place_breaker.call(read, {})
 
     def close(self) -> None:
         """Stop the watcher, and close what the processes share."""

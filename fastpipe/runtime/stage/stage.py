@@ -19,7 +19,16 @@ from torch import nn
 from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
-from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
+from fastpipe.runtime.model import (
+    NONE,
+    Chain,
+    accepted_names,
+    merged_kwargs,
+    passed_on,
+    selected,
+    split_carried,
+    with_recompute,
+)
 from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import (
     HeldTensors,
@@ -138,7 +147,7 @@ class Stage:
         self.recompute = recompute
         self.fuses = method_of(self.modules) is not None and self.parallel is None and recompute == NONE
         wrapper = None if self.parallel is None else self.parallel.description
-        self._module_call = recomputing(module, unwrapped(module), recompute, index, wrapper)
+        self._module_call = with_recompute(module, unwrapped(module), recompute, index, wrapper)
         self.deferred: frozenset[int] = frozenset()
         self.has_split = False
         self.peak_held_bytes = 0
@@ -197,7 +206,7 @@ class Stage:
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)
         kwargs = self._kwargs_of(microbatch, carried)
-        self.losses.carried = chosen(carried, self.losses.names)
+        self.losses.carried = selected(carried, self.losses.names)
         try:
             with AddedLosses() as self.losses.added:
                 output = self._module_call(*args, **kwargs) if kwargs else self._module_call(*args)
@@ -215,9 +224,9 @@ class Stage:
 
     def _pack_outputs(self, microbatch: int, output: Any, carried: Mapping[str, Any]) -> Tensors:
         """The tensors for the next stage: output and carried values, with the added losses attached."""
-        value, values = apart(output)
+        value, values = split_carried(output)
         if values or carried:
-            carried = carried_on(carried, values, self.index, self.accepts, self.later)
+            carried = passed_on(carried, values, self.index, self.accepts, self.later)
         make = treespec_tensor if self.treespecs is None else partial(self.treespecs.make, microbatch)
         tensors = to_tensors(value, carried, self.index, make, self.mesh, self._visit)
         if self.why_one_tensor and len(tensors) > 1:
@@ -238,7 +247,7 @@ class Stage:
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
         given = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
-        return given if not carried else together(given, chosen(carried, self.accepts), self.index)
+        return given if not carried else merged_kwargs(given, selected(carried, self.accepts), self.index)
 
     @property
     def takes(self) -> frozenset[str] | None:
@@ -306,9 +315,9 @@ class Stage:
         )
 
     def _finish(self, microbatch: int, output: Any) -> Tensors:
-        output, values = apart(output)
-        carried_on({}, values, self.index, self.takes, self.later)
-        self.losses.carried |= chosen(values, self.losses.names)
+        output, values = split_carried(output)
+        passed_on({}, values, self.index, self.takes, self.later)
+        self.losses.carried |= selected(values, self.losses.names)
         return self.losses.roots(microbatch, output)
 
     def forward(self, microbatch: int, inputs: Tensors, *, splits: bool = False) -> Tensors:

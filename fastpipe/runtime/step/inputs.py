@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model import accepted_names, chosen, missing_argument, positional_names
+from fastpipe.runtime.model import accepted_names, missing_argument, positional_names, selected
 from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
 from fastpipe.runtime.step.microbatch import (
     Counted,
@@ -448,7 +448,7 @@ def stage_works(
     """
     works = []
     for stage in stages:
-        names = chosen(inputs.kwargs, stage.accepts)
+        names = selected(inputs.kwargs, stage.accepts)
         work = StageWork(
             keep_outputs=keep_outputs,
             reduces=request.reduces,

@@ -40,7 +40,7 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
-from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
+from fastpipe.runtime.model import StageCopies, Unfilled, check_changes, flags_of
 from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
 from fastpipe.runtime.step.audit import Audit
 from fastpipe.runtime.step.inputs import (
@@ -340,7 +340,7 @@ class Steps:
         inputs = Inputs()
         message: Reply = {"call": _call_text(request) + self.random.call_text(self.audit is not None)}
         try:
-            message["told"] = self.copies.prepare()
+            message["changes"] = self.copies.prepare()
             self.check_filled()
             self.programs.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
@@ -475,7 +475,7 @@ class Steps:
                 "position of an input, 'target' or 'output_grad'"
             )
         check_batches([reply.get("batch", {}) for reply in replies])
-        check_told([reply["told"] for reply in replies])
+        check_changes([reply["changes"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Everything that may change a shape, a dtype or a gradient flag between stages."""
