@@ -1,6 +1,6 @@
 """How a Pipeline is built. Each function takes what the previous one returned.
 
-    Arguments ─► World ─► BuildRequest (all ranks agree) ─► LocalStages (all ranks agree) ─► Transport ─► Engine
+    Arguments ─► World ─► BuildRequest (all ranks agree) ─► LocalStages (all ranks agree) ─► Transport ─► Steps
 
 The processes agree twice: on the schedule and its program before stages are built, and on the stages before
 connections are. An error on one rank is raised on all ranks and names that rank.
@@ -43,8 +43,8 @@ from fastpipe.runtime.model import (
     Unfilled,
     between_ranks,
     build_modules,
-    check_alike,
     check_device,
+    check_same_kinds,
     costs_here,
     cut_by,
     cut_text,
@@ -251,7 +251,7 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
             seed=seed,
             contexts=contexts,
         )
-        return request, {"plan": request.signature(arguments, size), "seed": seed, "costs": costs}
+        return request, {"arguments": request.signature(arguments, size), "seed": seed, "costs": costs}
 
     request, replies = agree(world.control, make)
     return replace(request, costs=replies[0]["costs"])
@@ -418,11 +418,11 @@ def agree_on_stages(
         arguments.execution.check_replicas(local.stages)
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
-        plan = request.signature(arguments, size)
-        plan |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
-        plan |= {"tied": str(apart)} if apart else {}
-        plan |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
-        message: Reply = {"plan": plan, "seed": request.seed, "names": _names_taken(local.stages)}
+        values = request.signature(arguments, size)
+        values |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
+        values |= {"tied": str(apart)} if apart else {}
+        values |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
+        message: Reply = {"arguments": values, "seed": request.seed, "names": _names_taken(local.stages)}
         message["parallel"] = any(stage.parallel is not None for stage in local.stages)
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
@@ -430,7 +430,7 @@ def agree_on_stages(
         return (model, local, executor), message
 
     (model, local, executor), replies = agree(world.control, make, part="stages")
-    check_alike([reply["tied"] for reply in replies])
+    check_same_kinds([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))

@@ -26,7 +26,8 @@ from fastpipe.runtime.common import (
     DIED,
     EXIT_SECONDS,
     MAX_TEXT,
-    SECONDS,
+    POLL_SECONDS,
+    STORE_SECONDS,
     CircuitBreaker,
     Failure,
     attended,
@@ -42,7 +43,6 @@ from fastpipe.runtime.coordination.peers import BEAT_SECONDS, GONE, LEFT, Lifeli
 
 logger = logging.getLogger("fastpipe")
 _UNWATCHED = "their exits are detected by connections to rank 0, or after the timeout"
-_LOOK_SECONDS = 0.1
 
 OnFailure = Callable[[Failure], None]
 
@@ -75,7 +75,7 @@ class Processes(Control):
         self._shared_gather = SharedMemoryGather(rank, size, timeout, ranks_per_host, self.lost)
         self._gather: Gather = self._store_gather
         self.deferred: DeferredResults = DeferredResults(store, rank, timeout, lambda: watcher.dead)
-        self._breaker = CircuitBreaker(min(SECONDS, timeout / 4))
+        self._breaker = CircuitBreaker(min(STORE_SECONDS, timeout / 4))
         self._place_breaker = CircuitBreaker(min(1.0, timeout / 4))
 
     def setup(self, message: Reply) -> list[Reply]:
@@ -363,7 +363,7 @@ class Watcher:
     def _milliseconds(self, looking: bool) -> float | None:
         """Milliseconds to sleep; None for no limit."""
         if looking:
-            return 1000 * _LOOK_SECONDS
+            return 1000 * POLL_SECONDS
         return 1000 * BEAT_SECONDS if self.lifeline.descriptors else None
 
     def _look(self, store: Any, step: int) -> bool:
@@ -380,7 +380,7 @@ class Watcher:
         if self._answer is None or self._answer[0] != step:
             self._answer = step, call_in_thread(ask, "fastpipe-look")
         answer = self._answer[1]
-        if not wait([answer], _LOOK_SECONDS).done:
+        if not wait([answer], POLL_SECONDS).done:
             return True
         self._answer = None
         try:

@@ -168,14 +168,14 @@ class LocalRanks:
                 outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
-    def ask_replicas(self, program: Program) -> Outcome:
+    def run_collectives(self, program: Program) -> Outcome:
         """Run only the collectives of a program, in which replicas report missing parameters."""
         self._outcome = outcome = Outcome()
         for rank, held in self.stages.items():
             found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
             for _, parallel in found:
                 parallel.begin(True)
-                parallel.ask()
+                parallel.skip_step()
             try:
                 for instruction in program[rank]:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):

@@ -73,7 +73,7 @@ from fastpipe.runtime.model.tied import (
     Tie,
     TiedWeights,
     between_ranks,
-    check_alike,
+    check_same_kinds,
     first_names,
     kinds_of_ties,
     make_tied,

@@ -81,7 +81,7 @@ def kind_of_tie(tie: Tie, modules: Mapping[int, nn.Module]) -> str:
         ValueError: if the stages have different wrappers.
     """
     found = [{tie.names[0]: kind_of(modules[stage])} for stage in tie.stages if stage in modules]
-    check_alike(found)
+    check_same_kinds(found)
     return found[0][tie.names[0]] if found else ""
 
 
@@ -90,7 +90,7 @@ def kinds_of_ties(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> dict
     return {tie.names[0]: kind_of_tie(tie, modules) for tie in ties if modules.keys() & set(tie.stages)}
 
 
-def check_alike(found: Sequence[Mapping[str, str]]) -> None:
+def check_same_kinds(found: Sequence[Mapping[str, str]]) -> None:
     """Refuse a weight whose stages have different wrappers."""
     kinds: dict[str, str] = {}
     for name, kind in ((name, kind) for part in found for name, kind in part.items()):

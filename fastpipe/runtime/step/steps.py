@@ -95,7 +95,7 @@ def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
     for stage in stages:
         if stage.parallel is not None:
             stage.parallel.check_covers(stage.module, stage.index)
-            found.append(stage.parallel.missed())
+            found.append(stage.parallel.unreduced())
     for stage in stages:
         names = [name for name, p in stage.module.named_parameters() if p.requires_grad] if stage.bare else []
         if names:
@@ -113,7 +113,7 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
         ValueError: if replicas train different parameters; the other ranks raise StepError.
         FailureError: if another replica does not take part.
     """
-    outcome = ranks.ask_replicas(program)
+    outcome = ranks.run_collectives(program)
     failure, error = outcome.failure, outcome.error
     if failure is None:
         try:
@@ -131,7 +131,7 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
 
 
 def _update_wrapper(stage: Stage) -> None:
-    renewed = stage.parallel is not None and stage.parallel.adopt()
+    renewed = stage.parallel is not None and stage.parallel.reduce_new()
     if renewed and stage.grad_dtype is not None:
         set_grad_dtype(stage.module, stage.grad_dtype)
 

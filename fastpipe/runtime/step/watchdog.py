@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 
 from fastpipe.action import NONE, Action
 from fastpipe.program import ChannelKind, Instruction, Op, Program
-from fastpipe.runtime.common import PLACES_SECONDS, ForkGuard, logged, torch_private
+from fastpipe.runtime.common import ForkGuard, logged, torch_private
 from fastpipe.runtime.coordination import Control
 from fastpipe.runtime.executor import LocalRanks
 
 logger = logging.getLogger("fastpipe")
 RECENT, RECORDED = 10, 100
 """The number of earlier instructions in a report, and in an error: there all before the last ten are folded."""
+_PLACES_SECONDS = 1.0
+"""How long other ranks have to write where they are, before a slow step is reported."""
 _LONGEST_PERIOD = 25
 MAX_RANKS = 64
 """The number of ranks in a text."""
@@ -147,7 +149,7 @@ class Watchdog:
             return
         self._due = 2 * seconds
         self._control.put_place(step, bool(phase), self._text())
-        if not phase or self.thread.stop.wait(min(PLACES_SECONDS, self._warn_after / 4)) or since != self._since:
+        if not phase or self.thread.stop.wait(min(_PLACES_SECONDS, self._warn_after / 4)) or since != self._since:
             return
         first, lines = self._report("")
         if first == self._control.rank:
