@@ -42,12 +42,12 @@ from fastpipe.runtime.stage import (
     checked_loss,
     detached,
     loss_and_metrics,
+    loss_arguments,
     microbatch_seed,
     names_of,
     returned_loss,
     scale_loss,
     sum_in_order,
-    weighed,
 )
 from fastpipe.runtime.step import (
     MetricRules,
@@ -273,7 +273,7 @@ class _StepOfMicrobatches:
     def finish(self, i: int, output: Any, carried: Mapping[str, Any]) -> Any:
         """Compute loss and metrics from a microbatch's output and carried values."""
         targets = self.cut.targets
-        given, named = weighed((output, selected(carried, names_of(self.loss_fn))), self.divisors[i])
+        given, named = loss_arguments((output, selected(carried, names_of(self.loss_fn))), self.divisors[i])
         found, measured = (
             (returned_loss(output), {})
             if self.loss_fn is None or targets is None

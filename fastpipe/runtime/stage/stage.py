@@ -32,8 +32,8 @@ from fastpipe.runtime.model import (
 from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import (
     HeldTensors,
+    ReceivedTensors,
     TreespecCache,
-    Visit,
     enter,
     from_tensors,
     to_tensors,
@@ -136,7 +136,7 @@ class Stage:
         self.bare = wrapped and self.parallel is None
         self.leave_mesh: Callable[[], None] = _stay
         self.held = held
-        self._visit: Visit | None = None
+        self._received_tensors: ReceivedTensors | None = None
         self.recorder: Callable[[int, Tensors, Callable[[int, Tensors], Tensors]], Tensors] | None = None
         self.context = ActionContext(index, *contexts)
         self.later: frozenset[str] | None = None
@@ -189,7 +189,7 @@ class Stage:
         self._has_exchanged |= num_calls() != before
         if self.random is not None:
             self.random.note_graph(outputs)
-        self.running = self._visit = None
+        self.running = self._received_tensors = None
         return outputs
 
     def _rng(self, microbatch: int) -> AbstractContextManager[None]:
@@ -228,7 +228,7 @@ class Stage:
         if values or carried:
             carried = passed_on(carried, values, self.index, self.accepts, self.later)
         make = treespec_tensor if self.treespecs is None else partial(self.treespecs.make, microbatch)
-        tensors = to_tensors(value, carried, self.index, make, self.mesh, self._visit)
+        tensors = to_tensors(value, carried, self.index, make, self.mesh, self._received_tensors)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
                 f"stage {self.index} returns {len(tensors)} tensors, and with more than one the ranks can deadlock: "
@@ -238,11 +238,11 @@ class Stage:
 
     def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The positional arguments of the module, and the values carried from earlier stages."""
-        self._visit = None if self.held is None else Visit(self.held, self.index, microbatch)
+        self._received_tensors = None if self.held is None else ReceivedTensors(self.held, self.index, microbatch)
         if self.work.args is not None:
             return self.work.args[microbatch], {}
         read = treespec_text if self.treespecs is None else partial(self.treespecs.read, microbatch)
-        return from_tensors(inputs, read, self.mesh, self._visit)
+        return from_tensors(inputs, read, self.mesh, self._received_tensors)
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
@@ -283,7 +283,7 @@ class Stage:
             outputs = self._finish(microbatch, output) if self.is_last else self._pack_outputs(microbatch, output, {})
         if self.random is not None:
             self.random.note_fused()
-        self.running = self._visit = None
+        self.running = self._received_tensors = None
         return outputs
 
     def _check_fused(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -484,6 +484,6 @@ class Stage:
                 weights.clear()
         self._records.clear()
         self._waiting.clear()
-        self._visit = None
+        self._received_tensors = None
         if self.held is not None:
             self.held.clear()

@@ -19,7 +19,7 @@ from fastpipe.runtime.step.microbatch import (
     Rules,
     check_split_and_merge,
     count_rows,
-    is_asked,
+    has_rule,
     lengths,
     rows_of_split,
     rule_for,
@@ -359,7 +359,7 @@ def _note_whole(
         name: in errors.
         unasked: how it is split without a rule.
     """
-    way = RULE if is_asked(rules, key) else unasked
+    way = RULE if has_rule(rules, key) else unasked
     for leaf, rows in lengths(value, rule_for(rules, key), name).items():
         if [rows, way] not in inputs.whole.values():
             inputs.whole[leaf] = [rows, way]
