@@ -1,25 +1,26 @@
-"""The arguments of a Pipeline in four groups, and their checks before anything is built."""
+"""The arguments of a Pipeline in four groups, and their checks before anything is built.
+
+The group of batches is in `fastpipe.runtime.step.inputs`, as it is used in every step.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
 from fastpipe.runtime.common import check_grad_dtype
-from fastpipe.runtime.coordination import Cores
 from fastpipe.runtime.model import Policy, Stages, check_policy
-from fastpipe.runtime.stage import PER_MICROBATCH, ContextFactory, Stage, check_overlap
-from fastpipe.runtime.step import MetricRules, Rules, Settings, check_reduction, check_rules, check_split_and_merge
+from fastpipe.runtime.stage import ContextFactory, Stage, check_overlap
+from fastpipe.runtime.step import BatchArguments
 from fastpipe.runtime.transport import (
     CHOICES,
     Loopback,
@@ -120,60 +121,6 @@ class ScheduleArguments:
         if isinstance(self.schedule, Schedule):
             return self.schedule.num_microbatches
         raise ValueError("num_microbatches is missing: give the number of microbatches of a batch")
-
-
-@dataclass(frozen=True)
-class BatchArguments:
-    """How a batch is split, weighted and merged; attributes as of `fastpipe.Pipeline`."""
-
-    loss_fn: Callable[..., Any] | None
-    loss_reduction: str | Callable[[Any], float]
-    metrics: MetricRules
-    split: Rules
-    merge: Rules | bool
-    rng: str | None
-
-    @property
-    def merge_rules(self) -> Rules:
-        """How outputs are merged."""
-        return None if isinstance(self.merge, bool) else self.merge
-
-    def settings(self, device: torch.device, cores: Cores) -> Settings:
-        """The settings of steps on a device and on these cores."""
-        keeps_outputs = self.merge is not False
-        return Settings(
-            self.loss_fn, self.loss_reduction, self.split, self.merge_rules, keeps_outputs, self.metrics, device, cores
-        )
-
-    def check(self) -> None:
-        """Check what does not depend on the model.
-
-        Raises:
-            ValueError: naming the argument.
-        """
-        loss_fn = self.loss_fn
-        if loss_fn is not None and not callable(loss_fn):
-            raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
-        if isinstance(loss_fn, type):
-            raise ValueError(f"loss_fn = {loss_fn.__name__}: that is a class; give an instance, {loss_fn.__name__}()")
-        check_reduction(self.loss_reduction)
-        check_rules(self.metrics)
-        if self.rng not in (None, PER_MICROBATCH):
-            raise ValueError(
-                f"rng = {self.rng!r}: use None (torch's generators, in the order of the actions) or "
-                f"{PER_MICROBATCH!r} (a separate state for every stage and microbatch)"
-            )
-        check_split_and_merge(self.split, self.merge_rules)
-
-    def check_loss_parameters(self, schedule: Schedule) -> None:
-        """Refuse a loss with parameters if two ranks compute it: their gradients would not be summed."""
-        is_trained = isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters())
-        if is_trained and schedule.placement.num_routes > 1:
-            raise ValueError(
-                f"loss_fn has parameters, and {schedule.name} computes the loss on two ranks, each with a part of "
-                "their gradients: make it the last layer, which takes the target by a keyword of step and "
-                "returns the loss, or use a schedule with one route"
-            )
 
 
 @dataclass(frozen=True)

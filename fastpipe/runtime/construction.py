@@ -1,6 +1,6 @@
 """How a Pipeline is built. Each function takes what the previous one returned.
 
-    Arguments ─► World ─► BuildRequest (all ranks agree) ─► LocalStages (all ranks agree) ─► Transport ─► Engine
+    Arguments ─► World ─► BuildRequest (all ranks agree) ─► LocalStages (all ranks agree) ─► Transport ─► Steps
 
 The processes agree twice: on the schedule and its program before stages are built, and on the stages before
 connections are. An error on one rank is raised on all ranks and names that rank.
@@ -43,8 +43,8 @@ from fastpipe.runtime.model import (
     Unfilled,
     between_ranks,
     build_modules,
-    check_alike,
     check_device,
+    check_same_kinds,
     costs_here,
     cut_by,
     cut_text,
@@ -62,16 +62,15 @@ from fastpipe.runtime.model import (
     own_modules,
     prefixes_message,
     prefixes_of,
+    recompute_of,
     share,
     skeleton,
-    way_of,
 )
 from fastpipe.runtime.stage import (
     IN_ORDER,
     PER_MICROBATCH,
     ContextFactory,
     HeldTensors,
-    PairPolicy,
     RandomNumbers,
     Stage,
     TreespecCache,
@@ -145,7 +144,7 @@ def _find_world(arguments: Arguments) -> World:
     def valid(find: Callable[[], Any], instead: Any) -> Any:
         try:
             return find()
-        except FailureError:  # no process can be told
+        except FailureError:  # no process can be informed
             raise
         except Exception as error:  # raised by `agree_on_request`, on all ranks
             errors.append(error)
@@ -156,7 +155,7 @@ def _find_world(arguments: Arguments) -> World:
     device = valid(lambda: find_device(model.stages, model.device), torch.device("cpu"))
     group = valid(execution.pipeline_group, None)
     member = valid(lambda: membership(group_of(model.stages) if group is None else group, device, timeout), None)
-    if member is None:  # the error is raised when all processes have been told
+    if member is None:  # the error is raised when all processes know it
         member = membership(None, device, timeout)
     valid(member.check_job, None)
     store = member.store() if member.size > 1 else None
@@ -252,7 +251,7 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
             seed=seed,
             contexts=contexts,
         )
-        return request, {"plan": request.signature(arguments, size), "seed": seed, "costs": costs}
+        return request, {"arguments": request.signature(arguments, size), "seed": seed, "costs": costs}
 
     request, replies = agree(world.control, make)
     return replace(request, costs=replies[0]["costs"])
@@ -349,7 +348,7 @@ def build_stages(
         audited=stages_of(copies),
     )
     if world.is_single_process:
-        _tell_later(made.stages, [_names_taken(made.stages)])
+        _set_later(made.stages, [_names_taken(made.stages)])
         return replace(made, ties=named_as_held(ties, prefixes_of([prefixes_message(modules)])))
     return made
 
@@ -382,7 +381,7 @@ def _make_stage(
         module,
         placement.num_stages,
         loss_fn,
-        way_of(model.recompute, index, module),
+        recompute_of(model.recompute, index, module),
         request.contexts,
         fused_weight_grad=model.fused_weight_grad,
         grad_dtype=model.grad_dtype,
@@ -419,11 +418,11 @@ def agree_on_stages(
         arguments.execution.check_replicas(local.stages)
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
-        plan = request.signature(arguments, size)
-        plan |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
-        plan |= {"tied": str(apart)} if apart else {}
-        plan |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
-        message: Reply = {"plan": plan, "seed": request.seed, "names": _names_taken(local.stages)}
+        values = request.signature(arguments, size)
+        values |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
+        values |= {"tied": str(apart)} if apart else {}
+        values |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
+        message: Reply = {"arguments": values, "seed": request.seed, "names": _names_taken(local.stages)}
         message["parallel"] = any(stage.parallel is not None for stage in local.stages)
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
@@ -431,9 +430,9 @@ def agree_on_stages(
         return (model, local, executor), message
 
     (model, local, executor), replies = agree(world.control, make, part="stages")
-    check_alike([reply["tied"] for reply in replies])
+    check_same_kinds([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
-    _tell_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
+    _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
     return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
 
@@ -443,7 +442,7 @@ def _names_taken(stages: Sequence[Stage]) -> dict[str, list[str] | None]:
     return {str(stage.index): None if stage.takes is None else sorted(stage.takes) for stage in stages}
 
 
-def _tell_later(stages: Sequence[Stage], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
+def _set_later(stages: Sequence[Stage], messages: Sequence[Mapping[str, list[str] | None]]) -> None:
     for stage in stages:
         stage.later = names_later(messages, stage.index)
 
@@ -477,22 +476,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
     )
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What runs steps.
-
-    Attributes:
-        steps: the steps of this process.
-        pair_policy: how pairs of a forward and a backward run.
-        graph_refusal: why steps cannot be recorded as CUDA graphs; empty if they can.
-    """
-
-    steps: Steps
-    pair_policy: PairPolicy
-    graph_refusal: str
-
-
-def make_engine(
+def make_steps(
     arguments: Arguments,
     programs: Programs,
     num_microbatches: int,
@@ -501,8 +485,8 @@ def make_engine(
     world: World,
     transport: Transport,
     executor: type[Executor],
-) -> Engine:
-    """Create the engine from stages, programs and a transport. Collective."""
+) -> Steps:
+    """What runs the steps of stages and programs over a transport. Collective."""
     execution, device = arguments.execution, world.device
     placement = programs.schedule(num_microbatches).placement
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
@@ -531,23 +515,25 @@ def make_engine(
         transport=transport,
         timeout=world.timeout,
         publish=world.control.publish,
-        pairs=policy.way,
+        pairs=policy,
         device=device,
         several_streams=streams,
+        why_not_recorded=refusal,
     )
     if isinstance(world.control, MeshControl):
         ranks.mesh_groups = MeshGroups([execution.mesh.get_group(n) for n in execution.other_dimensions()], device)
         for stage in local.stages:
             stage.leave_mesh = ranks.mesh_groups.leave
     forward_only = not programs.has_backward(num_microbatches)
-    settings = arguments.batch.settings(device, world.cores)
     audit = None
     if local.audited:
         assert execution.audit is not None
         audit = Audit(execution.audit, world.member.rank, local.audited, transport.exchange, world.control, device)
     unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
     steps = Steps(
-        settings,
+        arguments.batch,
+        device,
+        world.cores,
         programs,
         ranks,
         world.control,
@@ -560,4 +546,4 @@ def make_engine(
     )
     # a barrier: no rank waits in a step for one whose construction failed
     world.control.exchange("joining", {})
-    return Engine(steps, policy, refusal)
+    return steps

@@ -55,7 +55,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _loss_scale(self) -> torch.Tensor:
         """The scale of the pipeline's next step, on its device."""
-        scale: torch.Tensor = self.scale(torch.ones((), device=self._steps.settings.device))
+        scale: torch.Tensor = self.scale(torch.ones((), device=self._steps.device))
         return scale
 
     def _unscale_grads_(

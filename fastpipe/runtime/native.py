@@ -17,7 +17,6 @@ import json
 import re
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,35 +27,19 @@ _LIBRARY = "_runtime"
 _FLOOR = "2.11"
 
 
-@dataclass(frozen=True)
-class _Torch:
-    """The properties of a torch build that a library must match."""
-
-    version: str  # major.minor.patch
-    backend: str  # "CPU", "CUDA 13.0", ...
-
-    def __str__(self) -> str:
-        return f"torch {self.version} ({self.backend})"
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    module: ModuleType | None
-    sentence: str
-
-
 def load() -> ModuleType | None:
     """Return the native extension, or None if none matches; ``native_status()`` then gives the reason."""
-    return _outcome().module
+    return _outcome()[0]
 
 
 def native_status() -> str:
     """Say in one sentence which native extension is loaded, or why none is and the remedy."""
-    return _outcome().sentence
+    return _outcome()[1]
 
 
 @functools.cache
-def _outcome() -> _Outcome:
+def _outcome() -> tuple[ModuleType | None, str]:
+    """The extension, if it is loaded, and the sentence about it."""
     try:
         record = _read_record(_PACKAGE)
         if obstacle := _obstacle(record, _installed_torch(), _PACKAGE):
@@ -66,7 +49,7 @@ def _outcome() -> _Outcome:
     return _import(record)
 
 
-def _import(record: dict[str, Any]) -> _Outcome:
+def _import(record: dict[str, Any]) -> tuple[ModuleType | None, str]:
     try:
         importlib.import_module("torch")  # loads the libraries that define our symbols
     except Exception as error:  # reported by `native_status`
@@ -77,15 +60,16 @@ def _import(record: dict[str, Any]) -> _Outcome:
         return _not_loaded(f"loading it failed ({_one_line(error)}); {_rebuild()}")
     built_for = _torch_of(record)
     compiler = record["libraries"][_LIBRARY]["inputs"]["compiler"]
-    return _Outcome(module, f"native extension loaded: fastpipe.{_LIBRARY}, built for {built_for} by {compiler}")
+    return module, f"native extension loaded: fastpipe.{_LIBRARY}, built for {built_for} by {compiler}"
 
 
-def _obstacle(record: dict[str, Any], installed: _Torch | None, package: Path) -> str | None:
+def _obstacle(record: dict[str, Any], installed: str | None, package: Path) -> str | None:
     """Why the library must not be loaded, or None."""
     library = record.get("libraries", {}).get(_LIBRARY)
     if installed is None:
-        wanted = f"torch=={_torch_of(record).version}" if library and library["built"] else f"'torch>={_FLOOR}'"
-        then = "" if library and library["built"] else f", then {_rebuild()}"
+        built = bool(library and library["built"])
+        wanted = f"torch=={_release(library['inputs']['torch'])}" if built else f"'torch>={_FLOOR}'"
+        then = "" if built else f", then {_rebuild()}"
         return f"torch is not installed (planning does without); pip install {wanted}{then}"
     if library is None:
         return f"it was never built here; {_rebuild()}"
@@ -108,20 +92,26 @@ def _read_record(package: Path) -> dict[str, Any]:
     return record
 
 
-def _torch_of(record: dict[str, Any]) -> _Torch:
+def _torch_of(record: dict[str, Any]) -> str:
+    """The torch that the library was built for, as `_torch_text` says it."""
     inputs = record["libraries"][_LIBRARY]["inputs"]
-    return _Torch(_release(inputs["torch"]), inputs["backend"])
+    return _torch_text(inputs["torch"], inputs["backend"])
 
 
-def _installed_torch() -> _Torch | None:
-    """The version and backend in torch's version.py, read as text: importing torch takes seconds and may fail."""
+def _torch_text(version: str, backend: str) -> str:
+    """A build of torch: what a library must match of it, such as "torch 2.13.0 (CUDA 13.0)"."""
+    return f"torch {_release(version)} ({backend})"
+
+
+def _installed_torch() -> str | None:
+    """The torch of torch's version.py, read as text: importing torch takes seconds and may fail."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     text = Path(spec.origin).with_name("version.py").read_text()
     values = dict(re.findall(r"^(\w+)[^=\n]*= *'([^'\n]*)'", text, flags=re.MULTILINE))
     backends = (f"{name.upper()} {values[name]}" for name in ("cuda", "hip", "xpu") if name in values)
-    return _Torch(_release(values["__version__"]), next(backends, "CPU"))
+    return _torch_text(values["__version__"], next(backends, "CPU"))
 
 
 def _release(version: str) -> str:
@@ -132,8 +122,8 @@ def _release(version: str) -> str:
     return match.group()
 
 
-def _not_loaded(why: str) -> _Outcome:
-    return _Outcome(None, f"native extension not loaded: {why}")
+def _not_loaded(why: str) -> tuple[ModuleType | None, str]:
+    return None, f"native extension not loaded: {why}"
 
 
 def _where_the_log_is(library: dict[str, Any], package: Path) -> str:

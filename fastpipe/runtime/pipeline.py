@@ -31,14 +31,14 @@ from fastpipe.runtime.construction import (
     build_stages,
     connect,
     find_world,
-    make_engine,
+    make_steps,
 )
 from fastpipe.runtime.coordination import Control, building
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.describe import describe, pairs_text
 from fastpipe.runtime.model import (
     NONE,
-    Named,
+    NamedParameter,
     Policy,
     Stages,
     assignable,
@@ -60,7 +60,7 @@ from fastpipe.runtime.step import (
     gather_outputs,
 )
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.tune import Measured, profile, replanning
+from fastpipe.runtime.tune import Profile, profile, replanning
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
@@ -260,7 +260,7 @@ class Pipeline:
 
     def _start(self, model: ModelArguments, local: LocalStages, programs: Programs, num_microbatches: int) -> None:
         """Use these stages and programs from the next step on."""
-        engine = make_engine(
+        steps = make_steps(
             self._arguments,
             programs=programs,
             num_microbatches=num_microbatches,
@@ -270,12 +270,12 @@ class Pipeline:
             transport=self.transport,
             executor=self._executor,
         )
-        self._model, self._local, self._engine = model, local, engine
-        self._steps, self._stages, self._ties = engine.steps, local.stages, local.ties
+        self._model, self._local = model, local
+        self._steps, self._stages, self._ties = steps, local.stages, local.ties
         self.stage_modules = local.modules
         self._follow(programs, num_microbatches)
         # what it holds lives until it is called, so it must not hold the stages
-        closed = engine.steps.watchdog.thread, self._world.control, engine.steps.ranks.closer()
+        closed = steps.watchdog.thread, self._world.control, steps.ranks.closer()
         self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
 
     def _follow(self, programs: Programs, num_microbatches: int) -> None:
@@ -401,7 +401,7 @@ class Pipeline:
         return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
-        if request.gathers_outputs and self._arguments.batch.merge is False:
+        if request.gathers_outputs and not self._arguments.batch.keeps_outputs:
             raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
         result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
@@ -467,7 +467,7 @@ class Pipeline:
         for named in self._named_parameters():
             yield named.name, named.parameter
 
-    def _named_parameters(self) -> list[Named]:
+    def _named_parameters(self) -> list[NamedParameter]:
         return list(named_parameters(self.stage_modules, first_names(self._ties)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -578,7 +578,7 @@ class Pipeline:
 
     def _measured(
         self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any], num_steps: int, *, by_layer: bool
-    ) -> Measured:
+    ) -> Profile:
         def call(training: bool, trace: bool) -> StepResult:
             run = self.step if training else self.eval_step
             return run(*args, target=target, trace=trace, **kwargs)
@@ -647,7 +647,7 @@ class Pipeline:
 
     def describe(self) -> str:
         """A description of the pipeline in a few lines: schedule, placement, executor, transport and options."""
-        steps, engine = self._steps, self._engine
+        steps = self._steps
         program = self._programs.program(self.num_microbatches, forward_only=False)
         ranks = {rank: list(stages) for rank, stages in self._local.by_rank.items()}
         name, seed, cut = self._executor.__name__, self._build.seed, self._local.cut
@@ -664,12 +664,12 @@ class Pipeline:
         if self._arguments.execution.audit is not None:
             text += f"\naudit       {steps.audit or 'no: the device may not compute the same bits twice'}"
         if self._arguments.execution.cuda_graph:
-            text += f"\ncuda graph  {steps.ranks.recording_text() or 'no: ' + engine.graph_refusal}"
+            text += f"\ncuda graph  {steps.ranks.recording_text()}"
         counts = steps.ranks.pair_counts()
         if not self._programs.has_pairs(self.num_microbatches) and not counts.total:
             return text
         usage = steps.random.in_pairs()
-        return f"{text}\npairs       {pairs_text(engine.pair_policy, program, self._local.by_rank, counts, usage)}"
+        return f"{text}\npairs       {pairs_text(steps.ranks.pairs, program, self._local.by_rank, counts, usage)}"
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

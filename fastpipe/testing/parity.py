@@ -18,10 +18,10 @@ from torch import nn
 
 from fastpipe.runtime.common import bytes_of, digest_of, keep_state, pytree, zero_grad_of
 from fastpipe.runtime.coordination import Reply
-from fastpipe.runtime.model import Named, Tie, TiedWeights, whole
+from fastpipe.runtime.model import NamedParameter, Tie, TiedWeights, whole
 from fastpipe.runtime.pipeline import Pipeline, StepResult
 from fastpipe.runtime.stage import PER_MICROBATCH
-from fastpipe.runtime.step import GradNorms, Held, Norm
+from fastpipe.runtime.step import GradNorms, NamedGrad, Norm
 from fastpipe.testing.reference import Reference, reference_step, ties_in
 
 _SHOWN = 20
@@ -313,9 +313,9 @@ class _Check:
         parameters = [[p.stage, p.name, digest_of(_whole(p.parameter)), p.is_echo] for p in named]
         return {"has_model": self.model is not None, "parameters": parameters, "drew": drew}
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[NamedGrad]:
         grads = {(p.stage, p.name): (self.gradients[p.stage, p.name], p.is_echo) for p in _named(self.pipe)}
-        return [Held(*key, grad, is_echo) for key, (grad, is_echo) in grads.items() if grad is not None]
+        return [NamedGrad(*key, grad, is_echo) for key, (grad, is_echo) in grads.items() if grad is not None]
 
     def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
         """Stage and name of every parameter of the pipeline, in the unsplit model's order."""
@@ -375,7 +375,7 @@ class _Check:
 
     def _reference(self, ties: Sequence[Tie]) -> Reference:
         assert self.model is not None and self.given is not None
-        settings = self.pipe._steps.settings
+        arguments = self.pipe._steps.batch
         batch, kwargs = self.copies[1]
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -384,16 +384,16 @@ class _Check:
                 self.given,
                 batch,
                 self.pipe._programs.schedule(self.count),
-                settings.loss_fn,
-                loss_reduction=settings.reduction,
-                split_rules=settings.split,
+                arguments.loss_fn,
+                loss_reduction=arguments.loss_reduction,
+                split_rules=arguments.split,
                 kwargs=kwargs,
                 ties=ties,
                 rng=None if self.pipe._build.seed is None else PER_MICROBATCH,
                 seed=self.pipe._build.seed,
                 step_count=self.step_count,
                 partition=self.pipe._model.partition,
-                metrics=settings.metrics,
+                metrics=arguments.metrics,
                 grad_dtype=self.pipe.grad_dtype,
                 loss_scale=self.pipe._steps.scale_now(),
             )
@@ -438,7 +438,7 @@ def _expected(parameters: Mapping[Key, nn.Parameter], grads: Gradients, norms: S
     return [grad for key, grad in given.items() if grad is not None and (key in there or grads[key] is not None)]
 
 
-def _named(pipe: Pipeline) -> list[Named]:
+def _named(pipe: Pipeline) -> list[NamedParameter]:
     return pipe._named_parameters()
 
 

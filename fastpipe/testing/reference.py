@@ -24,13 +24,13 @@ from fastpipe.runtime.model import (
     Shared,
     Tie,
     accepted_names,
-    apart,
     as_arguments,
     as_layers,
-    chosen,
     has_own_forward,
     layer_ranges,
     parameter_of,
+    selected,
+    split_carried,
     twin,
     whole,
     with_parameters,
@@ -42,12 +42,12 @@ from fastpipe.runtime.stage import (
     checked_loss,
     detached,
     loss_and_metrics,
+    loss_arguments,
     microbatch_seed,
     names_of,
     returned_loss,
     scale_loss,
     sum_in_order,
-    weighed,
 )
 from fastpipe.runtime.step import (
     MetricRules,
@@ -273,7 +273,7 @@ class _StepOfMicrobatches:
     def finish(self, i: int, output: Any, carried: Mapping[str, Any]) -> Any:
         """Compute loss and metrics from a microbatch's output and carried values."""
         targets = self.cut.targets
-        given, named = weighed((output, chosen(carried, names_of(self.loss_fn))), self.divisors[i])
+        given, named = loss_arguments((output, selected(carried, names_of(self.loss_fn))), self.divisors[i])
         found, measured = (
             (returned_loss(output), {})
             if self.loss_fn is None or targets is None
@@ -318,7 +318,7 @@ def _forward_of(
     With `rng` it runs stage by stage, each from the generator state of the pipeline.
     """
     if rng is None:
-        return lambda microbatch, args, kwargs: finish(microbatch, *apart(model(*args, **kwargs)))
+        return lambda microbatch, args, kwargs: finish(microbatch, *split_carried(model(*args, **kwargs)))
     if rng != PER_MICROBATCH:
         raise ValueError(f"rng = {rng!r}: use None or {PER_MICROBATCH!r}")
     if isinstance(model, Chain | nn.Sequential | nn.ModuleList):
@@ -338,7 +338,7 @@ def _forward_of(
         carried: dict[str, Any] = {}
         for index, stage in enumerate(stages):
             with generators.seeded(microbatch_seed(seed, step, index, microbatch)):
-                value, values = apart(stage(*value, **chosen(named, accepted_names(stage))))
+                value, values = split_carried(stage(*value, **selected(named, accepted_names(stage))))
                 carried |= values
                 if index == num_stages - 1:
                     return finish(microbatch, value, carried)

@@ -37,7 +37,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "told who it is": (LocalPeers, "connect"),
     "connecting": (SharedMemoryGather, "connect"),
     "agreed on the plan": (pipeline, "agree_on_stages"),
-    "agreed on the stages": (construction, "check_alike"),
+    "agreed on the stages": (construction, "check_same_kinds"),
     "making groups": (own_groups, "make_group"),
     "joining": (construction, "make_copies"),
 }

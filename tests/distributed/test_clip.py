@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fastpipe.runtime.step.clip import Held, norms_of
+from fastpipe.runtime.step.clip import NamedGrad, norms_of
 from tests.conftest import paired
 from tests.distributed.ranks import GroupOf
 from tests.distributed.test_step import batch, caught, pipeline
@@ -75,7 +75,7 @@ def norms_of_spread_gradients() -> list[tuple[float, float]]:
     whole = [torch.randn(5, 4), torch.randn(1, 4), torch.randn(6), torch.randn(3)]
     looks = [Shard(0), Shard(0), Shard(0), Replicate()]
     grads = [dist.tensor.distribute_tensor(g, mesh, [look]) for g, look in zip(whole, looks, strict=True)]
-    held = [Held(i, str(i), grad) for i, grad in enumerate([*grads, whole[0]])]
+    held = [NamedGrad(i, str(i), grad) for i, grad in enumerate([*grads, whole[0]])]
     found = []
     for order in (2.0, 3.0, math.inf):
         total = gathered([*grads, whole[0]], order)
@@ -85,7 +85,7 @@ def norms_of_spread_gradients() -> list[tuple[float, float]]:
     torch.nn.utils.clip_grads_with_norm_([scaled], 1.0, total)
     torch.testing.assert_close(scaled.grad.full_tensor(), whole[0] / (total + 1e-6))
     partial = DTensor.from_local(whole[0], mesh, [Partial()])
-    assert "reduce it before it is clipped" in caught(lambda: norms_of([Held(0, "0", partial)], 2.0))[1]
+    assert "reduce it before it is clipped" in caught(lambda: norms_of([NamedGrad(0, "0", partial)], 2.0))[1]
     assert "need a norm above 0" in caught(lambda: norms_of(held, 0.0))[1]
     return found
 

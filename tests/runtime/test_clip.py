@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpipe import GradScaler, Pipeline, StepError
 from fastpipe.runtime.stage.stage import Chain
-from fastpipe.runtime.step.clip import GradNorms, Held, Merged
+from fastpipe.runtime.step.clip import GradNorms, Merged, NamedGrad
 from tests.runtime.checks import reference_of, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, Block, Case
 
@@ -195,7 +195,7 @@ def test_holders_that_differ_are_refused() -> None:
 def gathered(grads: Sequence[torch.Tensor], order: float, gathering: GradNorms | None = None) -> torch.Tensor:
     """The norm of gradients of one process."""
     gathering = gathering or GradNorms()
-    held = [Held(i, str(i), grad) for i, grad in enumerate(grads)]
+    held = [NamedGrad(i, str(i), grad) for i, grad in enumerate(grads)]
     values, _ = gathering.gather(lambda call, make: [make()], "clip", held, lambda: (order, {}))
     return gathering.merged.total(values, order, torch.device("cpu"))
 

@@ -160,7 +160,7 @@ def grads_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
 
 
 def nothing_is_left(pipe: Pipeline) -> bool:
-    return all(s.held is None or not (s.held.tensors or s.held.grads or s._visit) for s in pipe._stages)
+    return all(s.held is None or not (s.held.tensors or s.held.grads or s._received_tensors) for s in pipe._stages)
 
 
 @pytest.mark.parametrize(("schedule", "model", "executor"), paired(product(PLACES, MODELS)), indirect=["executor"])

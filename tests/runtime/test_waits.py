@@ -2,28 +2,28 @@
 
 import threading
 
-from fastpipe.runtime.common.waits import Patience
+from fastpipe.runtime.common.waits import CircuitBreaker
 
 
 def test_answers_come_through() -> None:
-    patience = Patience(60.0)
-    assert patience.ask(lambda: 3, 0) == 3
+    breaker = CircuitBreaker(60.0)
+    assert breaker.call(lambda: 3, 0) == 3
 
     def gone() -> int:
         raise RuntimeError("the store is gone")
 
-    assert patience.ask(gone, 0) == 0
-    assert patience.ask(lambda: 4, 0) == 4
+    assert breaker.call(gone, 0) == 0
+    assert breaker.call(lambda: 4, 0) == 4
 
 
 def test_who_does_not_answer_is_asked_once() -> None:
-    patience, asked, never = Patience(0.1), [], threading.Event()
+    breaker, asked, never = CircuitBreaker(0.1), [], threading.Event()
 
     def stuck() -> int:
         asked.append(1)
         never.wait()
         return 1
 
-    assert [patience.ask(stuck, 0) for _ in range(3)] == [0, 0, 0]
+    assert [breaker.call(stuck, 0) for _ in range(3)] == [0, 0, 0]
     assert len(asked) == 1
     never.set()

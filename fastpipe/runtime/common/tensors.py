@@ -33,7 +33,7 @@ class TensorSpec(NamedTuple):
         strides = "" if self._laid_out() == self._contiguous() else f" with strides {self.stride}"
         return f"{name}{list(self.size)}{strides}{'' if self.requires_grad else ' without gradient'}"
 
-    def like(self, other: TensorSpec) -> bool:
+    def matches(self, other: TensorSpec) -> bool:
         """Whether one fits where the other is expected: strides of dimensions of size 1 do not count."""
         return self._replace(stride=()) == other._replace(stride=()) and self._laid_out() == other._laid_out()
 
@@ -59,9 +59,9 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> Specs:
     return tuple(TensorSpec(t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for t in tensors)
 
 
-def alike(specs: Specs, others: Specs) -> bool:
+def specs_match(specs: Specs, others: Specs) -> bool:
     """Whether tensors with these specs fit where the others are expected."""
-    return len(specs) == len(others) and all(spec.like(other) for spec, other in zip(specs, others, strict=True))
+    return len(specs) == len(others) and all(spec.matches(other) for spec, other in zip(specs, others, strict=True))
 
 
 def specs_text(specs: Specs) -> str:

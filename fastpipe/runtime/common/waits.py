@@ -16,24 +16,20 @@ from typing import Any, TypeVar
 
 from fastpipe.runtime.common.failure import Failure, FailureError, lost_peer
 
-LOOK_SECONDS = 0.1
-"""The longest pause, in seconds."""
+POLL_SECONDS = 0.1
+"""The longest pause between two checks, in seconds."""
 _PAUSE_SECONDS = 0.001
 EXIT_SECONDS = 1.0
 """How long to wait for the exit that may explain a lost connection or store: the kernel reports it a little later."""
 SHORT_EXIT_SECONDS = 0.5
 """The same where the other ranks wait meanwhile: in the construction of a pipeline, and within a mesh's stages."""
-LATE_SECONDS = 2.0
-"""How long a result that is already on its way is awaited, after its deadline or its sender's exit."""
-PLACES_SECONDS = 1.0
-"""How long other ranks have to write where they are, before a slow step is reported."""
 
 
 def pauses(seconds: float) -> Iterator[float]:
     """Yield pauses until the time is over; the first are short, as most events happen soon."""
     start = now = time.monotonic()
     while now < start + seconds:
-        yield min(_PAUSE_SECONDS + (now - start) / 10, LOOK_SECONDS, start + seconds - now)
+        yield min(_PAUSE_SECONDS + (now - start) / 10, POLL_SECONDS, start + seconds - now)
         now = time.monotonic()
 
 
@@ -76,17 +72,17 @@ def call_in_thread(question: Callable[[], _T], name: str) -> Future[_T]:
     return answer
 
 
-SECONDS = 10.0
+STORE_SECONDS = 10.0
 """Timeout of a store's answer. It usually takes less than a millisecond, on a busy machine a hundred times as long."""
 
 
-class Patience:
-    """Asks a store until it fails to answer in time; later calls return at once."""
+class CircuitBreaker:
+    """A circuit breaker for a store: once it fails to answer in time, it is not asked again."""
 
-    def __init__(self, seconds: float = SECONDS) -> None:
+    def __init__(self, seconds: float = STORE_SECONDS) -> None:
         self._seconds, self._answers = seconds, True
 
-    def ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
+    def call(self, question: Callable[[], _T], otherwise: _T) -> _T:
         """The store's answer, or `otherwise` if it does not answer or is gone.
 
         A thread asks; it is abandoned on a timeout, and so is the store's client: another request would wait behind the
@@ -116,7 +112,7 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
         if time.monotonic() >= next_look:
             if (failure := lost()) is not None:
                 raise FailureError(failure)
-            next_look = time.monotonic() + LOOK_SECONDS
+            next_look = time.monotonic() + POLL_SECONDS
         yield pause
 
 
@@ -150,7 +146,7 @@ def silent_store(seconds: float) -> str:
     return f"the store of the process group did not answer within {seconds:g} s"
 
 
-class PatientStore:
+class StoreWithTimeout:
     """A store during construction: raises if it does not answer within the timeout."""
 
     def __init__(self, store: Any, timeout: float) -> None:

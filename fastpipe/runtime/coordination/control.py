@@ -148,7 +148,7 @@ def agree(
 
     Args:
         control: the exchange with the other processes.
-        make: builds the part; also returns its message to the others, with ``plan``, values by argument, and ``seed``,
+        make: builds the part; also returns its message to the others, with ``arguments``, values by name, and ``seed``,
             which must be equal on all.
         part: name of the part; None for the first one.
 
@@ -178,7 +178,7 @@ def agree(
         raise error
     if refused is not None:
         raise refused.error(_NOT_BUILT)
-    _check_alike(replies)
+    _check_same_arguments(replies)
     return made, replies
 
 
@@ -247,12 +247,12 @@ def _failure(control: Control, error: BaseException) -> Failure:
     return Failure(None if known is None else known.rank, first_line(error), is_fatal=True)
 
 
-def _check_alike(replies: Sequence[Reply]) -> None:
-    plans = [reply["plan"] for reply in replies]
-    for name in dict.fromkeys(name for plan in plans for name in plan):
+def _check_same_arguments(replies: Sequence[Reply]) -> None:
+    given = [reply["arguments"] for reply in replies]
+    for name in dict.fromkeys(name for values in given for name in values):
         ranks: dict[str, list[int]] = {}
-        for rank, plan in enumerate(plans):
-            ranks.setdefault(plan.get(name, "the default"), []).append(rank)
+        for rank, values in enumerate(given):
+            ranks.setdefault(values.get(name, "the default"), []).append(rank)
         if len(ranks) > 1:
             found = ", ".join(f"{value} on ranks {having}" for value, having in ranks.items())
             if name == "program":  # a digest, of what only the schedule decides

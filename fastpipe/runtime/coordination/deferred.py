@@ -21,8 +21,7 @@ from typing import Any
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.common import (
-    LATE_SECONDS,
-    LOOK_SECONDS,
+    POLL_SECONDS,
     Failure,
     attended,
     call_in_thread,
@@ -32,6 +31,8 @@ from fastpipe.runtime.common import (
 )
 
 _CLOSING_SECONDS = 10
+_LATE_SECONDS = 2.0
+"""How long a result that is already on its way is awaited, after its deadline or its sender's exit."""
 _LOST = "lost"
 """The key of a failure that makes a result invalid; it replaces the contents."""
 
@@ -164,10 +165,10 @@ class DeferredResults:
             return bytes(self._reading.get(key)).decode()
 
         answer = call_in_thread(read, "fastpipe-fetch")
-        until = time.monotonic() + self.timeout + LATE_SECONDS
-        while not wait([answer], LOOK_SECONDS).done:
+        until = time.monotonic() + self.timeout + _LATE_SECONDS
+        while not wait([answer], POLL_SECONDS).done:
             if self._dead():
-                until = min(until, time.monotonic() + LATE_SECONDS)
+                until = min(until, time.monotonic() + _LATE_SECONDS)
             if time.monotonic() > until:
                 raise RuntimeError("the store does not answer")
         return answer.result()

@@ -19,11 +19,11 @@ from typing import Any
 from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     DIED,
-    LOOK_SECONDS,
-    SECONDS,
+    POLL_SECONDS,
+    STORE_SECONDS,
+    CircuitBreaker,
     Failure,
     FailureError,
-    Patience,
     call_in_thread,
     first_line,
     silent_store,
@@ -134,11 +134,11 @@ class StoreGather(Gather):
         keys = [_key(step, phase, rank) for rank in range(self.size)]
         self.written.append((step, keys[self.rank]))
         answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
-        deadline, patience = Deadline(self), Patience(min(SECONDS, self.timeout))
-        while not wait([answer], LOOK_SECONDS).done:
+        deadline, breaker = Deadline(self), CircuitBreaker(min(STORE_SECONDS, self.timeout))
+        while not wait([answer], POLL_SECONDS).done:
             if step and (failure := self.lost(())) is not None:
                 raise FailureError(failure)
-            if missing := deadline.passed(lambda: patience.ask(lambda: self._missing(keys), [-1])):
+            if missing := deadline.passed(lambda: breaker.call(lambda: self._missing(keys), [-1])):
                 if missing == [-1]:
                     raise FailureError(Failure(None, silent_store(self.timeout), is_fatal=True))
                 raise self.late(missing, step, phase)
@@ -194,10 +194,6 @@ def _key(step: int, phase: str, rank: int | None) -> str:
     return f"{step}/{phase}/{rank}"
 
 
-_SLICE_SECONDS = 0.1
-"""The interval at which a wait handles signals and checks for lost processes."""
-
-
 class SharedMemoryGather(Gather):
     """All-gather through shared memory; call `offer` and `connect` before the first exchange."""
 
@@ -251,7 +247,8 @@ class SharedMemoryGather(Gather):
 
     def _wait(self, step: int, phase: str) -> None:
         deadline = Deadline(self)
-        while not self._native.wait(min(self.timeout, _SLICE_SECONDS)):
+        while not self._native.wait(min(self.timeout, POLL_SECONDS)):
+            # signals are handled and lost processes noticed between two of these waits
             failure = self._lost(self._native.missing())
             if failure is not None and self._native.missing():
                 raise FailureError(failure)

@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastpipe.runtime.common import DIED, aside, first_line, torch_private
 from fastpipe.runtime.coordination.control import Reply
@@ -39,7 +39,7 @@ GONE = getattr(select, "POLLRDHUP", select.POLLIN)
 """The event to poll for: received bytes need not wake the watcher."""
 
 _BEAT = b"."
-_TIE_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0
 _TOKEN_BYTES = 16
 _LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
@@ -151,15 +151,8 @@ class LocalPeers:
         return True
 
 
-class Ended(NamedTuple):
-    """The end of a process: its cause, and the last complete step if it was sent, else 0."""
-
-    cause: str
-    last_step: int = 0
-
-
 class Lifeline:
-    """The connections of one process; after `tie`, other threads may use it.
+    """The connections of one process; after `connect`, other threads may use it.
 
     Args:
         rank: this process.
@@ -173,10 +166,10 @@ class Lifeline:
         self._silence = _silence_seconds()
         self._token = secrets.token_hex(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
-        self._ties: dict[int, socket.socket] = {}
+        self._connections: dict[int, socket.socket] = {}
         self._awaited: set[int] = set()
         self._said: dict[int, bytes] = {}
-        self._ended: dict[int, Ended] = {}
+        self._ended: dict[int, tuple[str, int]] = {}
         self._lock = threading.Lock()
         self._next_beat = 0.0
         _open.add(self)
@@ -195,7 +188,7 @@ class Lifeline:
         except OSError as error:
             return {"no_lifeline": first_line(error)}
 
-    def tie(self, offer: Reply, far: Sequence[int]) -> list[int]:
+    def connect(self, offer: Reply, far: Sequence[int]) -> list[int]:
         """Connect to all at the same time; returns the connected ranks.
 
         Args:
@@ -206,53 +199,53 @@ class Lifeline:
             if self._listener is not None:
                 self._accept(self._listener, far)
             elif self.rank in far and "address" in offer:
-                tie = socket.create_connection(offer["address"], timeout=_TIE_SECONDS)
-                tie.sendall(f"{offer['token']}{self.rank:08}".encode())
-                self._add(0, tie)
-        return list(self._ties)
+                connection = socket.create_connection(offer["address"], timeout=_CONNECT_SECONDS)
+                connection.sendall(f"{offer['token']}{self.rank:08}".encode())
+                self._add(0, connection)
+        return list(self._connections)
 
     def _accept(self, listener: socket.socket, far: Sequence[int]) -> None:
-        deadline = time.monotonic() + _TIE_SECONDS
+        deadline = time.monotonic() + _CONNECT_SECONDS
         self._awaited = set(far)
         listener.settimeout(0.05)
         while self._awaited and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                tie, _ = listener.accept()
+                connection, _ = listener.accept()
                 # a client that connects and sends nothing delays no other client
-                aside([functools.partial(self._handshake, tie)], "fastpipe-tie")
+                aside([functools.partial(self._handshake, connection)], "fastpipe-accept")
         with self._lock:
             self._awaited.clear()
 
-    def _handshake(self, tie: socket.socket) -> None:
-        tie.settimeout(_TIE_SECONDS / 5)
+    def _handshake(self, connection: socket.socket) -> None:
+        connection.settimeout(_CONNECT_SECONDS / 5)
         with contextlib.suppress(OSError):  # an unknown client, or a rank that has exited
-            greeting = tie.recv(2 * _TOKEN_BYTES + 8, socket.MSG_WAITALL)
+            greeting = connection.recv(2 * _TOKEN_BYTES + 8, socket.MSG_WAITALL)
             token, rank = greeting[: 2 * _TOKEN_BYTES], greeting[2 * _TOKEN_BYTES :]
             with self._lock:
                 if hmac.compare_digest(token, self._token.encode()) and int(rank) in self._awaited:
-                    self._add(int(rank), tie)
+                    self._add(int(rank), connection)
                     return self._awaited.remove(int(rank))
-        tie.close()
+        connection.close()
 
-    def _add(self, rank: int, tie: socket.socket) -> None:
-        tie.setblocking(False)
-        tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def _add(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._silence))
-        self._ties[rank] = tie
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._silence))
+        self._connections[rank] = connection
 
     def keep(self, ranks: Sequence[int]) -> None:
         """Keep the connections of these ranks only, whose other ends are connected too; start the beat."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        for rank in self._ties.keys() - set(ranks):
-            self._ties.pop(rank).close()
+        for rank in self._connections.keys() - set(ranks):
+            self._connections.pop(rank).close()
 
     @property
     def descriptors(self) -> list[int]:
         """The descriptors to poll for `GONE`."""
-        return [tie.fileno() for tie in self._ties.values()]
+        return [connection.fileno() for connection in self._connections.values()]
 
     def beat(self) -> None:
         """Send a byte if it is due; call this at least every `BEAT_SECONDS`."""
@@ -260,29 +253,29 @@ class Lifeline:
             self._next_beat = time.monotonic() + BEAT_SECONDS / 5
             self._exchange(_BEAT)
 
-    def ended(self) -> dict[int, Ended]:
-        """The processes that have exited, by rank."""
+    def ended(self) -> dict[int, tuple[str, int]]:
+        """Of each process that has exited, by rank: why, and its last complete step, 0 if it sent none."""
         self._exchange(b"")
         return dict(self._ended)
 
     def _exchange(self, word: bytes) -> None:
         """Receive from all connections, and send a word."""
         with self._lock:
-            for rank in self._ties.keys() - self._ended.keys():
+            for rank in self._connections.keys() - self._ended.keys():
                 try:
-                    self._exchange_with(rank, self._ties[rank], word)
+                    self._exchange_with(rank, self._connections[rank], word)
                 except OSError as error:
                     last_step = self._said.get(rank)
                     cause = SILENT if error.errno in _LOST else DIED
-                    self._ended[rank] = Ended(LEFT, int(last_step)) if last_step else Ended(cause)
+                    self._ended[rank] = (LEFT, int(last_step)) if last_step else (cause, 0)
 
-    def _exchange_with(self, rank: int, tie: socket.socket, word: bytes) -> None:
+    def _exchange_with(self, rank: int, connection: socket.socket, word: bytes) -> None:
         with contextlib.suppress(BlockingIOError):
-            while data := tie.recv(4096):
+            while data := connection.recv(4096):
                 self._said[rank] = self._said.get(rank, b"") + data.replace(_BEAT, b"")
             raise ConnectionResetError("it has ended the connection")
         with contextlib.suppress(BlockingIOError):  # enough bytes wait for an acknowledgement
-            tie.send(word)
+            connection.send(word)
 
     def close(self, last_step: int) -> None:
         """Send the number of the last step, and close the connections; called once."""
@@ -292,10 +285,10 @@ class Lifeline:
 
     def close_descriptors(self) -> None:
         """Close this process's copies of the descriptors; in a forked child the parent's connections stay open."""
-        for descriptor in (self._listener, *self._ties.values()):
+        for descriptor in (self._listener, *self._connections.values()):
             if descriptor is not None:
                 descriptor.close()
-        self._ties = {}
+        self._connections = {}
 
 
 def _silence_seconds() -> float:

@@ -26,9 +26,10 @@ from fastpipe.runtime.common import (
     DIED,
     EXIT_SECONDS,
     MAX_TEXT,
-    SECONDS,
+    POLL_SECONDS,
+    STORE_SECONDS,
+    CircuitBreaker,
     Failure,
-    Patience,
     attended,
     call_in_thread,
     first_line,
@@ -42,7 +43,6 @@ from fastpipe.runtime.coordination.peers import BEAT_SECONDS, GONE, LEFT, Lifeli
 
 logger = logging.getLogger("fastpipe")
 _UNWATCHED = "their exits are detected by connections to rank 0, or after the timeout"
-_LOOK_SECONDS = 0.1
 
 OnFailure = Callable[[Failure], None]
 
@@ -75,43 +75,44 @@ class Processes(Control):
         self._shared_gather = SharedMemoryGather(rank, size, timeout, ranks_per_host, self.lost)
         self._gather: Gather = self._store_gather
         self.deferred: DeferredResults = DeferredResults(store, rank, timeout, lambda: watcher.dead)
-        self._patience = Patience(min(SECONDS, timeout / 4))
-        self._asides = Patience(min(1.0, timeout / 4))
+        self._breaker = CircuitBreaker(min(STORE_SECONDS, timeout / 4))
+        self._place_breaker = CircuitBreaker(min(1.0, timeout / 4))
 
     def setup(self, message: Reply) -> list[Reply]:
         """Exchange identities, watch the processes that can be watched, and use shared memory if all can."""
         identity = self._local_peers.identity() | self._shared_gather.offer()
         replies = self.exchange("setup", identity | message)
         far = [rank for rank, reply in enumerate(replies) if rank and not _can_watch(replies[0], reply)]
-        own: Reply = {"tied": self._tie(far), "woken": self._local_peers.connect(self.rank, replies)}
+        own: Reply = {"connected": self._connect_hosts(far), "woken": self._local_peers.connect(self.rank, replies)}
         answers = self.exchange("connection", own | {"why": self._shared_gather.connect(replies)})
-        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["tied"]])
-        if untied := [rank for rank in far if rank not in answers[0]["tied"] or 0 not in answers[rank]["tied"]]:
-            logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", untied)
+        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["connected"]])
+        missed = [rank for rank in far if rank not in answers[0]["connected"] or 0 not in answers[rank]["connected"]]
+        if missed:
+            logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", missed)
         unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
         self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
         polls = not all(self.rank in answer["woken"] for answer in self._others(answers))
-        self._watcher.start(polls, self._connect())
+        self._watcher.start(polls, self._connect_store())
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
             self._gather = self._shared_gather
         else:
             logger.info("the ranks agree over the store, about a millisecond per step: %s", why)
             # a separate connection: a wait that has timed out leaves a thread blocked on it
-            self._store_gather.waits = self._connect()
+            self._store_gather.waits = self._connect_store()
         return replies
 
-    def _connect(self) -> Any:
+    def _connect_store(self) -> Any:
         """Open another connection to the store."""
         # processes that failed earlier have answered: the answers show the error, the same on every rank
         return attended(self._store.clone, lambda: None, timedelta(seconds=self._timeout))
 
-    def _tie(self, far: Sequence[int]) -> list[int]:
+    def _connect_hosts(self, far: Sequence[int]) -> list[int]:
         """Connect rank 0 with the ranks of other hosts."""
         if not far:
             return []
         offers = self.exchange("lifeline", self._lifeline.offer(self._store) if self.rank == 0 else {})
-        return self._lifeline.tie(offers[0], far)
+        return self._lifeline.connect(offers[0], far)
 
     def _others(self, answers: Sequence[Reply]) -> list[Reply]:
         return [answer for rank, answer in enumerate(answers) if rank != self.rank]
@@ -123,7 +124,7 @@ class Processes(Control):
         # before the published failure is read: a process that fails publishes that and then closes the pipeline
         dead = self._watcher.find_dead(self.step + 1)
         # a lost store is reported where it is needed
-        if (failure := self._patience.ask(self._find_published, None)) is not None:
+        if (failure := self._breaker.call(self._find_published, None)) is not None:
             return failure
         return next((failure for failure in dead if awaited is None or failure.rank in awaited), None)
 
@@ -175,7 +176,7 @@ class Processes(Control):
         self._watcher.end()
         wrote = bool(self._watcher.published) or self._gather is self._store_gather
         if wrote and self.lost() is None:
-            self._patience.ask(self._forget, None)
+            self._breaker.call(self._forget, None)
 
     def _forget(self) -> None:
         self._watcher.forget()
@@ -188,19 +189,19 @@ class Processes(Control):
         replies = self._gather.exchange(self.step, phase, message)
         if self.step == 0:
             # all have read the earlier ones
-            self._patience.ask(lambda: self._store_gather.forget_first(written), None)
+            self._breaker.call(lambda: self._store_gather.forget_first(written), None)
         return replies
 
     def publish(self, failure: Failure) -> Failure:
         """Write a failure into the store, unless another process was faster, and wake the others."""
         self._note(failure)
         # without the store the others detect the failure themselves, and this rank drains
-        return self._patience.ask(lambda: self._watcher.publish(failure), failure)
+        return self._breaker.call(lambda: self._watcher.publish(failure), failure)
 
     def put_place(self, step: int, is_active: bool, text: str) -> None:
         """See `Control.put_place`."""
         content = json.dumps([step, is_active, text[:MAX_TEXT]])
-        self._asides.ask(lambda: self._store.set(_place_key(self.rank), content), None)
+        self._place_breaker.call(lambda: self._store.set(_place_key(self.rank), content), None)
 
     def places(self) -> dict[int, tuple[int, bool, str]]:
         """See `Control.places`."""
@@ -210,7 +211,7 @@ class Processes(Control):
             written = [rank for rank in ranks if store.check([_place_key(rank)])]
             return {rank: tuple(json.loads(store.get(_place_key(rank)))) for rank in written}
 
-        return self._asides.ask(read, {})
+        return self._place_breaker.call(read, {})
 
     def close(self) -> None:
         """Stop the watcher, and close what the processes share."""
@@ -362,7 +363,7 @@ class Watcher:
     def _milliseconds(self, looking: bool) -> float | None:
         """Milliseconds to sleep; None for no limit."""
         if looking:
-            return 1000 * _LOOK_SECONDS
+            return 1000 * POLL_SECONDS
         return 1000 * BEAT_SECONDS if self.lifeline.descriptors else None
 
     def _look(self, store: Any, step: int) -> bool:
@@ -379,7 +380,7 @@ class Watcher:
         if self._answer is None or self._answer[0] != step:
             self._answer = step, call_in_thread(ask, "fastpipe-look")
         answer = self._answer[1]
-        if not wait([answer], _LOOK_SECONDS).done:
+        if not wait([answer], POLL_SECONDS).done:
             return True
         self._answer = None
         try:

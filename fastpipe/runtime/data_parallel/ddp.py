@@ -74,13 +74,13 @@ class ReplicaReports(NamedTuple):
 
     Attributes:
         num_failed: number of replicas in which the step failed.
-        num_asking: number of those that failed only because their pipeline has parameters without a reducer.
+        num_skipping: number of those that failed only because their pipeline has parameters without a reducer.
         num_missing: number of replicas with such parameters in this wrapper.
         again: whether any replica had to average a bucket again.
     """
 
     num_failed: int
-    num_asking: int
+    num_skipping: int
     num_missing: int
     again: bool
 
@@ -150,12 +150,12 @@ class Average:
                 elif parameter.grad is not None:
                     torch.mul(parameter.grad, self.factor, out=view)
 
-    def complete(self, failed: bool, asks: tuple[bool, bool] = (False, False)) -> None:
+    def complete(self, failed: bool, skips: tuple[bool, bool] = (False, False)) -> None:
         """Start the remaining buckets, and report to the other replicas; called when all gradients are complete.
 
         Args:
             failed: the step failed here: send zeros, which are ignored.
-            asks: whether it failed because the pipeline has parameters without a reducer, and whether this wrapper has
+            skips: whether it failed because the pipeline has parameters without a reducer, and whether this wrapper has
                 them.
         """
         self.unwatch()
@@ -165,7 +165,7 @@ class Average:
         again = [int(number < early and self._changed(number)) for number in range(len(self.buckets))]
         used = [int(p.grad is not None and not failed) for parameters in self.parameters for p in parameters]
         device = self.buckets[0].buffer().device
-        status = [int(failed), *map(int, asks), *again, *used]
+        status = [int(failed), *map(int, skips), *again, *used]
         self.status = torch.tensor(status, dtype=torch.int32, device=device)
         self._reported = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
 
@@ -190,7 +190,7 @@ class Average:
             TimeoutError: if they are not complete by the deadline.
         """
         _wait_for(self._reported, deadline)
-        num_failed, num_asking, num_missing, *flags = self.status.tolist()
+        num_failed, num_skipping, num_missing, *flags = self.status.tolist()
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
         averages: list[torch.Tensor] = []
         for number, repeat in enumerate(again):
@@ -201,7 +201,7 @@ class Average:
                 if count:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
-        return ReplicaReports(num_failed, num_asking, num_missing, any(again))
+        return ReplicaReports(num_failed, num_skipping, num_missing, any(again))
 
     def _average(self, number: int, deadline: float, *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]
@@ -249,7 +249,7 @@ class Reduced:
         # a parametrization removes a parameter and holds others
         return parameter if found is None else found
 
-    def missed(self) -> list[str]:
+    def unreduced(self) -> list[str]:
         """Names of trainable parameters that the reducer does not cover. Checked in every step.
 
         Raises:
@@ -281,7 +281,7 @@ class Reduced:
             )
         return names
 
-    def adopt(self) -> None:
+    def reduce_new(self) -> None:
         """Broadcast the first replica's values, and reduce all trainable parameters; called on all replicas.
 
         Raises:
@@ -302,13 +302,13 @@ class Reduced:
         if not all(torch.equal(other, own) for other in everywhere):
             raise ValueError(
                 f"data_parallel: the replicas of stage {self.stage} do not have the same new parameters, "
-                f"here {listed(self.missed())}; unfreeze, exchange or append the same layers in all replicas"
+                f"here {listed(self.unreduced())}; unfreeze, exchange or append the same layers in all replicas"
             )
 
     def _broadcast(self) -> None:
         """Broadcast the first replica's values; refuse gradients from `no_sync` if values differed between replicas."""
-        missed = set(self.missed())
-        added = [p for name, p in self.wrapper.module.named_parameters() if name in missed and p.grad is not None]
+        unreduced = set(self.unreduced())
+        added = [p for name, p in self.wrapper.module.named_parameters() if name in unreduced and p.grad is not None]
         before = [parameter.detach().clone() for parameter in added]
         torch_private.sync_module(self.wrapper)
         same = all(torch.equal(old, new) for old, new in zip(before, added, strict=True))
@@ -317,7 +317,7 @@ class Reduced:
         if int(others):
             raise ValueError(
                 f"data_parallel: steps in no_sync have trained parameters of stage {self.stage} that are new, "
-                f"{listed(sorted(missed))}, and had other values in other replicas; they have the first replica's "
+                f"{listed(sorted(unreduced))}, and had other values in other replicas; they have the first replica's "
                 "now: set all gradients to None and repeat these steps, or let the first step after a change reduce"
             )
 
@@ -333,7 +333,7 @@ class Replicated(DataParallel):
         self._begun = False
         self._early: Average | None = None
         self._running: list[Average] = []
-        self._asks = False
+        self._skips = False
         self._missing: dict[DistributedDataParallel, int] = {}
         for wrapper in wrappers:
             _check_options(wrapper, stage)
@@ -358,20 +358,20 @@ class Replicated(DataParallel):
                     "buckets are of the parameters' dtype; leave out one of the two"
                 )
 
-    def missed(self) -> list[str]:
+    def unreduced(self) -> list[str]:
         """By wrapper, in the order of a new DistributedDataParallel."""
         # no_sync() of the user is respected
         reducing = [wrapper for wrapper in self.wrappers if wrapper.require_backward_grad_sync]
-        found = [(wrapper, self._reduced[wrapper].missed()) for wrapper in reducing]
+        found = [(wrapper, self._reduced[wrapper].unreduced()) for wrapper in reducing]
         for wrapper in (wrapper for wrapper, names in found if names):
             _check_options(wrapper, self.stage)
         return [name for _, names in found for name in names]
 
-    def ask(self) -> None:
+    def skip_step(self) -> None:
         """Report at REDUCE_GRAD."""
-        self._asks = True
+        self._skips = True
 
-    def adopt(self) -> bool:
+    def reduce_new(self) -> bool:
         """Rebuild the reducers that do not cover all parameters."""
         missing, self._missing = self._missing, {}
         for wrapper, count in missing.items():
@@ -379,19 +379,19 @@ class Replicated(DataParallel):
                 raise ValueError(
                     f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have trainable "
                     "parameters that were not trainable when it was wrapped, here "
-                    f"{listed(self._reduced[wrapper].missed())}; unfreeze, exchange or append "
+                    f"{listed(self._reduced[wrapper].unreduced())}; unfreeze, exchange or append "
                     "the same layers in all replicas"
                 )
         found = [wrapper for wrapper, count in missing.items() if count]
         for wrapper in found:
-            self._reduced[wrapper].adopt()
+            self._reduced[wrapper].reduce_new()
         self._starts_early = self._may_start_early() if found else self._starts_early
         return bool(found)
 
     def begin(self, reduces: bool) -> None:
         """Disable the wrapper's hooks."""
         self._reduces = reduces
-        self._begun = self._asks = False
+        self._begun = self._skips = False
         self._set = [
             {name: vars(w)[name] for name in torch_private.NOT_REDUCING if name in vars(w)} for w in self.wrappers
         ]
@@ -402,8 +402,8 @@ class Replicated(DataParallel):
         """Broadcast the first replica's buffers, as the wrapper's forward does."""
         wrapper: Any
         for wrapper in self.wrappers:
-            # a replica that asks may have more buffers than one that runs the step
-            torch_private.sync_buffers(wrapper, as_known=self._asks)
+            # a replica that skips the step may have more buffers than one that runs the step
+            torch_private.sync_buffers(wrapper, as_known=self._skips)
 
     def reshard(self) -> None:
         """Nothing is sharded."""
@@ -426,7 +426,7 @@ class Replicated(DataParallel):
             if flags["require_backward_grad_sync"]:
                 average = self._early or self._average(wrapper)
                 self._early = None
-                average.complete(failed, (self._asks, self._asks and bool(self._reduced[wrapper].missed())))
+                average.complete(failed, (self._skips, self._skips and bool(self._reduced[wrapper].unreduced())))
                 self._running.append(average)
 
     def _average(self, wrapper: DistributedDataParallel) -> Average:
@@ -449,14 +449,14 @@ class Replicated(DataParallel):
         self._starts_early &= not any(end.again for end in ends)
         self._missing = {average.wrapper: end.num_missing for average, end in zip(running, ends, strict=True)}
         if ends and not failed:
-            self._check(max(end.num_failed for end in ends), max(end.num_asking for end in ends))
+            self._check(max(end.num_failed for end in ends), max(end.num_skipping for end in ends))
 
-    def _check(self, num_failed: int, num_asking: int) -> None:
+    def _check(self, num_failed: int, num_skipping: int) -> None:
         """Raise unless all replicas completed the step."""
-        if num_asking:
+        if num_skipping:
             cause = (
-                f"data_parallel: {num_asking} of {self.num_replicas} replicas have new trainable parameters since the "
-                "last step, and this one has none; unfreeze, exchange or append the same layers in all replicas"
+                f"data_parallel: {num_skipping} of {self.num_replicas} replicas have new trainable parameters since "
+                "the last step, and this one has none; unfreeze, exchange or append the same layers in all replicas"
             )
             raise FailureError(Failure(None, cause))
         if num_failed:

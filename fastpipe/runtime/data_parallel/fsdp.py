@@ -63,7 +63,7 @@ class Sharded(DataParallel):
         """The modules with `fully_shard`."""
         return self.modules
 
-    def missed(self) -> list[str]:
+    def unreduced(self) -> list[str]:
         """An empty list: `fully_shard` cannot cover parameters later.
 
         Raises:

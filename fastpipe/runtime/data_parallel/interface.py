@@ -26,7 +26,7 @@ class DataParallel(ABC):
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""
 
-    def missed(self) -> list[str]:
+    def unreduced(self) -> list[str]:
         """Names of trainable parameters that it would not reduce, as they were not trainable at its creation.
 
         Raises:
@@ -34,11 +34,11 @@ class DataParallel(ABC):
         """
         return []
 
-    def ask(self) -> None:  # noqa: B027 - most miss nothing
+    def skip_step(self) -> None:  # noqa: B027 - most reduce all
         """Skip this step: the replicas only report to each other whether they miss parameters."""
 
-    def adopt(self) -> bool:
-        """After `ask`: reduce them from now on, if all replicas do; returns whether there were any.
+    def reduce_new(self) -> bool:
+        """After `skip_step`: reduce them from now on, if all replicas do; returns whether there were any.
 
         Raises:
             ValueError: if another replica does not miss the same parameters.

@@ -27,7 +27,7 @@ _LABEL_PREFIX = "PP:"
 """As in torch's pipelines. Without a prefix torch's profiler demangles "2F0" as a C++ name to "F0"."""
 
 
-class Step(NamedTuple):
+class ResolvedInstruction(NamedTuple):
     """An instruction with its references resolved.
 
     Attributes:
@@ -56,9 +56,9 @@ class PythonExecutor(Executor):
         self._pairs = Pairs(self.pairs, self.num_threads)
         instructions = list(self.program[self.rank])
         resolver = _Resolver(self, instructions)
-        self.steps = [resolver.step(instruction) for instruction in instructions]
+        self.instructions = list(map(resolver.resolve, instructions))
         self.waits_of_sends = _waits_of_sends(instructions)
-        self._position = len(self.steps)
+        self._position = len(self.instructions)
 
     def position(self) -> int:
         """See `Executor.position`."""
@@ -82,11 +82,11 @@ class PythonExecutor(Executor):
         self.endpoint.begin(signature, announce)
         # an instruction ends when the next one starts
         times = [time.perf_counter()]
-        for position, step in enumerate(self.steps):
+        for position, instruction in enumerate(self.instructions):
             self._position = position
-            self._execute(position, step)
+            self._execute(position, instruction)
             times.append(time.perf_counter())
-        self._position = len(self.steps)
+        self._position = len(self.instructions)
         if self._drained():
             return None
         stamps = np.array(times)
@@ -113,21 +113,21 @@ class PythonExecutor(Executor):
         finally:
             del error  # avoids a cycle of exception and frame
 
-    def _execute(self, position: int, step: Step) -> None:
-        if self.failed and step.label:
+    def _execute(self, position: int, instruction: ResolvedInstruction) -> None:
+        if self.failed and instruction.label:
             return
         try:
-            if step.label and torch_private.is_profiling():
-                with torch.profiler.record_function(step.label):
-                    step.call()
+            if instruction.label and torch_private.is_profiling():
+                with torch.profiler.record_function(instruction.label):
+                    instruction.call()
             else:
-                step.call()
+                instruction.call()
         except BaseException as error:  # published, and raised at the end of the step
             self._fail_at(position, error)
-            if step.op is Op.SEND:
+            if instruction.op is Op.SEND:
                 # nothing was sent, and the receiver waits: send a placeholder
                 with contextlib.suppress(BaseException):  # the first error is already published
-                    step.call()
+                    instruction.call()
 
     def _fail_at(self, position: int, error: BaseException) -> None:
         self.failed = True
@@ -233,9 +233,10 @@ class _Resolver:
         self.slots: dict[Message, int] = {}
         self.numbers: dict[Message, int] = {}
 
-    def step(self, it: Instruction) -> Step:
+    def resolve(self, it: Instruction) -> ResolvedInstruction:
         label = "" if it.action is None else f"{_LABEL_PREFIX}{it.action}"
-        return Step(it.op, self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it), label)
+        call = self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it)
+        return ResolvedInstruction(it.op, call, label)
 
     def _last(self, it: Instruction, call: Callable[[], None]) -> Callable[[], None]:
         """A stage may start its reduction in its last B or W."""

@@ -22,7 +22,7 @@ from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.executor.events import DeviceEvents
 from fastpipe.runtime.executor.executor import Executor, NativeExecutor, Seconds
 from fastpipe.runtime.executor.python_executor import PythonExecutor
-from fastpipe.runtime.stage import PairCounts, Stage
+from fastpipe.runtime.stage import PairCounts, PairPolicy, Stage
 from fastpipe.runtime.transport import MeshGroups, Transport
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
@@ -58,6 +58,9 @@ class LocalRanks:
 
     Args:
         publish: called at once with a failure of a local rank; returns the step's first failure.
+        pairs: how pairs of a forward and a backward run.
+        several_streams: whether each stage has its own stream.
+        why_not_recorded: why no step is recorded as a CUDA graph.
 
     Attributes:
         device_events: events of the work that these ranks enqueue on the device.
@@ -71,9 +74,10 @@ class LocalRanks:
         transport: Transport,
         timeout: float,
         publish: Callable[[Failure], Failure],
-        pairs: str,
+        pairs: PairPolicy,
         device: torch.device = CPU,
         several_streams: bool = False,
+        why_not_recorded: str = "",
     ) -> None:
         self.stages = stages
         self.executor = executor
@@ -81,6 +85,7 @@ class LocalRanks:
         self.timeout = timeout
         self.publish = publish
         self.pairs = pairs
+        self.why_not_recorded = why_not_recorded
         self.device = device
         self.device_events = DeviceEvents()
         self.mesh_groups = MeshGroups()
@@ -127,7 +132,7 @@ class LocalRanks:
             on_failure=on_failure,
             timeout=self.timeout,
             num_threads=self.num_threads,
-            pairs=self.pairs,
+            pairs=self.pairs.way,
             device=self.device,
             streams=self._streams[rank],
         )
@@ -163,14 +168,14 @@ class LocalRanks:
                 outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
-    def ask_replicas(self, program: Program) -> Outcome:
+    def run_collectives(self, program: Program) -> Outcome:
         """Run only the collectives of a program, in which replicas report missing parameters."""
         self._outcome = outcome = Outcome()
         for rank, held in self.stages.items():
             found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
             for _, parallel in found:
                 parallel.begin(True)
-                parallel.ask()
+                parallel.skip_step()
             try:
                 for instruction in program[rank]:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
@@ -201,8 +206,8 @@ class LocalRanks:
         return total
 
     def recording_text(self) -> str:
-        """One line about recorded and replayed steps; empty if steps are never recorded."""
-        return ""
+        """One line about recorded and replayed steps."""
+        return f"no: {self.why_not_recorded}"
 
     def fail(self) -> None:
         """Drain the current step, which failed on another rank; from any thread."""

@@ -78,12 +78,12 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
     return tuple(value) if type(value) in (tuple, list) else (value,)
 
 
-def apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
+def split_carried(value: Any) -> tuple[Any, Mapping[str, Any]]:
     """A layer's output and its carried values."""
     return (value.output, value.values) if isinstance(value, Carried) else (value, {})
 
 
-def carried_on(
+def passed_on(
     carried: Mapping[str, Any],
     values: Mapping[str, Any],
     stage: int,
@@ -111,7 +111,7 @@ def carried_on(
     return {name: value for name, value in {**carried, **values}.items() if later is None or name in later}
 
 
-def together(given: Mapping[str, Any], named: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
+def merged_kwargs(given: Mapping[str, Any], named: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
     """A stage's keyword arguments: those of the step, and the carried values.
 
     Raises:
@@ -155,7 +155,7 @@ def check_policy(policy: Any) -> None:
         )
 
 
-def way_of(policy: Policy, stage: int, module: nn.Module) -> str:
+def recompute_of(policy: Policy, stage: int, module: nn.Module) -> str:
     """The setting of one stage.
 
     Raises:
@@ -251,9 +251,9 @@ class Chain(WholeNames):
         layers: Any = children_of(self).values()
         # not children(), which skips a repeated layer
         for layer, names in zip(layers, self._names, strict=True):
-            inputs, named = as_arguments(value), chosen(kwargs, names) if kwargs else {}
+            inputs, named = as_arguments(value), selected(kwargs, names) if kwargs else {}
             found = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
-            value, values = apart(found)
+            value, values = split_carried(found)
             if values:
                 carried |= values
                 kwargs = {**kwargs, **values}
@@ -389,7 +389,9 @@ def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     return layers.chain(range(len(layers)))
 
 
-def recomputing(module: nn.Module, inner: nn.Module, way: str, stage: int, wrapper: str | None) -> Callable[..., Any]:
+def with_recompute(
+    module: nn.Module, inner: nn.Module, way: str, stage: int, wrapper: str | None
+) -> Callable[..., Any]:
     """A callable that runs a stage's module with recomputation.
 
     Args:
@@ -429,20 +431,12 @@ def accepted_names(module: nn.Module) -> frozenset[str] | None:
 
 def positional_names(module: nn.Module) -> list[str]:
     """The names of the arguments that a module's forward may get by position, in order."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except ValueError:  # compiled, for example by torch.jit: no signature
-        return []
-    return [p.name for p in parameters if p.kind in positional]
+    return [p.name for p in _parameters_of_forward(module) or () if p.kind in _POSITIONAL]
 
 
 def _named_in(module: nn.Module) -> frozenset[str] | None:
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except ValueError:  # compiled, for example by torch.jit: no signature
-        return None
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    parameters = _parameters_of_forward(module)
+    if parameters is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(p.name for p in parameters if p.kind in keywords)
@@ -456,17 +450,24 @@ def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str
         names: the names of the keyword arguments.
     """
     layer = next(iter(module.children()), module) if isinstance(module, Chain) else module
-    try:
-        parameters = list(inspect.signature(layer.forward).parameters.values())
-    except ValueError:  # compiled, for example by torch.jit: no signature
-        return None
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p.name for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
+    parameters = _parameters_of_forward(layer) or ()
+    needed = [p.name for p in parameters if p.kind in _POSITIONAL and p.default is inspect.Parameter.empty]
     if args and all(value is None for value in args):
         return needed[0] if needed else None
     return next((name for name in needed[len(args) :] if name not in names), None)
 
 
-def chosen(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _parameters_of_forward(module: nn.Module) -> list[inspect.Parameter] | None:
+    """The parameters of a module's forward; None if it has no signature, as it is compiled, by torch.jit say."""
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except ValueError:
+        return None
+
+
+def selected(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
     """The items of ``kwargs`` in ``names``; all if ``names`` is None."""
     return {name: value for name, value in kwargs.items() if names is None or name in names}

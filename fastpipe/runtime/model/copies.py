@@ -215,14 +215,14 @@ class StageCopies:
         """Restore the user's modules after a step, also a failed one."""
 
 
-def check_told(replies: Sequence[Changes]) -> None:
+def check_changes(replies: Sequence[Changes]) -> None:
     """Refuse a tied weight that differs between the ranks that have it.
 
     Args:
         replies: of every rank.
     """
-    for rank, told in enumerate(replies):
-        for name, (digest, holders) in told.items():
+    for rank, changes in enumerate(replies):
+        for name, (digest, holders) in changes.items():
             for other in holders:
                 given, _ = replies[other].get(name, (None, []))
                 if given != digest and name.startswith(FROZEN):
@@ -348,14 +348,14 @@ class RemoteCopies(StageCopies):
 
     def prepare(self) -> Changes:
         """Refuse hooks that would receive half of a gradient, and gradient flags that differ between the holders."""
-        told: Changes = {}
+        changes: Changes = {}
         for module, holders in self.stages:
             for inner in module.modules():
                 check_no_post_hooks(inner)
             frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
             if frozen:
-                told[f"{FROZEN}{frozen[0]}"] = ",".join(frozen), list(holders)
-        return told
+                changes[f"{FROZEN}{frozen[0]}"] = ",".join(frozen), list(holders)
+        return changes
 
     def _peer(self, holders: Sequence[int]) -> int:
         return holders[1] if holders[0] == self.rank else holders[0]

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
 from fastpipe.runtime.common import cause_text, cuda_devices, keep_state, on_meta, pytree, time_when_idle, torch_private
-from fastpipe.runtime.model.chain import WholeNames, accepted_names, apart, as_arguments, as_layers, chosen
+from fastpipe.runtime.model.chain import WholeNames, accepted_names, as_arguments, as_layers, selected, split_carried
 
 _REPEATS = 5
 logger = logging.getLogger("fastpipe")
@@ -81,10 +81,10 @@ def _by_layer(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str, Any],
     with torch.enable_grad():
         for layer in layers:
             inputs = tuple(map(_leaves_of_a_graph, as_arguments(value)))
-            named = chosen({**kwargs, **_leaves_of_a_graph(carried)}, accepted_names(layer))
+            named = selected({**kwargs, **_leaves_of_a_graph(carried)}, accepted_names(layer))
             with restored(layer):
                 costs.append(float(measure(layer, inputs, named)))
-                value, values = apart(layer(*inputs, **named))
+                value, values = split_carried(layer(*inputs, **named))
                 carried |= values
     return costs
 

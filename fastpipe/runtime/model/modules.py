@@ -135,7 +135,7 @@ def _computing(device: torch.device) -> torch.device:
     return device
 
 
-class Named(NamedTuple):
+class NamedParameter(NamedTuple):
     """A parameter of this process.
 
     Attributes:
@@ -151,7 +151,9 @@ class Named(NamedTuple):
     is_echo: bool
 
 
-def named_parameters(modules: Mapping[int, nn.Module], first_names: Mapping[str, tuple[int, str]]) -> Iterator[Named]:
+def named_parameters(
+    modules: Mapping[int, nn.Module], first_names: Mapping[str, tuple[int, str]]
+) -> Iterator[NamedParameter]:
     """Every parameter of the local stages once, in the unsplit model's order; of tied shards the first.
 
     Args:
@@ -166,7 +168,7 @@ def named_parameters(modules: Mapping[int, nn.Module], first_names: Mapping[str,
             known = first or (stage, prefix + name)
             if not seen & {id(parameter), known[1]}:
                 seen |= {id(parameter), known[1]}
-                yield Named(*known, parameter, first is not None)
+                yield NamedParameter(*known, parameter, first is not None)
 
 
 def prefixes_message(modules: Mapping[int, nn.Module]) -> dict[str, str]:

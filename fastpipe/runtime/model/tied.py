@@ -81,7 +81,7 @@ def kind_of_tie(tie: Tie, modules: Mapping[int, nn.Module]) -> str:
         ValueError: if the stages have different wrappers.
     """
     found = [{tie.names[0]: kind_of(modules[stage])} for stage in tie.stages if stage in modules]
-    check_alike(found)
+    check_same_kinds(found)
     return found[0][tie.names[0]] if found else ""
 
 
@@ -90,7 +90,7 @@ def kinds_of_ties(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> dict
     return {tie.names[0]: kind_of_tie(tie, modules) for tie in ties if modules.keys() & set(tie.stages)}
 
 
-def check_alike(found: Sequence[Mapping[str, str]]) -> None:
+def check_same_kinds(found: Sequence[Mapping[str, str]]) -> None:
     """Refuse a weight whose stages have different wrappers."""
     kinds: dict[str, str] = {}
     for name, kind in ((name, kind) for part in found for name, kind in part.items()):
@@ -372,16 +372,16 @@ class TiedWeights(StageCopies):
 
     Args:
         shared: the weights of this process.
-        swaps: exchanges gradients with other processes; None if all ranks are here.
+        grad_exchange: exchanges gradients with other processes; None if all ranks are here.
         twins: of layers that are in several local stages.
 
     Attributes:
         sees_aliases: whether the stages use their aliases now.
     """
 
-    def __init__(self, shared: Sequence[Shared], swaps: Swaps | None, twins: Twins) -> None:
+    def __init__(self, shared: Sequence[Shared], grad_exchange: GradExchange | None, twins: Twins) -> None:
         self.shared = shared
-        self.swaps = swaps
+        self.grad_exchange = grad_exchange
         self.twins = twins
         self.base = StageCopies()
         self.sees_aliases = False
@@ -396,7 +396,7 @@ class TiedWeights(StageCopies):
         """Give all processes the value of a weight's first stage, or of its last."""
         with self.in_place():
             self.base.equalise(initialised=initialised)
-        for weight in self.shared if self.swaps is not None else ():
+        for weight in self.shared if self.grad_exchange is not None else ():
             stage = weight.tie.stages[-1 if initialised else 0]
             value = self._gathered(weight, dict.fromkeys(weight.stages, weight.parameter.detach()))[stage]
             assert value is not None
@@ -427,15 +427,15 @@ class TiedWeights(StageCopies):
         self._adopt()
         for weight in self.shared:
             weight.check_hooks()
-        told = self.base.prepare()
-        for weight in self.shared if self.swaps is not None else ():
-            assert self.swaps is not None
-            name, holders = weight.tie.names[0], self.swaps.holders(weight.tie)
+        changes = self.base.prepare()
+        for weight in self.shared if self.grad_exchange is not None else ():
+            assert self.grad_exchange is not None
+            name, holders = weight.tie.names[0], self.grad_exchange.holders(weight.tie)
             if (digest := weight.replaced()) is not None:
-                told[name] = digest, holders
+                changes[name] = digest, holders
             if not weight.parameter.requires_grad:
-                told[FROZEN + name] = "False", holders
-        return told
+                changes[FROZEN + name] = "False", holders
+        return changes
 
     def agreed(self) -> None:
         """All processes have replaced their weights alike."""
@@ -479,12 +479,12 @@ class TiedWeights(StageCopies):
                 shards = {weight.stages[0]: weight.parameter, **weight.aliases}
                 own = {stage: whole(shard) for stage, shard in shards.items()}
                 like = torch.empty(weight.parameter.shape, dtype=weight.parameter.dtype, device=weight.parameter.device)
-                gathered = own if self.swaps is None else self.swaps.gather(weight.tie, own, like)
+                gathered = own if self.grad_exchange is None else self.grad_exchange.gather(weight.tie, own, like)
                 found[weight.tie.names[0]] = sum_of_uses(gathered)
         return found
 
     def _gathered(self, weight: Shared, own: Mapping[int, torch.Tensor | None]) -> Mapping[int, torch.Tensor | None]:
-        return own if self.swaps is None else self.swaps.gather(weight.tie, own, weight.parameter)
+        return own if self.grad_exchange is None else self.grad_exchange.gather(weight.tie, own, weight.parameter)
 
 
 def users_of(tie: Tie, placement: Placement) -> dict[int, list[int]]:
@@ -501,14 +501,14 @@ def between_ranks(ties: Sequence[Tie], placement: Placement) -> bool:
     return any(set(stages) != set(tie.stages) for tie in ties for stages in users_of(tie, placement).values())
 
 
-class Swaps:
+class GradExchange:
     """Exchanges the gradients of stages' uses between the processes of a weight.
 
-    Every pair of processes with different stages swaps once. All processes go through the pairs in the same order, so
-    no cycle of waits can form.
+    Every pair of processes with different stages exchanges once. All processes go through the pairs in the same order,
+    so no cycle of waits can form.
 
     Args:
-        exchange: swaps tensors of equal shapes and dtypes between two ranks.
+        exchange: exchanges tensors of equal shapes and dtypes between two ranks.
     """
 
     def __init__(self, rank: int, placement: Placement, exchange: Exchange) -> None:
@@ -533,10 +533,10 @@ class Swaps:
         for a, b in sorted((a, b) for a in held for b in held if a < b):
             if self.rank in (a, b) and set(held[a]) != set(held[b]):
                 peer = b if self.rank == a else a
-                found |= self._swap(peer, held[peer], max(map(len, held.values())), own, like)
+                found |= self._exchange_with(peer, held[peer], max(map(len, held.values())), own, like)
         return {stage: found[stage] for stage in tie.stages}
 
-    def _swap(
+    def _exchange_with(
         self, peer: int, stages: Sequence[int], count: int, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
     ) -> dict[int, torch.Tensor | None]:
         mine = [own[stage] for stage in sorted(own)] + [None] * (count - len(own))
@@ -559,7 +559,7 @@ def make_tied(
 
     Args:
         modules: the user's modules by local stage, after `share`.
-        exchange: swaps tensors with other processes; None if all ranks are here.
+        exchange: exchanges tensors with other processes; None if all ranks are here.
         make: creates the work for stages held twice.
     """
     shared = []
@@ -571,8 +571,8 @@ def make_tied(
             shared.append(shared_weight(tie, places, kind_of_tie(tie, modules)))
     if not shared:
         return make()
-    swaps = None if exchange is None else Swaps(rank, placement, exchange)
-    return TiedWeights(shared, swaps, Twins(modules.values())).around(make)
+    grad_exchange = None if exchange is None else GradExchange(rank, placement, exchange)
+    return TiedWeights(shared, grad_exchange, Twins(modules.values())).around(make)
 
 
 def first_names(ties: Sequence[Tie]) -> dict[str, tuple[int, str]]:

@@ -95,7 +95,7 @@ def _module_of(stage: Any) -> nn.Module:
     """The module that a stage object runs."""
     info = getattr(stage, "pipe_info", None)
     module: nn.Module = stage.submod
-    return module if info is None else TracedStage(module, Route(info.graph, stage.stage_index), whole_names=False)
+    return module if info is None else TracedStage(module, info.graph, stage.stage_index, whole_names=False)
 
 
 def _traced(pipe: Any) -> dict[int, nn.Module]:
@@ -104,7 +104,7 @@ def _traced(pipe: Any) -> dict[int, nn.Module]:
     names = [name for module in modules for name in module.state_dict()]
     whole_names = len(names) == len(set(names))
     graph = pipe.split_gm.graph
-    return {i: TracedStage(m, Route(graph, i), whole_names=whole_names) for i, m in enumerate(modules)}
+    return {i: TracedStage(m, graph, i, whole_names=whole_names) for i, m in enumerate(modules)}
 
 
 def _shared_names(pipe: Any) -> list[list[str]]:
@@ -113,42 +113,54 @@ def _shared_names(pipe: Any) -> list[list[str]]:
     return [[f"{index[module]}.{name}" for module, name in users.items()] for users in pipe.replicated_params]
 
 
-class Route:
-    """The inputs and outputs of one stage of a traced model: all values that it or later stages need.
+class TracedStage(nn.Module):
+    """A stage of a traced model, with the model's parameter names; it passes on the values that later stages need.
 
     Args:
+        module: the stage made by torch. Its parameters, buffers and submodules are this module's own.
         graph: of the stages.
         index: of the stage.
-
-    Attributes:
-        takes: the nodes of its inputs, in order.
-        gives: the nodes of its outputs; of the last stage, the model's outputs.
-        call: the node of its call.
+        whole_names: whether no other stage has the same names.
     """
 
-    def __init__(self, graph: fx.Graph, index: int) -> None:
+    def __init__(self, module: nn.Module, graph: fx.Graph, index: int, *, whole_names: bool) -> None:
+        super().__init__()
+        torch_private.share_tensors(self, module)
+        torch_private.set_children(self, children_of(module))
+        # in a tuple, so that it is not registered as a submodule, which would prefix the names
+        self._traced = (module,)
+        self._place = graph, index
+        self.whole_names = whole_names
         nodes = list(graph.nodes)
         calls = [node for node in nodes if node.op == "call_module"]
         inputs = [node for node in nodes if node.op == "placeholder"]
         outputs = next(node for node in nodes if node.op == "output").all_input_nodes
-        self.call = calls[index]
-        self.takes = inputs if index == 0 else _values_after(calls, inputs, outputs, index - 1)
-        last = index == len(calls) - 1
-        self.gives = outputs if last else _values_after(calls, inputs, outputs, index)
+        self._call = calls[index]
+        self._inputs = inputs if index == 0 else _values_after(calls, inputs, outputs, index - 1)
+        is_last = index == len(calls) - 1
+        self._outputs = outputs if is_last else _values_after(calls, inputs, outputs, index)
 
-    def run(self, module: nn.Module, values: Sequence[Any]) -> Any:
-        """Run the stage's module, and pass on the other values."""
-        if len(values) != len(self.takes):
-            names = ", ".join(node.name for node in self.takes)
-            raise TypeError(f"the traced model takes {len(self.takes)} inputs by position ({names}); got {len(values)}")
-        known = dict(zip(self.takes, values, strict=True))
-        output = module(*fx.node.map_arg(self.call.args, known.__getitem__))
-        known[self.call] = output
-        for node in self.call.users:
+    def forward(self, *values: Any) -> Any:
+        """Run the stage, and pass on the other values."""
+        if len(values) != len(self._inputs):
+            names = ", ".join(node.name for node in self._inputs)
+            raise TypeError(
+                f"the traced model takes {len(self._inputs)} inputs by position ({names}); got {len(values)}"
+            )
+        known = dict(zip(self._inputs, values, strict=True))
+        output = self._traced[0](*fx.node.map_arg(self._call.args, known.__getitem__))
+        known[self._call] = output
+        for node in self._call.users:
             if node.target is operator.getitem:
                 known[node] = output[node.args[1]]
-        given = tuple(known[node] for node in self.gives)
+        given = tuple(known[node] for node in self._outputs)
         return given[0] if len(given) == 1 else given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of its module, at the same place of the same graph."""
+        made = type(self)(copy.deepcopy(self._traced[0], memo), *self._place, whole_names=self.whole_names)
+        made.training = self.training
+        return made
 
 
 def _values_after(
@@ -161,32 +173,3 @@ def _values_after(
         there += parts or [call]
     needed = {node for call in calls[index + 1 :] for node in call.all_input_nodes} | set(outputs)
     return [node for node in there if node in needed]
-
-
-class TracedStage(nn.Module):
-    """A stage of a traced model, with the model's parameter names.
-
-    Args:
-        module: the stage made by torch. Its parameters, buffers and submodules are this module's own.
-        route: inputs and outputs.
-        whole_names: whether no other stage has the same names.
-    """
-
-    def __init__(self, module: nn.Module, route: Route, *, whole_names: bool) -> None:
-        super().__init__()
-        torch_private.share_tensors(self, module)
-        torch_private.set_children(self, children_of(module))
-        # in a tuple, so that it is not registered as a submodule, which would prefix the names
-        self.traced = (module,)
-        self.route = route
-        self.whole_names = whole_names
-
-    def forward(self, *values: Any) -> Any:
-        """Run the stage."""
-        return self.route.run(self.traced[0], values)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of its module, with the same route."""
-        made = type(self)(copy.deepcopy(self.traced[0], memo), self.route, whole_names=self.whole_names)
-        made.training = self.training
-        return made

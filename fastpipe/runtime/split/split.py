@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import cuda_devices, on_meta
-from fastpipe.runtime.model import Layers, accepted_names, as_layers, chosen, restored
+from fastpipe.runtime.model import Layers, accepted_names, as_layers, restored, selected
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers, row_of_modules, rows_of_modules
 
@@ -150,7 +150,7 @@ def _run_layers(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         value = layers[0](*example, **kwargs)
         for layer in layers[1:]:
-            value = layer(value, **chosen(kwargs, accepted_names(layer)))
+            value = layer(value, **selected(kwargs, accepted_names(layer)))
     except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "

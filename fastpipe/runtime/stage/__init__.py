@@ -17,11 +17,11 @@ from fastpipe.runtime.stage.losses import (
     checked_loss,
     detached,
     loss_and_metrics,
+    loss_arguments,
     names_of,
     returned_loss,
     scale_loss,
     sum_in_order,
-    weighed,
 )
 from fastpipe.runtime.stage.pairs import (
     IN_ORDER,

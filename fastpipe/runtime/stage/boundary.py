@@ -206,7 +206,7 @@ def to_tensors(
     stage: int,
     make: Callable[[bytes, bool], torch.Tensor] = treespec_tensor,
     mesh: Any = None,
-    visit: Visit | None = None,
+    received: ReceivedTensors | None = None,
 ) -> Tensors:
     """The tensors of a stage's output and carried values.
 
@@ -216,7 +216,7 @@ def to_tensors(
         stage: index of the stage.
         make: ``(text, lasting) -> treespec tensor``; ``lasting`` says that the text has no values.
         mesh: the pipeline's.
-        visit: of the stage, where ranks hold tensors for several stages.
+        received: those of the stage's forward, where ranks hold tensors for several stages.
 
     Raises:
         ValueError: for a tree that cannot be encoded; names the stage.
@@ -224,8 +224,8 @@ def to_tensors(
     if not carried:
         if isinstance(value, torch.Tensor) and not _is_treespec(value) and not is_dtensor(value):
             return (value,)
-        if type(value) in (tuple, list) and _is_plain(value) and (visit is None or visit.made(value)):
-            return tuple(value) if visit is None else visit.send(value)[0]
+        if type(value) in (tuple, list) and _is_plain(value) and (received is None or received.made(value)):
+            return tuple(value) if received is None else received.send(value)[0]
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=is_block_mask)
     kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -237,7 +237,7 @@ def to_tensors(
     # to_local is differentiable
     distinct: list[Any] = list(tensors.values())
     sent = tuple(t.to_local() if is_dtensor(t) else t for t in distinct)
-    sent, keys = (sent, ()) if visit is None else visit.send(sent)
+    sent, keys = (sent, ()) if received is None else received.send(sent)
     try:
         text = (
             _structure_text(structure, kinds, places, keys, spreads)
@@ -263,14 +263,14 @@ def from_tensors(
     tensors: Tensors,
     read: Callable[[torch.Tensor], bytes] = treespec_text,
     mesh: Any = None,
-    visit: Visit | None = None,
+    received: ReceivedTensors | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional arguments of a stage and the carried values; ``read`` gives the text of a treespec."""
     if not tensors or not _is_treespec(tensors[0]):
-        return (tensors if visit is None else visit.receive(tensors)), {}
+        return (tensors if received is None else received.receive(tensors)), {}
     described, _, found = read(tensors[0]).partition(_END)
     structure, kinds, places, keys, spreads = _structure(described)
-    tensors = tensors[1:] if visit is None else visit.receive(tensors[1:], keys)
+    tensors = tensors[1:] if received is None else received.receive(tensors[1:], keys)
     given: dict[str, Iterator[Any]] = {
         _TENSOR: (tensors[place] for place, spread in zip(places, spreads, strict=True) if spread is None),
         _SPREAD: _rebuilt(tensors, places, spreads, mesh),
@@ -553,7 +553,7 @@ def held_tensors(placement: Placement, with_gradient: bool) -> HeldTensors | Non
     return HeldTensors(route, with_gradient)
 
 
-class Visit:
+class ReceivedTensors:
     """One forward: the tensors that a stage received, and their keys."""
 
     def __init__(self, held: HeldTensors, stage: int, microbatch: int) -> None:

@@ -23,8 +23,8 @@ import torch
 from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensors_in, torch_private
 
 
-def fitting(outputs: Tensors, grads: Tensors) -> Tensors:
-    """The outputs; raises ValueError unless the caller's gradients have their shapes."""
+def with_shapes_of(grads: Tensors, outputs: Tensors) -> Tensors:
+    """The outputs; ValueError unless they have the shapes of the caller's gradients."""
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (grads, outputs)]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -122,7 +122,7 @@ def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
     return loss if divisor is None else loss / divisor
 
 
-def weighed(value: Any, divisor: float | None) -> Any:
+def loss_arguments(value: Any, divisor: float | None) -> Any:
     """The arguments of a loss function; with weight 0 their gradients are 0.
 
     The gradients of a mean over no elements are NaN, and NaN times 0 is NaN.
@@ -374,7 +374,7 @@ class StageLosses:
         work = self.work
         self.keep(microbatch, output)
         if work.output_grads is not None:
-            outputs = fitting(tensors_in(output, "the last stage's output"), work.output_grads[microbatch])
+            outputs = with_shapes_of(work.output_grads[microbatch], tensors_in(output, "the last stage's output"))
             return self.attached(microbatch, outputs)
         if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
             if torch.is_grad_enabled():
@@ -415,7 +415,9 @@ class StageLosses:
 
     def _call_loss_fn(self, output: Any, target: Any, divisor: float | None) -> tuple[Any, dict[str, torch.Tensor]]:
         assert self.loss_fn is not None
-        return loss_and_metrics(self.loss_fn(weighed(output, divisor), target, **weighed(self.carried, divisor)))
+        return loss_and_metrics(
+            self.loss_fn(loss_arguments(output, divisor), target, **loss_arguments(self.carried, divisor))
+        )
 
     def _share_added(self, microbatch: int) -> torch.Tensor | None:
         """Store the added losses; returns their share of the batch's loss."""

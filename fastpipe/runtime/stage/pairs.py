@@ -82,23 +82,6 @@ def one_or_all(outputs: Sequence[Any]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-class RootHooks:
-    """Hooks that check that a backward enters the node of every root."""
-
-    def __init__(self, roots: Sequence[torch.Tensor]) -> None:
-        self.missing = {tensor.grad_fn for tensor in roots if tensor.grad_fn is not None}
-        self._handles = [node.register_prehook(self._entered(node)) for node in self.missing if node is not None]
-
-    def _entered(self, node: Any) -> Callable[[Any], None]:
-        return lambda grads: self.missing.discard(node)
-
-    def end(self) -> bool:
-        """Remove the hooks; returns whether all nodes were entered."""
-        for handle in self._handles:
-            handle.remove()
-        return not self.missing
-
-
 def fuse(
     stage: int,
     module: nn.Module,
@@ -121,20 +104,26 @@ def fuse(
     """
     # a copy: DualPipe's example detaches the loss in place, which fails for a view
     loss = None if grads is not None else roots[0].clone()
-    hooks = RootHooks(roots if loss is None else [loss])
+    not_entered = {tensor.grad_fn for tensor in (roots if loss is None else [loss]) if tensor.grad_fn is not None}
+    hooks = [node.register_prehook(partial(_entered, not_entered, node)) for node in not_entered]
     method = method_of([module])
     assert method is not None
     labels = [] if criterion is None else criterion.labels
     theirs = ([], []) if grads is None else (tuple(roots), tuple(grads))
     try:
         found = method(module, inputs, criterion, labels, pair, loss, *theirs)
-    except BaseException:  # raised again
-        hooks.end()
-        raise
-    if not hooks.end():
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not_entered:
         what = "loss1" if grads is None else "outputs1"
         raise ValueError(f"{METHOD} of stage {stage} did not run the backward of {what}: call it in the method")
     return _checked(stage, found, criterion)
+
+
+def _entered(not_entered: set[Any], node: Any, grads: Any) -> None:
+    """Hook of a node: the backward has reached it."""
+    not_entered.discard(node)
 
 
 def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.Tensor]:

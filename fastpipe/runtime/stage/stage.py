@@ -19,12 +19,21 @@ from torch import nn
 from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
-from fastpipe.runtime.model import NONE, Chain, accepted_names, apart, carried_on, chosen, recomputing, together
+from fastpipe.runtime.model import (
+    NONE,
+    Chain,
+    accepted_names,
+    merged_kwargs,
+    passed_on,
+    selected,
+    split_carried,
+    with_recompute,
+)
 from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import (
     HeldTensors,
+    ReceivedTensors,
     TreespecCache,
-    Visit,
     enter,
     from_tensors,
     to_tensors,
@@ -127,7 +136,7 @@ class Stage:
         self.bare = wrapped and self.parallel is None
         self.leave_mesh: Callable[[], None] = _stay
         self.held = held
-        self._visit: Visit | None = None
+        self._received_tensors: ReceivedTensors | None = None
         self.recorder: Callable[[int, Tensors, Callable[[int, Tensors], Tensors]], Tensors] | None = None
         self.context = ActionContext(index, *contexts)
         self.later: frozenset[str] | None = None
@@ -138,7 +147,7 @@ class Stage:
         self.recompute = recompute
         self.fuses = method_of(self.modules) is not None and self.parallel is None and recompute == NONE
         wrapper = None if self.parallel is None else self.parallel.description
-        self._module_call = recomputing(module, unwrapped(module), recompute, index, wrapper)
+        self._module_call = with_recompute(module, unwrapped(module), recompute, index, wrapper)
         self.deferred: frozenset[int] = frozenset()
         self.has_split = False
         self.peak_held_bytes = 0
@@ -180,7 +189,7 @@ class Stage:
         self._has_exchanged |= num_calls() != before
         if self.random is not None:
             self.random.note_graph(outputs)
-        self.running = self._visit = None
+        self.running = self._received_tensors = None
         return outputs
 
     def _rng(self, microbatch: int) -> AbstractContextManager[None]:
@@ -197,7 +206,7 @@ class Stage:
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)
         kwargs = self._kwargs_of(microbatch, carried)
-        self.losses.carried = chosen(carried, self.losses.names)
+        self.losses.carried = selected(carried, self.losses.names)
         try:
             with AddedLosses() as self.losses.added:
                 output = self._module_call(*args, **kwargs) if kwargs else self._module_call(*args)
@@ -215,11 +224,11 @@ class Stage:
 
     def _pack_outputs(self, microbatch: int, output: Any, carried: Mapping[str, Any]) -> Tensors:
         """The tensors for the next stage: output and carried values, with the added losses attached."""
-        value, values = apart(output)
+        value, values = split_carried(output)
         if values or carried:
-            carried = carried_on(carried, values, self.index, self.accepts, self.later)
+            carried = passed_on(carried, values, self.index, self.accepts, self.later)
         make = treespec_tensor if self.treespecs is None else partial(self.treespecs.make, microbatch)
-        tensors = to_tensors(value, carried, self.index, make, self.mesh, self._visit)
+        tensors = to_tensors(value, carried, self.index, make, self.mesh, self._received_tensors)
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
                 f"stage {self.index} returns {len(tensors)} tensors, and with more than one the ranks can deadlock: "
@@ -229,16 +238,16 @@ class Stage:
 
     def received(self, microbatch: int, inputs: Tensors) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The positional arguments of the module, and the values carried from earlier stages."""
-        self._visit = None if self.held is None else Visit(self.held, self.index, microbatch)
+        self._received_tensors = None if self.held is None else ReceivedTensors(self.held, self.index, microbatch)
         if self.work.args is not None:
             return self.work.args[microbatch], {}
         read = treespec_text if self.treespecs is None else partial(self.treespecs.read, microbatch)
-        return from_tensors(inputs, read, self.mesh, self._visit)
+        return from_tensors(inputs, read, self.mesh, self._received_tensors)
 
     def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
         given = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
-        return given if not carried else together(given, chosen(carried, self.accepts), self.index)
+        return given if not carried else merged_kwargs(given, selected(carried, self.accepts), self.index)
 
     @property
     def takes(self) -> frozenset[str] | None:
@@ -274,7 +283,7 @@ class Stage:
             outputs = self._finish(microbatch, output) if self.is_last else self._pack_outputs(microbatch, output, {})
         if self.random is not None:
             self.random.note_fused()
-        self.running = self._visit = None
+        self.running = self._received_tensors = None
         return outputs
 
     def _check_fused(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -306,9 +315,9 @@ class Stage:
         )
 
     def _finish(self, microbatch: int, output: Any) -> Tensors:
-        output, values = apart(output)
-        carried_on({}, values, self.index, self.takes, self.later)
-        self.losses.carried |= chosen(values, self.losses.names)
+        output, values = split_carried(output)
+        passed_on({}, values, self.index, self.takes, self.later)
+        self.losses.carried |= selected(values, self.losses.names)
         return self.losses.roots(microbatch, output)
 
     def forward(self, microbatch: int, inputs: Tensors, *, splits: bool = False) -> Tensors:
@@ -475,6 +484,6 @@ class Stage:
                 weights.clear()
         self._records.clear()
         self._waiting.clear()
-        self._visit = None
+        self._received_tensors = None
         if self.held is not None:
             self.held.clear()

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -105,34 +105,6 @@ def _can_accumulate(total: torch.Tensor, inputs: torch.Tensor, grad: torch.Tenso
     return dense and same and total.device == grad.device and total.shape == (grad.size(1), inputs.size(1))
 
 
-class WeightGradients(Protocol):
-    """The weight gradients of one microbatch of one stage, from F to W."""
-
-    def armed(self, backward: bool, fused: bool = False) -> AbstractContextManager[Any]:
-        """While F or I runs in this thread: linears may defer their weights to W.
-
-        Args:
-            backward: I instead of F.
-            fused: F in which another microbatch's backward runs. Its recompute was not armed in its forward, and must
-                not be now, as a checkpoint matches saved tensors by order.
-        """
-
-    def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """At the end of F: decide by the graph from inputs to outputs which weights are deferred."""
-
-    def compute(self) -> None:
-        """W: add to the parameters' ``.grad``, and release what was held."""
-
-    def held_bytes(self) -> int:
-        """Bytes held for W."""
-
-    def leaves(self) -> list[int]:
-        """``_cdata`` of the tensors whose gradients wait for W."""
-
-    def clear(self) -> None:
-        """Release all tensors."""
-
-
 @dataclass
 class SplitReport:
     """Analysis of a stage's first F, for the pure-Python kernel.
@@ -159,7 +131,7 @@ def make_weight_gradients(report: SplitReport, fused: bool = False) -> WeightGra
         made: WeightGradients = runtime.WeightGradients(fused)
         return made
     _register()
-    return PythonWeightGradients(report, fused)
+    return WeightGradients(report, fused)
 
 
 @dataclass
@@ -172,8 +144,8 @@ class _Pending:
     uses: list[Use] = field(default_factory=list)
 
 
-class PythonWeightGradients:
-    """`WeightGradients` without the extension."""
+class WeightGradients:
+    """The weight gradients of one microbatch of one stage, from F to W; the extension's class has the same methods."""
 
     def __init__(self, report: SplitReport, fused: bool = False) -> None:
         self.report, self.fuses = report, fused
@@ -185,7 +157,13 @@ class PythonWeightGradients:
 
     @contextmanager
     def armed(self, backward: bool, fused: bool = False) -> Iterator[None]:
-        """See `WeightGradients.armed`."""
+        """While F or I runs in this thread: linears may defer their weights to W.
+
+        Args:
+            backward: I instead of F.
+            fused: F in which another microbatch's backward runs. Its recompute was not armed in its forward, and must
+                not be now, as a checkpoint matches saved tensors by order.
+        """
         self.backward, self.fused = backward, fused
         before = _armed.set(self)
         # for torch's checkpoint I and W are one backward: W reuses what I recomputed
@@ -197,7 +175,10 @@ class PythonWeightGradients:
             _armed.reset(before)
 
     def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """After the first F: find the deferred weights. Later ones are split already."""
+        """At the end of F: decide by the graph from inputs to outputs which weights are deferred.
+
+        Only of a stage's first F: this kernel has split later graphs when it made them.
+        """
         if not self._is_first:
             return
         kept: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs}
@@ -247,7 +228,10 @@ class PythonWeightGradients:
         self._pending.append(_Pending(weight, edge, task, [use]))
 
     def compute(self) -> None:
-        """W: one run of the engine per run in I, so that weights made of one parameter are summed first."""
+        """W: add to the parameters' ``.grad``, and release what was held.
+
+        One run of the engine per run in I, so that weights made of one parameter are summed first.
+        """
         while self._pending:
             task = self._pending[0].task
             group = [pending for pending in self._pending if pending.task == task]
@@ -277,7 +261,7 @@ _WEIGHT = 1
 """Index of the weight among the inputs of a linear's node."""
 
 
-_armed: ContextVar[PythonWeightGradients | None] = ContextVar("_armed", default=None)
+_armed: ContextVar[WeightGradients | None] = ContextVar("_armed", default=None)
 """What the linears of this thread defer to."""
 
 
@@ -363,7 +347,7 @@ class _Linear(torch.autograd.Function):
         inputs: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        weights: PythonWeightGradients,
+        weights: WeightGradients,
         later: tuple[torch.Tensor, GradientEdge] | None,
         anchor: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -425,7 +409,7 @@ def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def _multiply(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights: PythonWeightGradients
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights: WeightGradients
 ) -> torch.Tensor:
     later = anchor = None
     if weights.waits(weight):

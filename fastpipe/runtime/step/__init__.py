@@ -7,11 +7,10 @@ Uses: `executor` and all below, `coordination`.
 from __future__ import annotations
 
 from fastpipe.runtime.step.audit import Audit, check_audit, check_audited, computes_on, why_not_reproducible
-from fastpipe.runtime.step.clip import GradNorms, Held, Norm, clip_grad_norm
-from fastpipe.runtime.step.inputs import Request
+from fastpipe.runtime.step.clip import GradNorms, NamedGrad, Norm, clip_grad_norm
+from fastpipe.runtime.step.inputs import BatchArguments, Request
 from fastpipe.runtime.step.microbatch import (
     Rules,
-    check_split_and_merge,
     count_rows,
     rule_for,
     split,
@@ -23,12 +22,10 @@ from fastpipe.runtime.step.result import (
     StepResult,
     Values,
     added_by_name,
-    check_reduction,
-    check_rules,
     gather_outputs,
     loss_divisors,
     reduce_metrics,
     weights_of,
 )
-from fastpipe.runtime.step.steps import Settings, Steps
+from fastpipe.runtime.step.steps import Steps
 from fastpipe.runtime.step.watchdog import WatchdogThread

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from fastpipe.errors import StepError
 from fastpipe.runtime.common import by_mesh, is_dtensor, torch_private
 from fastpipe.runtime.coordination import Reply
-from fastpipe.runtime.model import Named
+from fastpipe.runtime.model import NamedParameter
 from fastpipe.runtime.step.steps import Steps
 
 logger = logging.getLogger("fastpipe")
 AllGather = Callable[[str, Callable[[], Reply]], list[Reply]]
 
 
-class Held(NamedTuple):
-    """A gradient of this process."""
+class NamedGrad(NamedTuple):
+    """A gradient of this process; attributes as of `fastpipe.runtime.model.NamedParameter`."""
 
     stage: int
     name: str
@@ -116,7 +116,7 @@ class GradNorms:
         self.merged = Merged([])
 
     def gather(
-        self, all_gather: AllGather, call: str, held: Sequence[Held], make: Callable[[], tuple[float, Reply]]
+        self, all_gather: AllGather, call: str, held: Sequence[NamedGrad], make: Callable[[], tuple[float, Reply]]
     ) -> tuple[torch.Tensor, list[Reply]]:
         """The norms of all ranks' gradients, in the order of ``merged.norms``. Collective.
 
@@ -183,7 +183,7 @@ def _number(value: Any) -> float:
 
 
 @torch.no_grad()
-def norms_of(held: Sequence[Held], order: float) -> torch.Tensor:
+def norms_of(held: Sequence[NamedGrad], order: float) -> torch.Tensor:
     """The norm of each gradient, as doubles on the CPU (exact for every dtype); one transfer for all.
 
     Raises:
@@ -259,7 +259,7 @@ def report_nonfinite(
     total: torch.Tensor,
     norms: Sequence[Norm],
     values: torch.Tensor,
-    local: Sequence[Held],
+    local: Sequence[NamedGrad],
     *,
     is_error: bool,
     expected: bool = False,
@@ -291,14 +291,14 @@ def report_nonfinite(
 def clip_grad_norm(
     steps: Steps,
     gathering: GradNorms,
-    named: Sequence[Named],
+    named: Sequence[NamedParameter],
     device: torch.device,
     max_norm: Any,
     norm_type: Any,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See `fastpipe.Pipeline.clip_grad_norm_`."""
-    local = [Held(p.stage, p.name, p.parameter.grad, p.is_echo) for p in named if p.parameter.grad is not None]
+    local = [NamedGrad(p.stage, p.name, p.parameter.grad, p.is_echo) for p in named if p.parameter.grad is not None]
 
     def arguments() -> tuple[float, Reply]:
         # an error here is an error on every rank, so no rank hangs
@@ -323,7 +323,7 @@ def clip_grad_norm(
     return total
 
 
-def _clip_by(named: Sequence[Named], limit: float, total: torch.Tensor) -> None:
+def _clip_by(named: Sequence[NamedParameter], limit: float, total: torch.Tensor) -> None:
     """Scale gradients like torch."""
     for parameters in by_mesh(p.parameter for p in named):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)

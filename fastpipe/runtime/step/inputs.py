@@ -1,4 +1,4 @@
-"""From the arguments of a step to the work of every local stage."""
+"""How a batch is split, weighted and merged; from the arguments of a step to the work of every local stage."""
 
 from __future__ import annotations
 
@@ -12,25 +12,79 @@ from torch import nn
 
 from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model import accepted_names, chosen, missing_argument, positional_names
-from fastpipe.runtime.stage import Stage, StageWork
+from fastpipe.runtime.model import accepted_names, missing_argument, positional_names, selected
+from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
 from fastpipe.runtime.step.microbatch import (
     Counted,
     Rules,
+    check_split_and_merge,
     count_rows,
-    is_asked,
+    has_rule,
     lengths,
     rows_of_split,
     rule_for,
     split,
     split_argument,
 )
-from fastpipe.runtime.step.result import Weights, loss_divisors
+from fastpipe.runtime.step.result import MetricRules, Weights, check_reduction, check_rules, loss_divisors
+from fastpipe.schedule import Schedule
 
 ROWS, NAMED, RULE = "rows", "named", "rule"
 """How a whole batch is split: positional inputs, and keyword inputs, by rows if they have the batch's number of rows;
 others by a rule of `split`; targets in any proportion."""
 _SAMPLE = 4096
+
+
+@dataclass(frozen=True)
+class BatchArguments:
+    """How a batch is split, weighted and merged; attributes as of `fastpipe.Pipeline`."""
+
+    loss_fn: Callable[..., Any] | None
+    loss_reduction: str | Callable[[Any], float]
+    metrics: MetricRules
+    split: Rules
+    merge: Rules | bool
+    rng: str | None
+
+    @property
+    def merge_rules(self) -> Rules:
+        """How outputs are merged."""
+        return None if isinstance(self.merge, bool) else self.merge
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether outputs are kept."""
+        return self.merge is not False
+
+    def check(self) -> None:
+        """Check what does not depend on the model.
+
+        Raises:
+            ValueError: naming the argument.
+        """
+        loss_fn = self.loss_fn
+        if loss_fn is not None and not callable(loss_fn):
+            raise ValueError(f"loss_fn = {loss_fn!r}: give a function (output, target) -> loss, or None")
+        if isinstance(loss_fn, type):
+            raise ValueError(f"loss_fn = {loss_fn.__name__}: that is a class; give an instance, {loss_fn.__name__}()")
+        check_reduction(self.loss_reduction)
+        check_rules(self.metrics)
+        if self.rng not in (None, PER_MICROBATCH):
+            raise ValueError(
+                f"rng = {self.rng!r}: use None (torch's generators, in the order of the actions) or "
+                f"{PER_MICROBATCH!r} (a separate state for every stage and microbatch)"
+            )
+        check_split_and_merge(self.split, self.merge_rules)
+
+    def check_loss_parameters(self, schedule: Schedule) -> None:
+        """Refuse a loss with parameters if two ranks compute it: their gradients would not be summed."""
+        is_trained = isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters())
+        if is_trained and schedule.placement.num_routes > 1:
+            raise ValueError(
+                f"loss_fn has parameters, and {schedule.name} computes the loss on two ranks, each with a part of "
+                "their gradients: make it the last layer, which takes the target by a keyword of step and "
+                "returns the loss, or use a schedule with one route"
+            )
 
 
 @dataclass(frozen=True)
@@ -181,13 +235,7 @@ def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
     return None if tensor.is_nested or tensor.is_contiguous() else tensor.stride()
 
 
-def take_inputs(
-    request: Request,
-    rules: Rules,
-    stages: Sequence[Stage],
-    loss_fn: Callable[..., Any] | None,
-    reduction: str | Callable[[Any], float],
-) -> Inputs:
+def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]) -> Inputs:
     """Split the inputs of the local stages. Other inputs are not touched, so iterators do not advance on other ranks.
 
     Raises:
@@ -195,6 +243,7 @@ def take_inputs(
     """
     if request.target is not None and request.output_grad is not None:
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
+    rules, loss_fn, reduction = batch.split, batch.loss_fn, batch.loss_reduction
     inputs = Inputs(unknown=_unknown_names(rules, request, stages))
     count = request.num_microbatches
     columns: list[list[Any]] = []
@@ -310,7 +359,7 @@ def _note_whole(
         name: in errors.
         unasked: how it is split without a rule.
     """
-    way = RULE if is_asked(rules, key) else unasked
+    way = RULE if has_rule(rules, key) else unasked
     for leaf, rows in lengths(value, rule_for(rules, key), name).items():
         if [rows, way] not in inputs.whole.values():
             inputs.whole[leaf] = [rows, way]
@@ -399,7 +448,7 @@ def stage_works(
     """
     works = []
     for stage in stages:
-        names = chosen(inputs.kwargs, stage.accepts)
+        names = selected(inputs.kwargs, stage.accepts)
         work = StageWork(
             keep_outputs=keep_outputs,
             reduces=request.reduces,

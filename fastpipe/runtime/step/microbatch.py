@@ -27,7 +27,7 @@ def rule_for(rules: Rules, key: str | int, default: Rule = 0) -> Rule:
     return default if rules is None else rules
 
 
-def is_asked(rules: Rules, key: str | int) -> bool:
+def has_rule(rules: Rules, key: str | int) -> bool:
     """Whether the user gave a rule for this argument."""
     return key in rules if isinstance(rules, Mapping) else rules is not None
 
@@ -54,7 +54,7 @@ def split_argument(value: Any, num_microbatches: int, rules: Rules, key: str | i
     A tensor of one row without a rule is shared by all microbatches, as it broadcasts; except the first positional
     argument, which is the batch.
     """
-    shares = key != 0 and not is_asked(rules, key)
+    shares = key != 0 and not has_rule(rules, key)
     position = key if isinstance(key, int) else None
     return split(value, num_microbatches, rule_for(rules, key), name, position, shares_single_rows=shares)
 

@@ -16,7 +16,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -26,7 +26,6 @@ from torch import nn
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
-    CPU,
     EXIT_SECONDS,
     Failure,
     FailureError,
@@ -41,10 +40,11 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
-from fastpipe.runtime.model import StageCopies, Unfilled, check_told, flags_of
+from fastpipe.runtime.model import StageCopies, Unfilled, check_changes, flags_of
 from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
 from fastpipe.runtime.step.audit import Audit
 from fastpipe.runtime.step.inputs import (
+    BatchArguments,
     Inputs,
     Request,
     batch_digests,
@@ -54,10 +54,9 @@ from fastpipe.runtime.step.inputs import (
     stage_works,
     take_inputs,
 )
-from fastpipe.runtime.step.microbatch import Rules, check_merge_rules
+from fastpipe.runtime.step.microbatch import check_merge_rules
 from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import (
-    MetricRules,
     OutputExchange,
     StepResult,
     Weights,
@@ -96,7 +95,7 @@ def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
     for stage in stages:
         if stage.parallel is not None:
             stage.parallel.check_covers(stage.module, stage.index)
-            found.append(stage.parallel.missed())
+            found.append(stage.parallel.unreduced())
     for stage in stages:
         names = [name for name, p in stage.module.named_parameters() if p.requires_grad] if stage.bare else []
         if names:
@@ -114,7 +113,7 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
         ValueError: if replicas train different parameters; the other ranks raise StepError.
         FailureError: if another replica does not take part.
     """
-    outcome = ranks.ask_replicas(program)
+    outcome = ranks.run_collectives(program)
     failure, error = outcome.failure, outcome.error
     if failure is None:
         try:
@@ -132,7 +131,7 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
 
 
 def _update_wrapper(stage: Stage) -> None:
-    renewed = stage.parallel is not None and stage.parallel.adopt()
+    renewed = stage.parallel is not None and stage.parallel.reduce_new()
     if renewed and stage.grad_dtype is not None:
         set_grad_dtype(stage.module, stage.grad_dtype)
 
@@ -144,31 +143,13 @@ _MAX_SIGNATURES = 64
 """The number of cached input signatures; other signatures cost a step with headers."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How inputs are split and results merged; attributes as of `fastpipe.Pipeline`.
-
-    Attributes:
-        reduction: ``loss_reduction``.
-        keep_outputs: whether outputs are kept.
-        cores: where steps run.
-    """
-
-    loss_fn: Callable[..., Any] | None
-    reduction: str | Callable[[Any], float]
-    split: Rules
-    merge: Rules
-    keep_outputs: bool
-    metrics: MetricRules = "mean"
-    device: torch.device = CPU
-    cores: Cores = Cores()
-
-
 class Steps:
     """Runs the steps of a pipeline on this process.
 
     Args:
-        settings: the user's.
+        batch: how batches are split, and results merged.
+        device: where the stages compute.
+        cores: where steps run.
         copies: handles stages that two ranks hold.
         random: the random numbers of the stages.
         unfilled: the stages of a pipeline that was built on meta, until its first step.
@@ -187,7 +168,9 @@ class Steps:
 
     def __init__(
         self,
-        settings: Settings,
+        batch: BatchArguments,
+        device: torch.device,
+        cores: Cores,
         programs: Programs,
         ranks: LocalRanks,
         control: Control,
@@ -199,7 +182,9 @@ class Steps:
         warn_after: float = float("inf"),
         audit: Audit | None = None,
     ) -> None:
-        self.settings = settings
+        self.batch = batch
+        self.device = device
+        self._cores = cores
         self.programs = programs
         self.ranks = ranks
         self.control = control
@@ -217,7 +202,7 @@ class Steps:
         self.reported: Failure | None = None
         self.broken: Failure | None = None
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
-        self._outputs = OutputExchange(control, settings.device, ranks.device_events)
+        self._outputs = OutputExchange(control, device, ranks.device_events)
         # the watcher's thread holds this, and must not hold the stages
         self._lost = partial(_lost, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._lost)
@@ -228,7 +213,7 @@ class Steps:
 
     def run(self, request: Request, trace: bool) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
-        with self._calls.entered(), self._interrupts.deferred(), self.settings.cores.kept():
+        with self._calls.entered(), self._interrupts.deferred(), self._cores.kept():
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
@@ -355,7 +340,7 @@ class Steps:
         inputs = Inputs()
         message: Reply = {"call": _call_text(request) + self.random.call_text(self.audit is not None)}
         try:
-            message["told"] = self.copies.prepare()
+            message["changes"] = self.copies.prepare()
             self.check_filled()
             self.programs.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
@@ -363,12 +348,10 @@ class Steps:
                 if stage.parallel is not None:
                     stage.parallel.prepare()
             message["unreduced"] = request.training and request.reduces and has_unreduced_parameters(self.stages)
-            inputs = take_inputs(
-                request, self.settings.split, self.stages, self.settings.loss_fn, self.settings.reduction
-            )
+            inputs = take_inputs(request, self.batch, self.stages)
             signature = self._signature(request, inputs)
             message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": signature}
-            if self.ranks.pairs == IN_TURNS:
+            if self.ranks.pairs.way == IN_TURNS:
                 message["random"] = astuple(self.random.usage(request.training, self._flags))
             message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
             if self.control.size > 1:
@@ -380,7 +363,7 @@ class Steps:
         message["kwargs"] = inputs.given()
         replies = self._agree(message, error, "refused its input")
         self._check_replies(request, replies)
-        if self.ranks.pairs == IN_TURNS:
+        if self.ranks.pairs.way == IN_TURNS:
             usages = [RngUsage(*reply["random"]) for reply in (*replies, *self.control.elsewhere)]
             self.random.elsewhere = functools.reduce(operator.or_, usages)
         self.copies.agreed()
@@ -448,7 +431,7 @@ class Steps:
         """
         if self.control.size == 1:
             return work()
-        device = self.settings.device
+        device = self.device
 
         def work_on_device() -> None:
             if device.type == "cuda":
@@ -492,12 +475,12 @@ class Steps:
                 "position of an input, 'target' or 'output_grad'"
             )
         check_batches([reply.get("batch", {}) for reply in replies])
-        check_told([reply["told"] for reply in replies])
+        check_changes([reply["changes"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Everything that may change a shape, a dtype or a gradient flag between stages."""
         self._flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
-        kind = self.settings.device.type
+        kind = self.device.type
         autocast = (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
         return hash((request.num_microbatches, inputs.signature(), self._flags, autocast))
 
@@ -510,7 +493,7 @@ class Steps:
         counted = [reply["rows"] for reply in replies if reply["rows"]]
         _, rows = min(counted, key=lambda found: found[0]) if counted else (None, None)
         given = next((reply["divisors"] for reply in replies if reply["divisors"]), None)
-        return weights_of(self.settings.reduction, given, rows, request.num_microbatches)
+        return weights_of(self.batch.loss_reduction, given, rows, request.num_microbatches)
 
     def _execute(
         self,
@@ -544,7 +527,7 @@ class Steps:
 
     def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
         stages = self.stages
-        works = stage_works(inputs, stages, request, weights, self.settings.keep_outputs, self.scale_now())
+        works = stage_works(inputs, stages, request, weights, self.batch.keeps_outputs, self.scale_now())
         for stage, work in zip(stages, works, strict=True):
             stage.begin(work)
             stage.context.step = self.random.step_count
@@ -594,7 +577,7 @@ class Steps:
         if outcome.failure is None:
             for stage in self.stages:
                 for output in list(stage.work.outputs.values())[:1]:
-                    check_merge_rules(output, self.settings.merge)
+                    check_merge_rules(output, self.batch.merge_rules)
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
@@ -645,7 +628,7 @@ class Steps:
         found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
         for stage in self.stages:
             stage.end()
-        return StepResult(outputs, found, self.settings.merge, program, spans, weights, self.settings.metrics)
+        return StepResult(outputs, found, self.batch.merge_rules, program, spans, weights, self.batch.metrics)
 
 
 def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:

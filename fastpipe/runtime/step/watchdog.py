@@ -18,13 +18,15 @@ from types import FrameType
 
 from fastpipe.action import NONE, Action
 from fastpipe.program import ChannelKind, Instruction, Op, Program
-from fastpipe.runtime.common import PLACES_SECONDS, ForkGuard, logged, torch_private
+from fastpipe.runtime.common import ForkGuard, logged, torch_private
 from fastpipe.runtime.coordination import Control
 from fastpipe.runtime.executor import LocalRanks
 
 logger = logging.getLogger("fastpipe")
 RECENT, RECORDED = 10, 100
 """The number of earlier instructions in a report, and in an error: there all before the last ten are folded."""
+_PLACES_SECONDS = 1.0
+"""How long other ranks have to write where they are, before a slow step is reported."""
 _LONGEST_PERIOD = 25
 _INTERVAL = 0.5
 """Seconds after which a thread looks again, at most: so long all ranks may take to see a signal."""
@@ -160,7 +162,7 @@ class Watchdog:
         self._control.put_place(step, bool(phase), text)
         if asked and not phase:
             logger.warning("rank %d %s", self._control.rank, text)
-        others_need = PLACES_SECONDS if asked else min(PLACES_SECONDS, self._warn_after / 4)
+        others_need = _PLACES_SECONDS if asked else min(_PLACES_SECONDS, self._warn_after / 4)
         if not phase or self.thread.stop.wait(others_need) or since != self._since:
             return
         first, lines = self._report("")

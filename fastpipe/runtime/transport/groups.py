@@ -28,7 +28,7 @@ from fastpipe.runtime.common import (
     Failure,
     FailureError,
     ForkGuard,
-    PatientStore,
+    StoreWithTimeout,
     aside,
     attended,
     first_line,
@@ -92,7 +92,7 @@ def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
 
 
 def _default_store(timeout: float) -> Any:
-    return PatientStore(torch_private.default_store(), timeout)
+    return StoreWithTimeout(torch_private.default_store(), timeout)
 
 
 def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Membership:

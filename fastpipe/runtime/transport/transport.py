@@ -14,7 +14,7 @@ import torch
 
 from fastpipe.machine import Lanes
 from fastpipe.program import ChannelKind, Program
-from fastpipe.runtime.common import Failure, Specs, Tensors, alike, dense_all, specs_of, specs_text
+from fastpipe.runtime.common import Failure, Specs, Tensors, dense_all, specs_match, specs_of, specs_text
 
 
 class Message(NamedTuple):
@@ -72,7 +72,7 @@ class SpecBook:
         found = specs_of(ready)
         if self.announcing:
             self.write(message, found)
-        elif self._open[message] != found and not alike(self._open[message], found):
+        elif self._open[message] != found and not specs_match(self._open[message], found):
             raise ValueError(
                 f"{message} changed although the inputs did not: expected {specs_text(self._open[message])}, found "
                 f"{specs_text(found)}; pad it to one shape, or place the layers that produce and consume it in one "

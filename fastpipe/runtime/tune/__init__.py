@@ -6,4 +6,4 @@ Uses: `step` and all below.
 
 from __future__ import annotations
 
-from fastpipe.runtime.tune.profiling import Measured, profile
+from fastpipe.runtime.tune.profiling import Profile, profile

@@ -13,7 +13,7 @@ import statistics
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from fastpipe.program import Op
 from fastpipe.runtime.common import Tensors, children_of, cuda_devices, pytree, time_when_idle
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
-from fastpipe.runtime.model import Chain, chosen, restored
+from fastpipe.runtime.model import Chain, restored, selected
 from fastpipe.runtime.stage import Stage, StageWork, from_tensors, to_tensors
 from fastpipe.runtime.step import StepResult, Steps
 from fastpipe.timeline import Timeline
@@ -34,9 +34,8 @@ from fastpipe.timeline import Timeline
 _REPEATS = 5
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Costs of a stage or a layer for one microbatch, in seconds and bytes.
+class UnitCosts(NamedTuple):
+    """Costs of a unit, a stage or a layer, for one microbatch, in seconds and bytes.
 
     Attributes:
         held: bytes kept from the forward to the end of the backward: tensors saved by autograd, inputs and outputs,
@@ -66,7 +65,7 @@ class Meters:
     def __init__(self, stages: Sequence[Stage], *, by_layer: bool, trains: bool) -> None:
         self.by_layer = by_layer
         self.trains = trains
-        self.units: dict[int, dict[int, Unit]] = {}
+        self.units: dict[int, dict[int, UnitCosts]] = {}
         # With two routes both first forwards may be concurrent and would disturb each other. The lock is reentrant
         # because the metered forwards call the hook again.
         self._lock = threading.RLock()
@@ -121,11 +120,11 @@ class _Probe:
         self.outputs: Tensors = ()
         targets, microbatch = stage.work.targets, stage.running or 0
         self._targets = None if targets is None or not part.is_last else [targets[microbatch]]
-        self._carried = chosen({**stage.losses.carried, **kwargs}, part.losses.names)
-        self._kwargs = [{k: v for k, v in chosen(kwargs, part.accepts).items() if k not in self._carried}]
+        self._carried = selected({**stage.losses.carried, **kwargs}, part.losses.names)
+        self._kwargs = [{k: v for k, v in selected(kwargs, part.accepts).items() if k not in self._carried}]
         self._devices = cuda_devices([part.module])
 
-    def unit(self) -> Unit:
+    def unit(self) -> UnitCosts:
         """Medians over a few runs."""
         try:
             held = self._held_bytes()
@@ -137,7 +136,7 @@ class _Probe:
         rows = len(tensors[0]) if tensors and tensors[0].dim() else 0
         sent = sum(output.nbytes for output in self.outputs)
         parameters = sum(parameter.nbytes for parameter in self.part.module.parameters())
-        return Unit(forward, inputs, weights, float(held), float(sent), float(parameters), rows)
+        return UnitCosts(forward, inputs, weights, float(held), float(sent), float(parameters), rows)
 
     def _begin(self) -> Tensors:
         """Start a new microbatch; its floating-point inputs require gradients."""
@@ -193,7 +192,7 @@ _KINDS = ("forward", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True)
-class Measured:
+class Profile:
     """The measurements, the same on every process.
 
     Attributes:
@@ -201,7 +200,7 @@ class Measured:
     """
 
     timelines: Sequence[Timeline]
-    units: Mapping[int, Mapping[int, Unit]]
+    units: Mapping[int, Mapping[int, UnitCosts]]
     num_microbatches: int
 
     def stage_costs(self) -> CostModel:
@@ -273,7 +272,7 @@ def profile(
     num_steps: Any,
     by_layer: bool,
     num_microbatches: int,
-) -> Measured:
+) -> Profile:
     """Run and measure a few steps on one batch; see `Pipeline.profile`.
 
     Args:
@@ -294,7 +293,7 @@ def profile(
         with meters.attached():
             call(False, False)
     replies = steps.all_gather("profile", lambda: _message(meters))
-    return Measured(timelines, _units(replies), num_microbatches)
+    return Profile(timelines, _units(replies), num_microbatches)
 
 
 def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) -> None:
@@ -323,21 +322,17 @@ def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter]
 
 
 def _message(meters: Meters) -> Reply:
-    names = [field.name for field in fields(Unit)]
     return {
-        "units": [
-            [stage, [[part, *(getattr(unit, name) for name in names)] for part, unit in units.items()]]
-            for stage, units in meters.units.items()
-        ]
+        "units": [[stage, [[part, *unit] for part, unit in units.items()]] for stage, units in meters.units.items()]
     }
 
 
-def _units(replies: Sequence[Reply]) -> dict[int, dict[int, Unit]]:
+def _units(replies: Sequence[Reply]) -> dict[int, dict[int, UnitCosts]]:
     """Units by stage; if two ranks hold a stage, the last rank's."""
     found = {}
     for reply in replies:
         for stage, parts in reply["units"]:
-            found[stage] = {part: Unit(*numbers) for part, *numbers in parts}
+            found[stage] = {part: UnitCosts(*numbers) for part, *numbers in parts}
     return found
 
 
