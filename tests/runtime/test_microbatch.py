@@ -147,6 +147,10 @@ def test_trees_keep_their_classes() -> None:
     assert type(merged) is State and torch.equal(merged.hidden, BOTH) and merged.depth == [1, 1]
     merged = merge([{"x": {"y": A}, "z": None}, {"x": {"y": B}, "z": None}], None)
     assert torch.equal(merged["x"]["y"], BOTH) and merged["z"] == [None, None]
+    merged = merge([{"x": A, "y": B}, {"y": A, "x": B}], None)
+    assert torch.equal(merged["x"], BOTH) and torch.equal(merged["y"], torch.cat([B, A]))
+    with pytest.raises(ValueError, match="do not have the same entries"):
+        merge([{"x": A}, {"y": B}], None)
 
 
 @pytest.mark.parametrize(

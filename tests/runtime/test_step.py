@@ -153,6 +153,31 @@ def test_neither_loss_nor_gradient_is_forward_only(executor: str) -> None:
     assert grads(pipe)
 
 
+class TwoHeads(nn.Module):
+    """Returns outputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"first": self.first(x), "more": (self.second(x), len(x))}
+
+
+def test_gradients_of_outputs_go_by_their_names(executor: str) -> None:
+    batch = batch_of(8)
+    x, first, second = batch.args[0], torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    layers = [*CASE.layers(3), TwoHeads()]
+    pipe, unsplit = pipeline(layers, loss_fn=None, executor=executor), Chain(dict(enumerate(copy.deepcopy(layers))))
+    for rows in torch.arange(8).tensor_split(4):
+        output = unsplit(x[rows])
+        torch.autograd.backward([output["first"], output["more"][0]], [first[rows], second[rows]])
+    pipe.step(x, output_grad={"more": (second, None), "first": first})
+    assert not unequal(pipe, unsplit)
+    with pytest.raises(ValueError, match=r"output_grad has another structure.*missing key\(s\): \{'more'\}"):
+        pipe.step(x, output_grad={"other": (second, None), "first": first})
+
+
 class WithLabels(nn.Module):
     """Returns a loss where it is given labels, as models of Hugging Face do."""
 

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrizations
 
 from fastpipe import Pipeline
 from fastpipe.runtime import native
 from fastpipe.runtime.stage import weight_grad
 from fastpipe.runtime.stage.losses import StageWork
 from fastpipe.runtime.stage.stage import Stage
+from fastpipe.testing import reference_step
 from tests import scripts
 from tests.runtime.checks import same_bits
 from tests.runtime.split_models import (
@@ -309,3 +311,20 @@ def test_linears_that_do_not_wait_are_a_warning(
             pipe.step(x, target=y)
     texts = [record.getMessage() for record in caplog.records]
     assert [text.count("only 1 of 4 linears") for text in texts] == [1] * (num_compiled == 3)
+
+
+@pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_looking_for_linears_that_wait_runs_no_parametrization(
+    executor: str, parametrize: Callable[[nn.Linear], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = [parametrize(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    twins = copy.deepcopy(layers)
+    pipe = Pipeline(layers, "zbv", 4, squared, num_ranks=2, executor=executor)
+    batch = batch_of(4)
+    with caplog.at_level("WARNING", "fastpipe"):
+        pipe.step(batch[0], target=batch[1])
+    assert not caplog.records, "their weights wait"
+    reference_step(twins, batch, pipe.schedule, squared)
+    for layer, twin in zip(layers, twins, strict=True):
+        # spectral_norm improves its vectors whenever the weight is read
+        assert all(map(torch.equal, layer.buffers(), twin.buffers()))

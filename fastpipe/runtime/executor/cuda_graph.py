@@ -153,7 +153,7 @@ def with_tensors(work: StageWork, change: Callable[[torch.Tensor], Any]) -> Stag
     """A copy of a work with other input tensors and no results; raises as `tensors_of`."""
     other: dict[str, Any] = {name: _mapped(getattr(work, name), change) for name in _INPUTS}
     other |= {name: {} for name in _RESULTS}
-    return replace(work, **other)
+    return replace(work, root_grads={}, **other)
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -23,15 +23,39 @@ import torch
 from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensors_in, torch_private
 
 
-def with_shapes_of(grads: Tensors, outputs: Tensors) -> Tensors:
-    """The outputs; ValueError unless they have the shapes of the caller's gradients."""
+def outputs_and_grads(output: Any, given: Any) -> tuple[Tensors, Tensors]:
+    """The tensors of the last stage's output, and the caller's gradient of each.
+
+    Gradients in a dict belong to the outputs of the same names, in whatever order; others are in the outputs' order.
+
+    Raises:
+        ValueError: unless there is one gradient of the same shape for each tensor.
+    """
+    outputs = tensors_in(output, "the last stage's output")
+    grads = tensors_in(_in_order_of(output, given) if _has_names(given) else given, "output_grad")
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (grads, outputs)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"output_grad has the shapes {shapes[0]} for a microbatch whose outputs have {shapes[1]}: give one "
             "gradient of the same shape for each output"
         )
-    return outputs
+    return outputs, grads
+
+
+def _has_names(tree: Any) -> bool:
+    return isinstance(tree, Mapping) or (isinstance(tree, tuple | list) and any(map(_has_names, tree)))
+
+
+def _in_order_of(output: Any, given: Any) -> list[Any]:
+    leaves, structure = pytree.tree_flatten(output)
+    try:
+        found = structure.flatten_up_to(given)
+    except ValueError as error:
+        raise ValueError(
+            f"output_grad has another structure than the outputs of a microbatch ({error}): give each gradient under "
+            "the name of its output, or a tuple of gradients in the order of the outputs"
+        ) from error
+    return [grad for grad, leaf in zip(found, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
 
 
 def names_of(loss_fn: Callable[..., Any] | None) -> frozenset[str]:
@@ -291,7 +315,8 @@ class StageWork:
         args: positional arguments of the module; None for all but the first stage.
         divisors: divisor of each microbatch's loss before its backward; None for no scaling.
         loss_scale: factor of the backward's roots, see `fastpipe.GradScaler`; None for 1.
-        output_grads: the caller's gradients of the outputs, instead of a loss.
+        output_grads: the caller's gradients of the outputs, as a tree, instead of a loss.
+        root_grads: the same, by the output's tensors; known after the forward.
         keep_outputs: whether the last stage's outputs are kept.
         reduces: whether gradients are reduced over data-parallel replicas in this step.
         losses: result: the losses of the loss function, detached.
@@ -305,9 +330,10 @@ class StageWork:
     targets: Sequence[Any] | None = None
     divisors: Sequence[float] | None = None
     loss_scale: torch.Tensor | None = None
-    output_grads: Sequence[Tensors] | None = None
+    output_grads: Sequence[Any] | None = None
     keep_outputs: bool = True
     reduces: bool = True
+    root_grads: dict[int, Tensors] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     metrics: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
@@ -355,11 +381,10 @@ class StageLosses:
 
     def output_grads(self, microbatch: int) -> Tensors | None:
         """The caller's output gradients of one microbatch, scaled."""
-        grads = self.work.output_grads
-        scale = self.work.loss_scale
-        if grads is None or scale is None:
-            return None if grads is None else grads[microbatch]
-        return tuple(grad * scale for grad in grads[microbatch])
+        if self.work.output_grads is None:
+            return None
+        grads, scale = self.work.root_grads[microbatch], self.work.loss_scale
+        return grads if scale is None else tuple(grad * scale for grad in grads)
 
     def attached(self, microbatch: int, outputs: Tensors) -> Tensors:
         """The outputs, with the added losses attached to one of them."""
@@ -374,7 +399,7 @@ class StageLosses:
         work = self.work
         self.keep(microbatch, output)
         if work.output_grads is not None:
-            outputs = with_shapes_of(work.output_grads[microbatch], tensors_in(output, "the last stage's output"))
+            outputs, work.root_grads[microbatch] = outputs_and_grads(output, work.output_grads[microbatch])
             return self.attached(microbatch, outputs)
         if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
             if torch.is_grad_enabled():

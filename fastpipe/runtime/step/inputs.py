@@ -125,7 +125,7 @@ class Inputs:
     args: list[tuple[Any, ...]] | None = None
     kwargs: dict[str, list[Any]] = field(default_factory=dict)
     targets: list[Any] | None = None
-    output_grads: list[tuple[torch.Tensor, ...]] | None = None
+    output_grads: list[Any] | None = None
     counted: Counted | None = None
     whole: dict[str, list[Any]] = field(default_factory=dict)
     divisors: list[float] | None = None
@@ -335,8 +335,9 @@ def _by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]
 def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Callable[..., Any] | None) -> None:
     count = request.num_microbatches
     if request.output_grad is not None:
-        parts = split(request.output_grad, count, rule_for(rules, "output_grad"), "output_grad")
-        inputs.output_grads = [tensors_in(part, "output_grad") for part in parts]
+        inputs.output_grads = split(request.output_grad, count, rule_for(rules, "output_grad"), "output_grad")
+        for part in inputs.output_grads:
+            tensors_in(part, "output_grad")  # refuses one without a tensor before the step begins
         return
     if request.target is None:
         if loss_fn is not None and request.training:

@@ -262,11 +262,12 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     if keys is None:
         return _merge_one(list(outputs), rule_for(rules, 0))
     children = [_children(output) for output in outputs]
-    if any(len(found) != len(keys) for found in children):
+    if any(found.keys() != children[0].keys() for found in children):
         raise ValueError(
             "merge: the microbatches' outputs do not have the same entries; use merge=False, or a function"
         )
-    merged = [_merge_one([found[i] for found in children], rule_for(rules, key)) for i, key in enumerate(keys)]
+    places = zip(children[0], keys, strict=True)
+    merged = [_merge_one([found[place] for found in children], rule_for(rules, key)) for place, key in places]
     return _rebuilt(first, merged)
 
 
@@ -282,10 +283,11 @@ def _keys_of(output: Any) -> list[Any] | None:
     return [getattr(path[0], "name", getattr(path[0], "key", i)) for i, (path, _) in enumerate(pairs)]
 
 
-def _children(output: Any) -> list[Any]:
+def _children(output: Any) -> dict[Any, Any]:
+    """The entries by key, as microbatches may have them in another order; by position where there are no keys."""
     if isinstance(output, Mapping):
-        return list(output.values())
-    return pytree.tree_leaves(output, is_leaf=lambda value: value is not output)
+        return dict(output)
+    return dict(enumerate(pytree.tree_leaves(output, is_leaf=lambda value: value is not output)))
 
 
 def _rebuilt(like: Any, children: list[Any]) -> Any:

@@ -72,9 +72,9 @@ logger = logging.getLogger("fastpipe")
 
 def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
     """Warn if most weights of linears do not wait for W, as under torch.compile: the schedule then gains little."""
-    linears = [module for stage in stages for module in stage.module.modules() if isinstance(module, nn.Linear)]
-    weights: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears if linear.weight.requires_grad}
-    waiting = sum(any(stage.waits(weight) for stage in stages) for weight in weights.values())
+    linears = (module for stage in stages for module in stage.module.modules() if isinstance(module, nn.Linear))
+    weights = {tuple(map(id, found)): found for found in map(_trained_weights, linears) if found}
+    waiting = sum(any(stage.waits(p) for stage in stages for p in found) for found in weights.values())
     if 2 * waiting < len(weights):
         logger.warning(
             "the schedule splits the backward, but the weights of only %d of %d linears here wait for W; the "
@@ -83,6 +83,15 @@ def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
             waiting,
             len(weights),
         )
+
+
+def _trained_weights(linear: nn.Linear) -> list[nn.Parameter]:
+    """The weight, or the parameters that it is made of, if trained.
+
+    Not by the attribute ``weight``: reading it runs a parametrization, and that of `spectral_norm` changes its buffers.
+    """
+    named = ((name.removeprefix("parametrizations."), p) for name, p in linear.named_parameters())
+    return [p for name, p in named if name.startswith("weight") and p.requires_grad]
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
