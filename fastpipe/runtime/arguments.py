@@ -24,6 +24,7 @@ from fastpipe.runtime.step import BatchArguments
 from fastpipe.runtime.transport import (
     CHOICES,
     Loopback,
+    MeshGroups,
     ProcessGroups,
     Transport,
     why_not_python,
@@ -152,6 +153,12 @@ class ExecutionArguments:
                 f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which need one order on all "
                 "ranks, while a forward and a backward at the same time have any; use 'auto', with which they take "
                 "turns at fastpipe.all_to_all, or 'never'"
+            )
+        ended = [name for name in self.other_dimensions() if MeshGroups.have_ended(self.mesh.get_group(name))]
+        if ended:
+            raise ValueError(
+                f"mesh: its groups over {', '.join(ended)} have ended, as a step failed in a stage that used them; "
+                "start the processes again"
             )
         _check_switch("cuda_graph", self.cuda_graph)
         if self.audit is not None and not (_is_seconds(self.audit) and self.audit <= 1):

@@ -12,6 +12,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
 from fastpipe.placement import Placement
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
-from fastpipe.runtime.common import FailureError, on_meta, set_grad_dtype, wants_streams
+from fastpipe.runtime.common import FailureError, attended, on_meta, set_grad_dtype, wants_streams
 from fastpipe.runtime.coordination import (
     Control,
     Cores,
@@ -33,7 +35,13 @@ from fastpipe.runtime.coordination import (
     agree,
     find_cores,
 )
-from fastpipe.runtime.data_parallel import check_not_sharded, check_parallel, find_data_parallel, replicate
+from fastpipe.runtime.data_parallel import (
+    check_not_sharded,
+    check_parallel,
+    find_data_parallel,
+    replicate,
+    same_text,
+)
 from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
     MEASURED,
@@ -254,7 +262,10 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
         return request, {"arguments": request.signature(arguments, size), "seed": seed, "costs": costs}
 
     request, replies = agree(world.control, make)
-    return replace(request, costs=replies[0]["costs"])
+    # times differ between processes, and all pipelines of a mesh must cut alike
+    everywhere = [replies[0] | {"pipeline": world.control.pipeline}, *world.control.elsewhere]
+    first = min(everywhere, key=lambda reply: str(reply["pipeline"]))
+    return replace(request, costs=first["costs"])
 
 
 @dataclass(frozen=True)
@@ -430,11 +441,43 @@ def agree_on_stages(
         return (model, local, executor), message
 
     (model, local, executor), replies = agree(world.control, make, part="stages")
+    compare_replicas(local.stages, replies[0]["arguments"], world)
     check_same_kinds([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
     return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
+
+
+def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], world: World) -> None:
+    """Refuse replicas that build other pipelines: their collectives would not match. Collective over the replicas.
+
+    Args:
+        arguments: text by argument, the same on all ranks of this pipeline.
+
+    Raises:
+        ValueError: if a replica has other arguments.
+        FailureError: if a replica does not come within the timeout.
+    """
+    compared: set[Any] = set()
+    for stage in (stage for stage in stages if stage.parallel is not None):
+        parallel = stage.parallel
+        assert parallel is not None
+        groups = tuple(parallel.groups)
+        if groups in compared:
+            continue
+        compared.add(groups)
+        compare = partial(same_text, str(sorted(arguments.items())), groups, parallel.device)
+        if not attended(compare, world.control.lost, timedelta(seconds=world.timeout)):
+            here = ", ".join(
+                f"{name} = {arguments[name]}"
+                for name in ("schedule", "num_microbatches", "partition")
+                if name in arguments
+            )
+            raise ValueError(
+                f"the replicas of stage {stage.index} do not build the same pipeline, here {here}: their collectives "
+                "would not match; pass the same schedule, num_microbatches and partition in all replicas"
+            )
 
 
 def _names_taken(stages: Sequence[Stage]) -> dict[str, list[str] | None]:

@@ -29,6 +29,7 @@ from fastpipe.runtime.construction import (
     agree_on_request,
     agree_on_stages,
     build_stages,
+    compare_replicas,
     connect,
     find_world,
     make_steps,
@@ -627,6 +628,8 @@ class Pipeline:
                 programs, schedule, replace(self._model, recompute=recompute, partition=counts or present or "layers")
             )
         else:
+            digest = programs.program(schedule.num_microbatches, forward_only=False).digest()
+            compare_replicas(self._stages, {"schedule": schedule.name, "program": digest}, self._world)
             self._follow(programs, schedule.num_microbatches)
             self._steps.follow(programs, forward_only=not programs.has_backward(schedule.num_microbatches))
         logger.info("%s", self.describe())

@@ -87,7 +87,7 @@ EXPECTED = {
     "delay": "waited for, with bit-identical results",
     "NaN": "named by clip_grad_norm_",
     "out of memory": "named, and the next step works",
-    "few descriptors": "none is needed: bit-identical results",
+    "few descriptors": "needs none, with bit-identical results",
     "wrong argument": "refused on all ranks, and the next step works",
     "skipped step": "refused on all ranks, and the next step works",
     "full disk": "a checkpoint fails on all ranks, and the next step works",

@@ -14,7 +14,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from fastpipe import GradScaler, Pipeline, all_to_all, check_parity, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe import (
+    GradScaler,
+    Pipeline,
+    StepError,
+    all_to_all,
+    check_parity,
+    load_checkpoint,
+    make_schedule,
+    save_checkpoint,
+)
+from fastpipe.runtime.model import cuts
 from fastpipe.runtime.stage.boundary import to_tensors
 from fastpipe.testing import reference_step
 from tests.distributed.ranks import Ranks
@@ -201,11 +211,23 @@ class Experts(nn.Module):
         return DTensor.from_local(tokens, self.mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
 
 
-def layers_of(kind: str, mesh: DeviceMesh) -> list[nn.Module]:
+class PlainExperts(Experts):
+    """Their weights are no DTensors, which DistributedDataParallel does not take."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.weights = nn.Parameter(self.weights.to_local().detach().clone())
+
+    def expert(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(rows @ self.weights[0])
+
+
+def layers_of(kind: str, mesh: DeviceMesh, wrap: str = "fully_shard") -> list[nn.Module]:
     if kind == "tp":
         return layers(mesh)
     torch.manual_seed(0)
-    return [(Attention if kind == "cp" else Experts)(mesh[kind]) for _ in range(LAYERS)]
+    experts = Experts if wrap == "fully_shard" else PlainExperts
+    return [(Attention if kind == "cp" else experts)(mesh[kind]) for _ in range(LAYERS)]
 
 
 def part_of_batch(kind: str, mesh: DeviceMesh, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,20 +238,25 @@ def part_of_batch(kind: str, mesh: DeviceMesh, replica: int) -> tuple[torch.Tens
     return x.chunk(2, 1)[part], y.chunk(2, 1)[part]
 
 
-def sharded(kind: str, schedule: str) -> None:
-    """On eight ranks: two replicas that share the shards of layers with collectives of their own."""
+def replicated(kind: str, schedule: str, wrap: str) -> None:
+    """On eight ranks: two replicas of layers with collectives of their own, which may share the layers' shards."""
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", kind, "dp_shard"))
     # what is in a sequence's parts is averaged over them, too
     shards = mesh["cp", "dp_shard"] if kind == "cp" else mesh["dp_shard"]
-    made = [fully_shard(layer, mesh=shards) for layer in layers_of(kind, mesh)]
-    pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
-    unsplit = [nn.Sequential(*layers_of(kind, mesh)) for _ in range(2)]
+    made, options = layers_of(kind, mesh, wrap), {}
+    if wrap == "fully_shard":
+        made = [fully_shard(layer, mesh=shards) for layer in made]
+    else:
+        options = {"data_parallel": shards}
+    pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, **options)
+    unsplit = [nn.Sequential(*layers_of(kind, mesh, wrap)) for _ in range(2)]
     for _ in range(2):  # pairs of experts take turns from the second step on
         for parameter in itertools.chain(pipe.parameters(), *(model.parameters() for model in unsplit)):
             parameter.grad = None
         expected = sharded_step(kind, mesh, pipe, unsplit)
-    total = torch.stack([grad.norm() for grad in expected.values()]).norm()
-    torch.testing.assert_close(pipe.clip_grad_norm_(0.5), total)
+    if wrap == "fully_shard":  # clipping refuses experts that are no DTensors
+        total = torch.stack([grad.norm() for grad in expected.values()]).norm()
+        torch.testing.assert_close(pipe.clip_grad_norm_(0.5), total)
     assert (pipe._steps.ranks.pair_counts().in_turns > 0) == (kind == "ep" and schedule == "dualpipev")
 
 
@@ -268,7 +295,12 @@ FEW = [("tp", "zbv"), ("cp", "interleaved_1f1b"), ("ep", "dualpipev")]
     ],
 )
 def test_shards_of_layers_with_collectives(group_of: GroupOf, kind: str, schedule: str) -> None:
-    group_of(8).run(sharded, kind, schedule)
+    group_of(8).run(replicated, kind, schedule, "fully_shard")
+
+
+@pytest.mark.parametrize("schedule", ["dualpipev", pytest.param("zbv", marks=NIGHTLY)])
+def test_replicas_of_experts_in_distributed_data_parallel(group_of: GroupOf, schedule: str) -> None:
+    group_of(8).run(replicated, "ep", schedule, "data_parallel")
 
 
 def tools(folder: str) -> None:
@@ -317,9 +349,10 @@ def test_tools_take_the_whole_mesh(group_of: GroupOf, tmp_path: Path) -> None:
 
 def refused(names: tuple[str, str], given: dict[str, Any]) -> str:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    given = {name: dist.group.WORLD if name == "group" else value for name, value in given.items()}
+    given = {name: dist.group.WORLD if value == "world" else value for name, value in given.items()}
+    made = layers(mesh) if "data_parallel" in given else [Mlp() for _ in range(2)]
     try:
-        Pipeline([Mlp() for _ in range(2)], "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **given)
+        Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **given)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
@@ -329,14 +362,85 @@ def refused(names: tuple[str, str], given: dict[str, Any]) -> str:
     ("names", "given", "says"),
     [
         (("pipe", "tp"), {}, "mesh has dimensions ('pipe', 'tp')"),
-        (("pp", "tp"), {"group": ""}, "mesh and group: both name"),
+        (("pp", "tp"), {"group": "world"}, "mesh and group: both name"),
         (("pp", "tp"), {"overlap": "always"}, "stages run collectives over tp"),
         (("pp", "dp_replicate"), {}, "mesh has 2 replicas of stage"),
+        (("pp", "tp"), {"data_parallel": "world"}, "and 4 more are DTensors, which DistributedDataParallel does not"),
     ],
 )
 def test_meshes_that_are_refused(group_of: GroupOf, names: tuple[str, str], given: dict[str, Any], says: str) -> None:
     answers = group_of(4).run(refused, names, given)
     assert all(says in answer for answer in answers), answers
+
+
+def said(call: Callable[[], Any]) -> str:
+    with pytest.raises((ValueError, StepError)) as raised:
+        call()
+    return str(raised.value)
+
+
+def differing() -> None:
+    """On four ranks: pipelines of a mesh that are not given the same. Their collectives would be matched, wrongly."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    part = mesh["tp"].get_local_rank()
+
+    def built(schedule: str = "interleaved_1f1b", count: int = MICROBATCHES, **options: Any) -> Pipeline:
+        return Pipeline(layers(mesh), schedule, count, nn.functional.mse_loss, mesh=mesh, timeout=60, **options)
+
+    place = f"at tp={1 - part}"
+    for text in (
+        said(lambda: built(["1f1b", "gpipe"][part])),
+        said(lambda: built(count=[4, 8][part])),
+        said(lambda: built("1f1b", partition=[[2, 2], [1, 3]][part])),
+    ):
+        assert "the pipelines of the mesh are not the same" in text and place in text, text
+    pipe = built()
+    sizes = {"num_ranks": 2, "num_microbatches": MICROBATCHES, "stages_per_rank": 2}
+    (x, y), (other, _) = batch(0), batch(1)
+    for text in (
+        said(lambda: pipe.step(x, target=y, num_microbatches=[4, 8][part])),
+        said(lambda: (pipe.step, pipe.eval_step)[part](x, target=y)),
+        said(lambda: pipe.step((x, other)[part], target=y)),
+        said(lambda: pipe.replan([pipe.schedule, make_schedule("looped_bfs", **sizes)][part])),
+    ):
+        assert place in text, text
+    assert bool(pipe.step(x, target=y).loss > 0)
+    # times differ between processes
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cuts, "layer_costs", lambda *args, by: [[1, 1, 1, 3], [3, 1, 1, 1]][part])
+        cut = built("1f1b", partition="seconds", example=x[:2]).describe()
+    assert "layers 0-2 | 3" in cut, cut
+
+
+def test_pipelines_of_a_mesh_must_be_the_same(group_of: GroupOf) -> None:
+    group_of(4).run(differing)
+
+
+def differing_replicas(wrap: str) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    replica = mesh["dp"].get_local_rank()
+
+    def built(schedule: str, count: int) -> Pipeline:
+        made: list[nn.Module] = [Mlp() for _ in range(LAYERS)]
+        options: dict[str, Any] = {"data_parallel": mesh["dp"]}
+        if wrap == "fully_shard":
+            made, options = [fully_shard(layer, mesh=mesh["dp"]) for layer in made], {}
+        return Pipeline(made, schedule, count, nn.functional.mse_loss, mesh=mesh, timeout=60, **options)
+
+    says = "do not build the same pipeline"
+    # both have the same stages on other ranks: DistributedDataParallel alone would average them with each other
+    assert says in said(lambda: built(["interleaved_1f1b", "zbv"][replica], MICROBATCHES))
+    assert says in said(lambda: built("1f1b", [4, 8][replica]))
+    pipe = built("zbv", MICROBATCHES)
+    other = make_schedule("dualpipev", num_ranks=2, num_microbatches=MICROBATCHES)
+    assert says in said(lambda: pipe.replan([pipe.schedule, other][replica]))
+    x, y = batch(replica)
+    assert bool(pipe.step(x, target=y).loss > 0)
+
+
+@pytest.mark.parametrize("wrap", ["data_parallel", "fully_shard"])
+def test_replicas_must_be_the_same(group_of: GroupOf, wrap: str) -> None:
+    group_of(4).run(differing_replicas, wrap)
 
 
 def test_a_mesh_is_a_mesh() -> None:

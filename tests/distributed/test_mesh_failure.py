@@ -62,6 +62,8 @@ def fails(way: str, schedule: str, executor: str, victim: int) -> dict[str, Any]
         with pytest.raises(RuntimeError, match="backend"):
             dist.all_reduce(torch.ones(2), group=mesh.get_group("tp"))
         dist.barrier()
+        with pytest.raises(ValueError, match="its groups over tp have ended.* start the processes again"):
+            Pipeline([nn.Linear(2, 2)], schedule, MICROBATCHES, mesh=mesh)
     return found
 
 

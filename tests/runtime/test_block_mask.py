@@ -124,7 +124,7 @@ def test_a_registered_class_is_cut_alike(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_other_masks_on_other_ranks_are_refused() -> None:
     requests = [Request((), {"block_mask": mask_of(rows)}, None, None, 3, True) for rows in documents(6).split(3)]
     with pytest.raises(ValueError, match="block_mask has other values on ranks"):
-        check_batches([batch_digests(request, Inputs(), whole=False) for request in requests])
+        check_batches({str(i): batch_digests(request, Inputs(), whole=False) for i, request in enumerate(requests)})
 
 
 class Makes(nn.Module):

@@ -32,7 +32,9 @@ class Control:
     Attributes:
         step: number of calls of `begin`.
         deferred: results that the device computes after the host ends a step; None for a single process.
-        elsewhere: in a mesh, the messages of the other pipelines in the last exchange, pipeline after pipeline.
+        elsewhere: in a mesh, the messages of the other pipelines in the last exchange, pipeline after pipeline, each
+            with its ``pipeline``, such as ``tp=1``.
+        pipeline: in a mesh, where this pipeline is.
         remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
     """
 
@@ -42,6 +44,7 @@ class Control:
     deferred: DeferredResults | None = None
     remark = ""
     elsewhere: Sequence[Reply] = ()
+    pipeline = ""
 
     @property
     def dead(self) -> list[Failure]:
@@ -179,6 +182,7 @@ def agree(
     if refused is not None:
         raise refused.error(_NOT_BUILT)
     _check_same_arguments(replies)
+    _check_mesh(replies, control.elsewhere)
     return made, replies
 
 
@@ -259,6 +263,23 @@ def _check_same_arguments(replies: Sequence[Reply]) -> None:
                 name, found = "schedule", f"its actions have another order on each of {list(ranks.values())}"
             raise ValueError(f"{name}: the ranks do not build the same pipeline: {found}; pass the same on every rank")
     check_seeds([reply["seed"] for reply in replies])
+
+
+def _check_mesh(replies: Sequence[Reply], elsewhere: Sequence[Reply]) -> None:
+    """Refuse pipelines of a mesh that differ: collectives within their stages would not match."""
+    own = replies[0]["arguments"]
+    for reply in elsewhere:
+        theirs, pipeline = reply["arguments"], reply["pipeline"]
+        for name in dict.fromkeys([*own, *theirs]):
+            if own.get(name) == theirs.get(name):
+                continue
+            what, found = name, f"{own.get(name, 'the default')} here, {theirs.get(name, 'the default')} at {pipeline}"
+            if name == "program":  # a digest, of what only the schedule decides
+                what, found = "schedule", f"its actions have another order at {pipeline}"
+            raise ValueError(
+                f"{what}: the pipelines of the mesh are not the same: {found}; their stages share collectives, so pass "
+                "the same on every rank"
+            )
 
 
 def check_seeds(seeds: Sequence[int | None]) -> None:

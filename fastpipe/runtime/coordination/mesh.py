@@ -36,6 +36,7 @@ class MeshControl(Control):
     def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:
         self._whole, self._pipelines, self.size = whole, pipelines, size
         self._pipeline, self.rank = divmod(whole.rank, size)
+        self.pipeline = pipelines[self._pipeline]
         self._on_failure: Callable[[Failure], None] = lambda failure: None
         self.deferred: DeferredResults = DeferredResults(store, self.rank, timeout, self._dead)
         self._gather = StoreGather(store, self.rank, size, timeout, whole.store_gone, self.lost)
@@ -120,7 +121,7 @@ class MeshControl(Control):
         return list(map(self._placed, self._whole.dead))
 
     def _dead(self) -> list[Failure]:
-        return [failure for failure in self.dead if failure.pipeline == self._pipelines[self._pipeline]]
+        return [failure for failure in self.dead if failure.pipeline == self.pipeline]
 
     def _placed(self, failure: Failure) -> Failure:
         """With a rank of a pipeline instead of a process's number."""
@@ -146,7 +147,11 @@ class MeshControl(Control):
         ]
         first = self._pipeline * self.size
         own = replies[first : first + self.size]
-        self.elsewhere = [*replies[:first], *replies[first + self.size :]]
+        self.elsewhere = [
+            reply | {"pipeline": self._pipelines[i // self.size]}
+            for i, reply in enumerate(replies)
+            if i // self.size != self._pipeline
+        ]
         elsewhere = next((reply for reply in replies if "failure" in reply), None)
         if elsewhere is not None and not any("failure" in reply for reply in own):
             own[0] = own[0] | {key: elsewhere[key] for key in _failures_in(elsewhere)}

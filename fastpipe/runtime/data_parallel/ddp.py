@@ -17,7 +17,6 @@ unpickling: the wrapper stays the same object, with its settings.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from fastpipe.runtime.common import (
     walked,
     zero_grad_of,
 )
-from fastpipe.runtime.data_parallel.interface import DataParallel
+from fastpipe.runtime.data_parallel.interface import DataParallel, same_text
 
 
 class FlatBucket:
@@ -295,11 +294,7 @@ class Reduced:
     def _compare(self) -> None:
         trained = [(name, p) for name, p in self.wrapper.module.named_parameters() if p.requires_grad]
         text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in trained)
-        own = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device=self.wrapper.device)
-        group = self.wrapper.process_group
-        everywhere = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(everywhere, own, group=group)
-        if not all(torch.equal(other, own) for other in everywhere):
+        if not same_text(text, [self.wrapper.process_group], self.wrapper.device):
             raise ValueError(
                 f"data_parallel: the replicas of stage {self.stage} do not have the same new parameters, "
                 f"here {listed(self.unreduced())}; unfreeze, exchange or append the same layers in all replicas"
@@ -472,6 +467,17 @@ class Replicated(DataParallel):
         for wrapper in reduced:
             # as after a normal backward: the next forward broadcasts the buffers
             wrapper.require_forward_param_sync = True
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """The wrappers'."""
+        return list(dict.fromkeys(wrapper.process_group for wrapper in self.wrappers))
+
+    @property
+    def device(self) -> torch.device:
+        """The first wrapper's."""
+        device: torch.device = self.wrappers[0].device
+        return device
 
     @property
     def num_replicas(self) -> int:

@@ -167,13 +167,23 @@ class Sharded(DataParallel):
 
     def _compare(self, failed: bool) -> None:
         """Raise unless all replicas completed the step."""
-        meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
-        groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-        count = torch.tensor(int(failed), dtype=torch.int32, device=self._groups[0].device)
-        for group in groups:
+        count = torch.tensor(int(failed), dtype=torch.int32, device=self.device)
+        for group in self.groups:
             dist.all_reduce(count, group=group)
         if int(count) and not failed:
             raise FailureError(Failure(None, "the step failed in another of the replicas that share this stage"))
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """Those of the meshes' dimensions."""
+        meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
+        return [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+
+    @property
+    def device(self) -> torch.device:
+        """The shards'."""
+        device: torch.device = self._groups[0].device
+        return device
 
     @property
     def num_replicas(self) -> int:

@@ -11,13 +11,28 @@ replicas neither wait for it nor use its gradients.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastpipe.runtime.common import children_of, listed, parameters_of
+
+
+def same_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
+    """Whether all ranks of the groups, each a dimension of a mesh, have the same text. Collective."""
+    own = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device=device)
+    num_others = torch.zeros((), dtype=torch.int32, device=device)
+    for group in groups:
+        everywhere = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(everywhere, own, group=group)
+        num_others += sum(not torch.equal(other, own) for other in everywhere)
+    for group in groups:
+        dist.all_reduce(num_others, group=group)
+    return not int(num_others)
 
 
 class DataParallel(ABC):
@@ -121,6 +136,16 @@ class DataParallel(ABC):
             FailureError: if the step failed in another replica and not here. It is fatal if a replica is missing, as
                 running collectives cannot be cancelled.
         """
+
+    @property
+    @abstractmethod
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """Over which its collectives run, one for each dimension of the replicas' mesh."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its gradients are."""
 
     @property
     @abstractmethod

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import torch_private
+from fastpipe.runtime.common import listed, torch_private
 from fastpipe.runtime.data_parallel.ddp import Replicated
 from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
 from fastpipe.runtime.data_parallel.interface import DataParallel
@@ -80,6 +80,13 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
             raise ValueError(
                 f"data_parallel: stage {stage} is already wrapped in DistributedDataParallel or fully_shard; omit "
                 "data_parallel= or the wrapper"
+            )
+        spread = [name for name, parameter in module.named_parameters() if hasattr(parameter, "placements")]
+        if spread:
+            raise ValueError(
+                f"data_parallel: of stage {stage}, {listed(spread)} are DTensors, which DistributedDataParallel does "
+                "not take; apply fully_shard to its layers instead, with a mesh of two dimensions to replicate them, "
+                "the second of which may have size 1"
             )
     return {stage: _wrapped(module, group) for stage, module in modules.items()}
 

@@ -369,7 +369,8 @@ def failure_at(
         stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
     # an abandoned message may still arrive, and would be taken for one of the next step
     is_fatal = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
-    return Failure(rank, cause_text(error), stage, text, microbatch, is_fatal=is_fatal)
+    found = None if microbatch < 0 else microbatch  # collectives have none
+    return Failure(rank, cause_text(error), stage, text, found, is_fatal=is_fatal)
 
 
 def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:

@@ -191,15 +191,16 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[torch.unravel_index(torch.arange(0, size, stride), tensor.shape)]
 
 
-def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
+def check_batches(digests: Mapping[str, Mapping[str, list[Any]]]) -> None:
     """Refuse a step if ranks were given different batches.
 
     Args:
-        digests: of every rank, from `batch_digests`. Arguments of different types are not compared.
+        digests: of every rank, from `batch_digests`, by its number, with its place in another pipeline of a mesh.
+            Arguments of different types are not compared.
     """
-    for name in sorted({name for own in digests for name in own}):
-        by_type: dict[str, dict[int, list[Any]]] = {}
-        for rank, own in enumerate(digests):
+    for name in sorted({name for own in digests.values() for name in own}):
+        by_type: dict[str, dict[str, list[Any]]] = {}
+        for rank, own in digests.items():
             if name in own:
                 by_type.setdefault(own[name][0][0], {})[rank] = own[name]
         for found in by_type.values():
@@ -207,8 +208,9 @@ def check_batches(digests: Sequence[Mapping[str, list[Any]]]) -> None:
             others = [rank for rank, own in found.items() if own != found[first]]
             if others:
                 raise ValueError(
-                    f"{name} has other values on ranks {others} than on rank {first}: in every call of step give all "
-                    "ranks of a pipeline the same batch, or None where a rank does not need it. Shuffle by the same "
+                    f"{name} has other values on ranks [{', '.join(others)}] than on rank {first}: in every call of "
+                    "step give all ranks of a pipeline, and of tp, the same batch, or None where a rank does not need "
+                    "it. Shuffle by the same "
                     "seed on all of them, give a DistributedSampler the pipelines as its replicas, and let no rank "
                     "leave out a call (see Loading data in docs/guide.md)"
                 )

@@ -468,6 +468,12 @@ class Steps:
             raise ValueError(f"the ranks do not make the same call: {listed}")
         if refused is not None:
             raise refused.error(refusal)
+        for reply in self.control.elsewhere:
+            if reply["call"] != calls[0]:
+                raise ValueError(
+                    f"the pipelines of the mesh do not make the same call, and their stages share collectives: here "
+                    f"{calls[0]}; at {reply['pipeline']}: {reply['call']}"
+                )
         return replies
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
@@ -483,7 +489,11 @@ class Steps:
                 f"split[{name!r}]: no stage's forward has a parameter of this name; use one that it has, the "
                 "position of an input, 'target' or 'output_grad'"
             )
-        check_batches([reply.get("batch", {}) for reply in replies])
+        batches = {str(rank): reply.get("batch", {}) for rank, reply in enumerate(replies)}
+        for number, reply in enumerate(self.control.elsewhere):
+            if _without_tp(reply["pipeline"]) == _without_tp(self.control.pipeline):
+                batches[f"{number % len(replies)} at {reply['pipeline']}"] = reply.get("batch", {})
+        check_batches(batches)
         check_changes([reply["changes"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
@@ -649,6 +659,11 @@ def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, f
 
 def _have_failed(replies: Sequence[Reply]) -> bool:
     return any("failure" in reply for reply in replies)
+
+
+def _without_tp(pipeline: str) -> str:
+    """Where pipelines are that get the same batch: those that differ in the mesh's ``tp``, which the docs promise."""
+    return ", ".join(part for part in pipeline.split(", ") if not part.startswith("tp="))
 
 
 def _call_text(request: Request) -> str:

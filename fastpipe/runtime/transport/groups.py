@@ -262,13 +262,22 @@ class MeshGroups:
     which close theirs.
     """
 
+    _ended: weakref.WeakSet[Any] = weakref.WeakSet()
+    """Of all meshes of this process."""
+
     def __init__(self, groups: Sequence[Any] = (), device: torch.device = CPU) -> None:
         self._groups, self._device = list(groups), device
         self._failed = False
 
+    @classmethod
+    def have_ended(cls, group: Any) -> bool:
+        """Whether a failure has ended this group."""
+        return group in cls._ended
+
     def abort(self) -> None:
         """A rank failed or is lost: abort what can be aborted from any thread."""
         failed, self._failed = self._failed, True
+        self._ended.update(self._groups)
         if not failed and self._device.type == "cuda":
             start_aborts([torch_private.backend_for(group, self._device) for group in self._groups])
 

@@ -55,6 +55,12 @@ def agree(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Agreed:
                 f"plan differs between rank 0 and rank {other} (searches with a time limit need not end alike): pass "
                 "rank 0's plan on every rank, or none on the other ranks"
             )
+    for reply in steps.control.elsewhere:
+        if reply["digest"] not in (None, replies[0]["digest"]):
+            raise ValueError(
+                f"plan differs between this pipeline and the one at {reply['pipeline']}, whose stages share "
+                "collectives: pass the same plan in all pipelines of the mesh (what they measure differs)"
+            )
     text = replies[0]["text"]
     schedule = _schedule_of(plan) if plan is not None else Schedule.from_csv(text["csv"], name=text["name"])
     recomputes, ways = text["recomputes"], dict(pair for reply in replies for pair in reply["ways"])
