@@ -33,7 +33,7 @@ def main(folder: Path, until: int) -> None:
     profile, num_ranks = folder / "layers.json", int(os.environ["WORLD_SIZE"])
     schedule: fastpipe.Schedule | str = "1f1b"
     partition: Sequence[int] | str = "layers"
-    if profile.exists():
+    if planned := profile.exists():
         plan = fastpipe.plan(profile, num_ranks=num_ranks, num_microbatches=MICROBATCHES, effort=0.01)
         schedule, partition = plan.schedule, plan.partition
     pipe = fastpipe.Pipeline(layers, schedule, MICROBATCHES, nn.functional.mse_loss, partition=partition)
@@ -51,7 +51,7 @@ def main(folder: Path, until: int) -> None:
     costs = pipe.profile_layers(x, target=target)
     if pipe.rank == 0:
         profile.write_text(json.dumps(asdict(costs)))
-        print(json.dumps({"ranks": pipe.num_ranks, "schedule": pipe.schedule.name, "losses": losses}))
+        print(json.dumps({"ranks": pipe.num_ranks, "planned": planned, "losses": losses}))
 
 
 if __name__ == "__main__":

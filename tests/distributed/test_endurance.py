@@ -152,6 +152,7 @@ def test_pipelines_that_are_dropped_leave_no_threads(transport: str, executor: s
 
 def many_steps(executor: str, transport: str, number: int) -> list[Held]:
     """Runs on every rank, whose process may have trained before: what it holds after some steps, and after all."""
+    torch.manual_seed(0)
     layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
     pipe = Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, executor=executor, transport=transport, num_ranks=2)
     x, y = torch.randn(64, 64), torch.randn(64, 64)
@@ -167,6 +168,7 @@ def many_steps(executor: str, transport: str, number: int) -> list[Held]:
 
 def many_pipelines(executor: str, transport: str, number: int) -> list[Held]:
     """Runs on every rank: what it holds after some pipelines have come and gone, each after a step, and after all."""
+    torch.manual_seed(0)
     x, y = torch.randn(64, 64), torch.randn(64, 64)
     found, seconds, some = [], array("d", bytes(8 * number)), number // 5
     for count in range(number):

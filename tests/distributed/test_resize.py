@@ -22,6 +22,5 @@ def test_three_ranks_then_two_then_three(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     expected = train(tmp_path / "undisturbed", 6, 3)
     runs = [train(tmp_path / "resized", until, size) for until, size in ((2, 3), (4, 2), (6, 3))]
-    assert [one["ranks"] for one in runs] == [3, 2, 3]
-    assert runs[0]["schedule"] == "1f1b" and "plan" in runs[1]["schedule"] + runs[2]["schedule"], runs
+    assert [(one["ranks"], one["planned"]) for one in runs] == [(3, False), (2, True), (3, True)]
     assert [loss for one in runs for loss in one["losses"]] == expected["losses"]
