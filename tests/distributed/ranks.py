@@ -236,6 +236,7 @@ def _serve(
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any, bool]:
     """Whether it returned, what it returned or what went wrong, and whether the process is to end."""
+    torch.manual_seed(0)  # on every rank the same batches, whatever ran before
     try:
         return True, function(*args, **kwargs), False
     except SystemExit as exit:
