@@ -586,13 +586,12 @@ bool CopyEngineTransport::wait_receive(std::int32_t slot) {
 }
 
 void CopyEngineTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
+  specs_.learn_or_check(transfer.position, from, program_);
   if (announcing_) {
-    specs_.learn(transfer.position, from.spec());
     // It may be copied later, when another stage has its turn, and the host copies it.
     wait_for_current(*sends_[send].copied);
     return announced_.post_send(transfer, send, from);
   }
-  if (!specs_.fits(transfer.position, from)) specs_.refuse(transfer.position, from, program_.place(transfer.position));
   hand_over(transfer, send, [&](CopyOutgoing& outgoing, Send& it) {
     parts_.clear();
     codec_->list(from, parts_);

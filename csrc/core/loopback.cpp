@@ -193,11 +193,7 @@ void LoopbackTransport::post_receive(const Transfer& transfer, std::int32_t slot
 }
 
 void LoopbackTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
-  if (specs_.announcing()) {
-    specs_.learn(transfer.position, from.spec());
-  } else if (!specs_.fits(transfer.position, from)) {
-    specs_.refuse(transfer.position, from, program_.place(transfer.position));
-  }
+  specs_.learn_or_check(transfer.position, from, program_);
   LoopbackOperation& operation = prepare(sends_[send], transfer, true);
   operation.source = &from;
   post(operation);

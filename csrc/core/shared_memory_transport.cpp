@@ -440,11 +440,7 @@ void SharedMemoryTransport::deliver(Receive& receive, SharedMemoryMessage messag
 }
 
 void SharedMemoryTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
-  if (specs_.announcing()) {
-    specs_.learn(transfer.position, from.spec());
-  } else if (!specs_.fits(transfer.position, from)) {
-    specs_.refuse(transfer.position, from, program_.place(transfer.position));
-  }
+  specs_.learn_or_check(transfer.position, from, program_);
   if (prepare(transfer, send, &from)) post(send);
 }
 

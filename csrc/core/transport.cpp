@@ -63,9 +63,11 @@ const Spec& SpecBook::at(std::size_t position) const {
   return *spec;
 }
 
-void SpecBook::refuse(std::size_t position, const Payload& payload, const std::string& place) const {
+void SpecBook::learn_or_check(std::size_t position, const Payload& payload, const RankProgram& program) {
+  if (announcing_) return learn(position, payload.spec());
+  if (payload.matches(at(position))) return;
   throw ArgumentError(
-      place + ": expected " + at(position).text() + ", as in the first step with this input, found " +
+      program.place(position) + ": expected " + at(position).text() + ", as in the first step with this input, found " +
       payload.spec()->text() +
       "; what a stage sends may change only together with the step's input: pad it to one shape, or cut "
       "the model so that who makes it and who takes it are in one stage");

@@ -123,9 +123,9 @@ class SpecBook {
   bool announcing() const { return announcing_; }
   void learn(std::size_t position, std::unique_ptr<Spec> spec);
   const Spec& at(std::size_t position) const;
-  bool fits(std::size_t position, const Payload& payload) const { return payload.matches(at(position)); }
-  // Throws the ArgumentError for a payload that does not fit; `place` is for the message.
-  [[noreturn]] void refuse(std::size_t position, const Payload& payload, const std::string& place) const;
+  // What is sent at a position of the program: learnt in a step that announces, else compared with what was announced.
+  // Throws ArgumentError when it differs.
+  void learn_or_check(std::size_t position, const Payload& payload, const RankProgram& program);
   // What was being learnt replaces what was known under the signature, if it is complete; else it is dropped.
   void close(bool complete);
 

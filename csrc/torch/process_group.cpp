@@ -236,13 +236,10 @@ Header ProcessGroupTransport::receive_header(Pending& pending) {
 }
 
 void ProcessGroupTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
-  if (!specs_.announcing() && !specs_.fits(transfer.position, from)) {
-    specs_.refuse(transfer.position, from, program_.place(transfer.position));
-  }
+  specs_.learn_or_check(transfer.position, from, program_);
   Pending& pending = sends_[send];
   if (!begin(pending, transfer)) return;
   if (specs_.announcing()) {
-    specs_.learn(transfer.position, from.spec());
     post(pending, {to_tensor(encode_header(specs_at(transfer.position)), device_)}, true);
   }
   post(pending, static_cast<const TensorPayload&>(from).tensors(), true);
