@@ -46,6 +46,8 @@ from fastpipe.runtime.common.tensors import (
     Tensors,
     TensorSpec,
     alike,
+    bit_sum,
+    bit_sums,
     bytes_of,
     copy_of,
     dense_all,
