@@ -10,8 +10,8 @@ it to the new generation. Before a rank does so, all ranks have completed the ge
 that all ranks have is complete at every instant. A restart looks for it, fetches what is only on another host, and
 verifies it.
 
-A file has a header, the tensors in a fixed order, and a head: their keys and all other values, which are plain. The
-head is read by `_PlainReader`, which executes nothing. `torch.save` would pickle the form of every tensor in each step.
+A file is a header and a block of `fastpipe.runtime.common.packing`. Its text has the keys of the tensors and all other
+values, which are plain: a pickle that is read by `_PlainReader`, which executes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -54,14 +54,14 @@ from fastpipe.runtime.checkpoint import (
     template,
     whole_state,
 )
-from fastpipe.runtime.common import attended, call_in_thread, is_dtensor, local_part, torch_private
+from fastpipe.runtime.common import attended, bit_sum, call_in_thread, dense_all, local_part, packing, torch_private
 from fastpipe.runtime.coordination import Reply, host_name, job_name, shares_store
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import side_group
 
-_MAGIC = b"fastpipe"
-_HEADER = struct.Struct("<8sqqqq20s")  # magic, sum, step count, offset and size of the head, layout
-_START, _ALIGN, _ROUND = 64, 64, 1 << 16
+_MAGIC = b"fastpip2"
+_HEADER = struct.Struct("<8sqq20s")  # magic, sum of the block, step count, layout
+_START, _ROUND = 64, 1 << 16
 
 logger = logging.getLogger("fastpipe")
 _open: WeakValueDictionary[Path, MemoryCheckpoint] = WeakValueDictionary()
@@ -186,8 +186,7 @@ class MemoryCheckpoint:
         self._sizes = sizes
         self._generation = generation = 1 + max(reply["generation"] for reply in replies)
         own = self._slots[self._rank]
-        image.copy(own.memory, own.views)
-        _seal(own.memory)
+        image.copy(own.memory)
         own.publish(generation)
         if len(self._slots) > 1 or self._holders:
             self._writing = call_in_thread(lambda: self._exchange(generation), "fastpipe-memory")
@@ -263,7 +262,7 @@ class MemoryCheckpoint:
         if shares_store() and (started := torch_private.start_of_process(os.getppid())):
             (self._folder / f"agent.{os.getppid()}.{started}").touch(mode=0o600)
         # without a `load`, older files must not look newer than those of this attempt
-        self._generation = max((generation for (_, generation), _ in _complete(self._folder)), default=0)
+        self._generation = max((generation for _, generation, _ in _complete(self._folder)), default=0)
         _open[self._folder] = self
         return {}
 
@@ -293,25 +292,26 @@ class MemoryCheckpoint:
 
     def _find(self, layout: bytes, disk: int) -> Tensor | None:
         """This rank's file of the newest generation that all ranks have and that is not older than the one on disk."""
-        visible = dict(_complete(self._folder))
-        copies = [[*place, *header] for place, path in visible.items() if (header := _header(path)) is not None]
-        tables = self._gather({"layout": layout.hex(), "copies": copies})
-        generations = sorted({copy[1] for table in tables for copy in table["copies"]}, reverse=True)
+        files = list(_complete(self._folder))
+        visible = _copies(files)
+        tables = self._gather({"layout": layout.hex(), "copies": list(visible)})
+        copies = [[_Copy(*copy) for copy in table["copies"]] for table in tables]
         chosen, memory = -1, None
-        for generation in generations:
+        for generation in sorted({copy.generation for own in copies for copy in own}, reverse=True):
             usable = [
                 {
                     process: copy
-                    for process, table in enumerate(tables)
-                    for copy in table["copies"]
-                    if copy[:2] == [rank, generation] and copy[4] == wanted["layout"]
+                    for process, own in enumerate(copies)
+                    for copy in own
+                    if (copy.rank, copy.generation, copy.layout) == (rank, generation, wanted["layout"])
                 }
                 for rank, wanted in enumerate(tables)
             ]
-            why = f"rank {usable.index({})} has no copy that fits" if {} in usable else ""
-            if not why and max(copy[2] for copy in usable[0].values()) < disk:
+            if {} in usable:
+                why = f"rank {usable.index({})} has no copy that fits"
+            elif max(copy.steps for copy in usable[0].values()) < disk:
                 break
-            if not why:
+            else:
                 memory = self._fetch(usable, visible)
                 whole = [answer["whole"] for answer in self._gather({"whole": _is_unaltered(memory)})]
                 if all(whole):
@@ -321,26 +321,26 @@ class MemoryCheckpoint:
             logger.warning("generation %d in memory is not used: %s", generation, why)
         self._generation = max(chosen, 0)
         # ranks may have got further than the generation that all have
-        for (_, generation), path in visible.items():
+        for _, generation, path in files:
             if generation != chosen:
                 path.unlink(missing_ok=True)
         return memory if chosen >= 0 else None
 
-    def _fetch(self, usable: Sequence[Mapping[int, Sequence[Any]]], visible: Mapping[Any, Path]) -> Tensor:
+    def _fetch(self, usable: Sequence[Mapping[int, _Copy]], visible: Mapping[_Copy, Path]) -> Tensor:
         """This rank's file, from its own host or from the first process that has it."""
         works: list[Any] = []
         kept: list[Tensor] = []
         for rank, copies in enumerate(usable):
             source = rank if rank in copies else min(copies)
-            _, generation, _, size, _ = copies[source]
+            copy = copies[source]
             if source == self._rank:
-                kept.append(_map(visible[rank, generation], size))
+                kept.append(_map(visible[copy], copy.size))
                 if rank == self._rank:
                     memory = kept[-1]
                 else:
                     works.append(dist.isend(kept[-1], rank, group=self._group))
             elif rank == self._rank:
-                memory = torch.empty(size, dtype=torch.uint8)
+                memory = torch.empty(copy.size, dtype=torch.uint8)
                 works.append(dist.irecv(memory, source, group=self._group))
         for work in works:
             work.wait()
@@ -348,19 +348,20 @@ class MemoryCheckpoint:
 
     def _read(self, memory: Tensor) -> dict[str, Any]:
         """A state as of `whole_state`, for `restore`."""
-        entries, state = _head(memory)
-        values = dict(zip([entry[:2] for entry in entries], _views(memory, entries), strict=True))
-        model = self._pipe.to_empty().state_dict()
+        rows, state = _read_plain(packing.text_of(memory))
+        tensors = {(section, key): packing.PackedTensor(*place).view(memory) for section, key, _, *place in rows}
         saved: dict[str, Any] = dict.fromkeys(state["optimizer"])
-        for section, key, dtype, shape, _ in entries:
+        for section, key, shape, *_ in rows:
             if section == "optimizer":
-                saved[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-        targets = {"model": model, "optimizer": template(self._optimizers, names_of(self._pipe), saved)}
-        for (section, key), value in values.items():
+                properties = TensorProperties(dtype=tensors[section, key].dtype)
+                saved[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
+        optimizer = template(self._optimizers, names_of(self._pipe), saved)
+        targets = {"model": self._pipe.to_empty().state_dict(), "optimizer": optimizer}
+        for (section, key), tensor in tensors.items():
             if section in targets:
-                local_part(targets[section][key]).copy_(value)
+                local_part(targets[section][key]).copy_(tensor)
             else:
-                state[section][key] = value.clone()
+                state[section][key] = tensor.clone()
         return {**state, **{section: {**targets[section], **state[section]} for section in targets}}
 
     def _gather(self, message: Reply) -> list[Reply]:
@@ -390,36 +391,21 @@ class _Image:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         sections = {name: section for name, section in state.items() if isinstance(section, dict)}
-        found = [(n, k, v) for n, section in sections.items() for k, v in section.items() if isinstance(v, Tensor)]
-        plain = {
-            name: {key: value for key, value in sections[name].items() if not isinstance(value, Tensor)}
-            for name in sections
-        }
-        self._tensors = [local_part(value) if is_dtensor(value) else value for *_, value in found]
-        self.entries = [
-            (name, key, value.dtype, tuple(value.shape), tuple(local.shape))
-            for (name, key, value), local in zip(found, self._tensors, strict=True)
-        ]
-        named = [(name, key, str(dtype), *shapes) for name, key, dtype, *shapes in self.entries]
-        self._text = pickle.dumps((named, {**state, **plain}))
-        self._offset = _ends(self.entries)[-1]
+        found = {(n, k): v for n, section in sections.items() for k, v in section.items() if isinstance(v, Tensor)}
+        plain = {n: {k: v for k, v in section.items() if (n, k) not in found} for n, section in sections.items()}
+        self._tensors = dense_all([local_part(value) for value in found.values()])
+        self._places, end = packing.lay_out(self._tensors, _START)
+        rows = [(*key, tuple(v.shape), *place) for (key, v), place in zip(found.items(), self._places, strict=True)]
+        self._text = pickle.dumps((rows, {**state, **plain}))
         self._layout, (self._steps,) = _layout(state), state["steps"]
         _read_plain(self._text)  # refuses what could not be loaded
-        self.size = -(-(self._offset + len(self._text)) // _ROUND) * _ROUND
+        self.size = -(-packing.size_of(end, self._text) // _ROUND) * _ROUND
 
-    def copy(self, memory: Tensor, known: dict[Any, list[Tensor]]) -> None:
-        """Copy everything but the sum into a file's memory."""
-        key = (memory.data_ptr(), tuple(self.entries))
-        if key not in known:
-            if len(known) > 1:
-                known.clear()
-            known[key] = _views(memory, self.entries)
-        with torch.no_grad():
-            for view, tensor in zip(known[key], self._tensors, strict=True):
-                view.copy_(tensor)
-        header = _HEADER.pack(_MAGIC, 0, self._steps, self._offset, len(self._text), self._layout)
-        for offset, text in ((0, header), (self._offset, self._text)):
-            memory[offset : offset + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def copy(self, memory: Tensor) -> None:
+        """Copy it into a file's memory."""
+        packing.pack(memory, self._places, self._tensors, self._text)
+        header = _HEADER.pack(_MAGIC, int(bit_sum(memory[_START:])), self._steps, self._layout)
+        memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
 
 class _Slots:
@@ -428,14 +414,12 @@ class _Slots:
     Attributes:
         rank: whose copies.
         memory: of the file that is being written.
-        views: of its tensors, by file; see `_Image.copy`.
     """
 
     memory: Tensor
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
-        self.views: dict[Any, list[Tensor]] = {}
         self._folder, self._spare = folder, folder / f"{rank}.writing"
         self._mapped: dict[tuple[int, int], Tensor] = {}
 
@@ -445,9 +429,9 @@ class _Slots:
         Raises:
             OSError: if there is no room.
         """
-        done = sorted(generation for (rank, generation), _ in _complete(self._folder) if rank == self.rank)
+        done = sorted((generation, path) for rank, generation, path in _complete(self._folder) if rank == self.rank)
         if len(done) > 1:
-            os.replace(self._folder / f"{self.rank}-{done[0]}", self._spare)
+            os.replace(done[0][1], self._spare)
         descriptor = os.open(self._spare, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size != size:
@@ -512,12 +496,34 @@ def _holders(hosts: Sequence[str], keep: int) -> list[list[int]]:
     return found
 
 
-def _complete(folder: Path) -> Iterable[tuple[tuple[int, int], Path]]:
-    """The complete files in a folder, by rank and generation."""
+class _Copy(NamedTuple):
+    """A complete file, with its step count, and `_layout` in hexadecimal."""
+
+    rank: int
+    generation: int
+    steps: int
+    size: int
+    layout: str
+
+
+def _copies(files: Iterable[tuple[int, int, Path]]) -> dict[_Copy, Path]:
+    """Those of this version."""
+    found = {}
+    for rank, generation, path in files:
+        with path.open("rb") as file:
+            text, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
+        if len(text) == _HEADER.size and size % _ROUND == 0 and text.startswith(_MAGIC):
+            _, _, steps, layout = _HEADER.unpack(text)
+            found[_Copy(rank, generation, steps, size, layout.hex())] = path
+    return found
+
+
+def _complete(folder: Path) -> Iterable[tuple[int, int, Path]]:
+    """The complete files in a folder, with rank and generation."""
     for path in folder.iterdir():
         rank, _, generation = path.name.partition("-")
         if rank.isdecimal() and generation.isdecimal():
-            yield (int(rank), int(generation)), path
+            yield int(rank), int(generation), path
 
 
 def _is_private(folder: Path) -> bool:
@@ -552,53 +558,9 @@ def _layout(state: Mapping[str, Any]) -> bytes:
     return hashlib.sha1(json.dumps([tensors, sorted(groups)]).encode()).digest()
 
 
-def _ends(entries: Sequence[Any]) -> list[int]:
-    """Where the tensors begin, and the end of the last one."""
-    offsets = [_START]
-    for _, _, dtype, _, shape in entries:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        offsets.append(offsets[-1] + -(-size // _ALIGN) * _ALIGN)
-    return offsets
-
-
-def _views(memory: Tensor, entries: Sequence[Any]) -> list[Tensor]:
-    return [
-        memory[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-        for (_, _, dtype, _, shape), offset in zip(entries, _ends(entries), strict=False)
-    ]
-
-
-def _sum(memory: Tensor) -> int:
-    return int(memory[_START:].view(torch.int64).sum())
-
-
-def _seal(memory: Tensor) -> None:
-    """Write the sum of a file into its header."""
-    memory[8:16] = torch.tensor([_sum(memory)]).view(torch.uint8)
-
-
 def _is_unaltered(memory: Tensor) -> bool:
     magic, total, *_ = _HEADER.unpack(bytes(memory[: _HEADER.size].tolist()))
-    return bool(magic == _MAGIC and total == _sum(memory))
-
-
-def _header(path: Path) -> tuple[int, int, str] | None:
-    """The step count, size and layout of a file; None for one of another version."""
-    with open(path, "rb") as file:
-        text, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
-    if len(text) < _HEADER.size or size % _ROUND or text[: len(_MAGIC)] != _MAGIC:
-        return None
-    _, _, steps, _, _, layout = _HEADER.unpack(text)
-    return steps, size, layout.hex()
-
-
-def _head(memory: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """The entries of a file, and its state without tensors."""
-    *_, offset, length, _ = _HEADER.unpack(bytes(memory[: _HEADER.size].tolist()))
-    named, state = _read_plain(bytes(memory[offset : offset + length].numpy()))
-    return [
-        (name, key, getattr(torch, dtype.removeprefix("torch.")), *shapes) for name, key, dtype, *shapes in named
-    ], state
+    return bool(magic == _MAGIC and total == int(bit_sum(memory[_START:])))
 
 
 class _PlainReader(pickle.Unpickler):

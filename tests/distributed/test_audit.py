@@ -19,8 +19,8 @@ from torch import nn
 
 import fastpipe
 from fastpipe import CorruptionError, Pipeline
-from fastpipe.runtime.step.audit import draw
-from fastpipe.runtime.step.weight_sums import bit_sums
+from fastpipe.runtime.common import bit_sums, bytes_of, version_of
+from fastpipe.runtime.step.audit import draw, packed, unpacked
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf
@@ -234,6 +234,46 @@ def test_an_auditor_that_is_always_wrong(group_of: GroupOf) -> None:
 def test_two_ranks_cannot_tell_which_of_them_is_always_wrong(group_of: GroupOf) -> None:
     for one in group_of(2).run(seen, "1f1b", "auto", "forward", (1,), True):
         assert one.rank is None and one.stage == 1 and "one of them is wrong" in one.text
+
+
+def refuse(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def wrong_once(fails: bool) -> str:
+    """The auditor computes a forward wrong, once, and perhaps the step in which it did so fails elsewhere."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+    step, auditor = first_draw("1f1b", 1, pipe)
+    train(pipe, step + 1)
+    audit = pipe._steps.audit
+    assert audit is not None
+    if dist.get_rank() == auditor:
+
+        def flip(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            flip_bit(output)
+            hook.remove()
+
+        hook = audit._copies[1].module.register_forward_hook(flip)
+    x, target = batch(step + 1)
+    if fails:
+        hooks = [layers[1].register_forward_pre_hook(refuse)] if dist.get_rank() == 1 else []
+        with pytest.raises((ArithmeticError, fastpipe.StepError)):
+            pipe.step(x, target=target)
+        for hook in hooks:
+            hook.remove()
+    with pytest.raises(CorruptionError) as caught:
+        pipe.step(x, target=target)
+    assert (caught.value.rank, caught.value.stage) == (auditor, 1)
+    pipe.eval_step(x, target=target)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_auditor_that_is_wrong_once(fails: bool, group_of: GroupOf) -> None:
+    for text in group_of(2).run(wrong_once, fails):
+        assert "and now agrees with all ranks: it was wrong once" in text
 
 
 def weight_flipped(schedule: str, when: str) -> Seen | str:
@@ -492,6 +532,25 @@ def test_one_flipped_bit_changes_a_sum() -> None:
         if tensor.numel():
             copy.view(-1).view(torch.uint8)[-1] ^= 1
             assert bit_sums([copy]) != [total]
+
+
+def test_packed_tensors_keep_their_bits_and_lie_as_before() -> None:
+    base = torch.randn(8, 6)
+    base[0, 0] = torch.nan
+    odd = [base, base.t(), base[1:, 1:], base[:, :1].expand(8, 5), base.bfloat16().view(-1)[3:], base[:0]]
+    given = [*odd, torch.tensor(1.5, requires_grad=True), torch.ones(3, dtype=torch.bool), base.to(torch.complex64)]
+    block = packed({"tensors": given, "text": "x"}, 0, torch.device("cpu"))
+    tree = unpacked(block)
+    assert tree["text"] == "x"
+    for before, after in zip(given, tree["tensors"], strict=True):
+        assert torch.equal(bytes_of(before), bytes_of(after)) and before.dtype == after.dtype
+        assert (before.shape, before.stride()) == (after.shape, after.stride())
+        assert before.requires_grad == after.requires_grad
+        assert before.data_ptr() % 64 == after.data_ptr() % 64
+    for place, tensor in enumerate(tree["tensors"][:3]):  # none shares memory, or a version counter, with another
+        assert version_of(tensor) == 0, place
+        tensor.zero_()
+    assert torch.equal(bytes_of(unpacked(block)["tensors"][0]), bytes_of(base))
 
 
 def many(steps: int, schedule: str) -> int:

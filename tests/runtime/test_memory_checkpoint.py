@@ -15,7 +15,7 @@ import torch
 
 from fastpipe import MemoryCheckpoint, Pipeline
 from fastpipe.runtime import memory_checkpoint
-from fastpipe.runtime.common import torch_private
+from fastpipe.runtime.common import packing, torch_private
 from tests.runtime.test_checkpoint import adagrad, adamw, all_same, fresh, momentum, pipeline, train, uninterrupted
 
 
@@ -78,7 +78,8 @@ class Killed(BaseException):
         (memory_checkpoint._Slots, "reserve"),
         (memory_checkpoint, "_map"),
         (memory_checkpoint._Image, "copy"),
-        (memory_checkpoint, "_seal"),
+        (packing, "pack"),
+        (memory_checkpoint, "bit_sum"),
         (memory_checkpoint._Slots, "publish"),
     ],
 )

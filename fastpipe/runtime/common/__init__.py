@@ -45,6 +45,8 @@ from fastpipe.runtime.common.tensors import (
     Specs,
     Tensors,
     TensorSpec,
+    bit_sum,
+    bit_sums,
     bytes_of,
     copy_of,
     dense_all,

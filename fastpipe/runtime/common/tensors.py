@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -128,6 +128,26 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
+def bit_sums(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
+    """The 64-bit sum of each tensor's bits; waits for the device once."""
+    sums = [None if tensor is None else bit_sum(tensor) for tensor in tensors]
+    found = [total for total in sums if total is not None]
+    values = iter(torch.stack(found).tolist() if found else [])
+    return [None if total is None else next(values) for total in sums]
+
+
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The 64-bit sum of a tensor's bits, as a tensor; one flipped bit changes it."""
+    tensor = tensor.detach()
+    size = tensor.element_size()
+    if tensor.is_contiguous() and not (tensor.numel() * size % 8 or tensor.storage_offset() * size % 8):
+        return tensor.view(-1).view(torch.int64).sum()  # nearly all weights and activations
+    (dense,) = dense_all([tensor if tensor.layout is torch.strided else tensor.to_dense()])
+    memory = flat(copy_of(dense))
+    whole = len(memory) // 8 * 8
+    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum()
+
+
 def digest_of(tensor: torch.Tensor) -> str:
     """A digest of the bytes of the elements."""
     return hashlib.blake2b(bytes_of(tensor).numpy().tobytes(), digest_size=16).hexdigest()
@@ -147,6 +167,8 @@ def is_block_mask(value: Any) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This process's shard of a DTensor; any other tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
     with torch.no_grad():
-        local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local

@@ -41,4 +41,5 @@ from fastpipe.runtime.stage.random_numbers import (
     describe_random,
     microbatch_seed,
 )
+from fastpipe.runtime.stage.recorder import Recorder, Sums, compute_again
 from fastpipe.runtime.stage.stage import Stage

@@ -62,6 +62,7 @@ def all_to_all(
 
 
 _untraced: list[Callable[..., torch.Tensor]] = []
+"""At most one function. `functools.cache` would do the same, but torch.compile traces past it, and warns of it."""
 
 
 def _counted(*args: Any) -> Any:

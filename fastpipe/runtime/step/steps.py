@@ -251,7 +251,7 @@ class Steps:
         self._raise_failure(program, outcome, replies)
         if self.audit is not None and self.audit.finding is not None:
             self._release()
-            self.audit.raise_finding()
+            raise self.audit.take_finding()
         self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)

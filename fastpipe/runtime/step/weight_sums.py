@@ -1,4 +1,4 @@
-"""Sums of bits, and weights whose bits change although nothing writes to them."""
+"""Weights whose bits change although nothing writes to them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fastpipe.runtime.common import copy_of, dense_all, flat, version_of
+from fastpipe.runtime.common import bit_sums, version_of
 from fastpipe.runtime.model import state_prefix
 from fastpipe.runtime.stage import Stage
-
-
-def bit_sums(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
-    """The 64-bit sum of each tensor's bits; one flipped bit changes it."""
-    sums = [None if tensor is None else _bit_sum(tensor) for tensor in tensors]
-    found = [total for total in sums if total is not None]
-    values = iter(torch.stack(found).tolist() if found else [])
-    return [None if total is None else next(values) for total in sums]
-
-
-def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    size = tensor.element_size()
-    if tensor.is_contiguous() and not (tensor.numel() * size % 8 or tensor.storage_offset() * size % 8):
-        return tensor.view(-1).view(torch.int64).sum()  # nearly all weights and activations
-    (dense,) = dense_all([tensor if tensor.layout is torch.strided else tensor.to_dense()])
-    memory = flat(copy_of(dense))
-    whole = len(memory) // 8 * 8
-    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum()
 
 
 class WeightSums:

@@ -1,0 +1,91 @@
+"""Tensors in a block of bytes, exact to the last bit, and behind them a text that says where each one lies.
+
+Strides, gaps between elements, and addresses modulo 64 are kept, as kernels choose their order of summation by them.
+The text is the caller's: places are tuples of plain values, so that no reader has to construct objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fastpipe.runtime.common.tensors import bytes_of
+
+_ALIGNMENT = 64
+"""Of all memory that torch allocates or maps, in bytes."""
+_LENGTH = 8
+"""Bytes at the end of a block: the length of the text before them."""
+
+
+class PackedTensor(NamedTuple):
+    """The place of a tensor in a block: `offset` of its first element and `length` to its last one, in bytes."""
+
+    dtype: str
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    length: int
+    requires_grad: bool
+
+    def write(self, block: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy the tensor's memory to this place."""
+        memory = tensor.detach().as_strided((self.length // tensor.itemsize,), (1,))
+        block[self.offset : self.offset + self.length].copy_(memory.view(torch.uint8))
+
+    def view(self, block: torch.Tensor) -> torch.Tensor:
+        """The tensor, in the block's memory."""
+        with torch.no_grad():
+            memory = block[self.offset : self.offset + self.length].view(getattr(torch, self.dtype))
+            # detached: autograd refuses changes in place of a view that was made without gradients
+            return memory.as_strided(self.size, self.stride).detach().requires_grad_(self.requires_grad)
+
+    def copy(self, block: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor on a device, in memory of its own: autograd sees no change of others in a change of it."""
+        place = self.offset % _ALIGNMENT
+        own = block[self.offset - place : self.offset + self.length].to(device, copy=True)
+        return self._replace(offset=place).view(own)
+
+
+def lay_out(tensors: Sequence[torch.Tensor], start: int = 0) -> tuple[list[PackedTensor], int]:
+    """Places for tensors without lazy conjugation or negation, from ``start``, a multiple of 64; and their end."""
+    places: list[PackedTensor] = []
+    for tensor in tensors:
+        size, stride = tuple(tensor.shape), tensor.stride()
+        last = sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+        length = (last + 1) * tensor.itemsize if tensor.numel() else 0
+        offset = start + tensor.data_ptr() % _ALIGNMENT
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        places.append(PackedTensor(dtype, size, stride, offset, length, tensor.requires_grad))
+        start = -(-(offset + length) // _ALIGNMENT) * _ALIGNMENT
+    return places, start
+
+
+def size_of(end: int, text: bytes) -> int:
+    """The least size of a block whose tensors end there, and that has the text."""
+    return end + len(text) + _LENGTH
+
+
+def pack(block: torch.Tensor, places: Sequence[PackedTensor], tensors: Sequence[torch.Tensor], text: bytes) -> None:
+    """Write tensors into a block, and a text at its end."""
+    for place, tensor in zip(places, tensors, strict=True):
+        place.write(block, tensor)
+    tail = text + len(text).to_bytes(_LENGTH, "little")
+    block[-len(tail) :].copy_(torch.frombuffer(bytearray(tail), dtype=torch.uint8))
+
+
+def text_of(block: torch.Tensor) -> bytes:
+    """The text at the end of a block."""
+    length = int.from_bytes(bytes_of(block[-_LENGTH:]).numpy().tobytes(), "little")
+    return bytes_of(block[-_LENGTH - length : -_LENGTH]).numpy().tobytes()
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on which kernels compute the same bits."""
+    with torch.no_grad():
+        tensor = tensor.resolve_conj().resolve_neg()
+    (place,), size = lay_out([tensor])
+    block = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+    place.write(block, tensor)
+    return place.view(block)
