@@ -272,7 +272,7 @@ def _frozen(array: npt.ArrayLike, rank: int) -> Columns:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets mark UTF-8 by a first character
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path} is no text: {error}") from None
 

@@ -350,7 +350,7 @@ def _typed(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 def _count(least: int) -> Callable[[str], Any]:
     def convert(text: str) -> int:
         if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < least:
-            raise ValueError(f"{text!r}: give a whole number of at least {least}")
+            raise ValueError(f"{text!r}: give a whole number from {least} to 999999999")
         return int(text)
 
     return _typed(convert)

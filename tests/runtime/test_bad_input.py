@@ -280,6 +280,32 @@ def test_stepping_and_then_a_good_step(
         assert pipe.step(X, target=Y).loss is not None
 
 
+class Converts(nn.Module):
+    """Returns its input a second time, in another form."""
+
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.convert = convert
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.convert(x.detach())
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_mkldnn,
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    ],
+    ids=["sparse", "mkldnn", "quantized"],
+)
+def test_what_is_not_dense_is_refused(convert: Callable[[torch.Tensor], torch.Tensor], executor: str) -> None:
+    pipe = build(stages=[Converts(convert), TwoInputs(), *LAYERS[2:]], executor=executor, num_ranks=4)
+    with pytest.raises(ValueError, match="sparse, nested or quantized tensor to another rank"):
+        pipe.step(X, target=Y)
+
+
 def test_microbatches_with_histories_of_their_own(executor: str) -> None:
     """They go through; and so does a whole batch where there is no backward."""
     pipe, scale = build(executor=executor), torch.ones(WIDTH, requires_grad=True)

@@ -121,6 +121,10 @@ class Opaque:
         self.tensor = tensor
 
 
+class Scaled(torch.Tensor):
+    """A tensor that would be another one after the boundary."""
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -128,11 +132,15 @@ class Opaque:
         (nn.Linear(1, 1), "stage 3 returned a Linear"),
         (threading.Lock(), "stage 3 returned a lock"),
         (lambda: 1, "stage 3 returned a function"),
+        (TENSORS[0].as_subclass(Scaled), "stage 3 returned a Scaled, a subclass of Tensor .*as_subclass"),
     ],
 )
 def test_what_cannot_cross_is_named(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_tensors((TENSORS[0], value), {}, 3)
+    if isinstance(value, torch.Tensor):
+        with pytest.raises(ValueError, match=message):
+            to_tensors(value, {}, 3)
 
 
 def test_a_named_tuple_that_the_other_end_cannot_find_is_refused() -> None:

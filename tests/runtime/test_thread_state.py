@@ -1,5 +1,7 @@
 """What torch keeps by thread is for ranks that are threads what it is for the caller."""
 
+from contextvars import ContextVar
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,29 @@ def test_a_dispatch_mode_sees_all_ranks_and_ends_there(schedule: str, executor: 
     assert counter.get_total_flops() == expected
     step(schedule, 4, executor, layers)
     assert counter.get_total_flops() == expected
+
+
+FACTOR = ContextVar("FACTOR", default=1.0)
+
+
+class Scales(nn.Module):
+    """Looks at a context variable in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * FACTOR.get()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_context_variables_are_the_callers(schedule: str, executor: str) -> None:
+    layers: list[nn.Module] = [Block(), Scales(), Block(), Scales()]
+    pipe = fastpipe.Pipeline(layers, schedule, 4, squared, num_ranks=2, executor=executor)
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    for factor in (3.0, 5.0):
+        token = FACTOR.set(factor)
+        try:
+            assert fastpipe.check_parity(pipe, layers, batch).ok
+        finally:
+            FACTOR.reset(token)
 
 
 class Makes(nn.Module):

@@ -267,6 +267,7 @@ def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None
         (["show", "missing.CSV"], "error: missing.CSV: No such file"),
         (["show", "1f1b", "--ranks", "0", "--microbatches", "8"], "--ranks"),
         (["show", "1f1b", "--ranks", "4", "--microbatches", "eight"], "eight"),
+        (["show", "1f1b", "--ranks", "9999999999", "--microbatches", "8"], "from 1 to 999999999"),
         (["show", "1f1b", "--ranks", "99999999", "--microbatches", "99999999"], "ask for fewer"),
         (["show", "1f1b", *SMALL, "--option", "stages_per_rank"], "NAME=VALUE"),
         (["show", "1f1b", *SMALL, "--option", "colour=3"], "colour"),

@@ -65,6 +65,12 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         Schedule.from_csv(path)
 
 
+def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
+    path = tmp_path / "marked.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n", encoding="utf-8-sig")
+    assert Schedule.from_csv(path).to_csv() == "0F0,0B0\n1F0,1B0\n"
+
+
 def test_an_error_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n1F0,1Q0\n")

@@ -74,7 +74,15 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
     Strides are kept because kernels choose their order of summation by them. Lazy conjugation and negation are
     resolved.
+
+    Raises:
+        ValueError: for a tensor that has no strides, or more than its elements.
     """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise ValueError(
+            "a stage gave a sparse, nested or quantized tensor to another rank, which can take plain dense tensors "
+            "only; convert it in the stage"
+        )
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -267,7 +268,9 @@ class LocalRanks:
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = ThreadState(self.device)
-        futures = [pool.submit(self._in_thread, state, executor, *how) for executor in self._current]
+        # each thread has its own copy of the caller's context variables, as only one may be in a context
+        calls = [partial(copy_context().run, self._in_thread, state, executor, *how) for executor in self._current]
+        futures = [pool.submit(call) for call in calls]
         for future in futures:
             future.result()
 

@@ -223,12 +223,15 @@ def to_tensors(
     """
     if not carried:
         if isinstance(value, torch.Tensor) and not _is_treespec(value) and not is_dtensor(value):
+            _require_no_subclass((value,), stage)
             return (value,)
         if type(value) in (tuple, list) and _is_plain(value) and (received is None or received.made(value)):
+            _require_no_subclass(value, stage)
             return tuple(value) if received is None else received.send(value)[0]
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=is_block_mask)
     kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    _require_no_subclass(found, stage)
     tensors = {id(tensor): tensor for tensor in found}
     order = {key: place for place, key in enumerate(tensors)}
     places = tuple(order[id(tensor)] for tensor in found)
@@ -301,6 +304,17 @@ def _is_plain(values: Any) -> bool:
     ):
         return False
     return len(set(map(id, values))) == len(values)
+
+
+def _require_no_subclass(tensors: Sequence[torch.Tensor], stage: int) -> None:
+    """Raise ValueError for a class of tensors that is not torch's own: what it does would be lost."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind.__module__.partition(".")[0] != "torch":
+            raise ValueError(
+                f"stage {stage} returned a {kind.__name__}, a subclass of Tensor that would arrive as a plain tensor: "
+                "return tensor.as_subclass(torch.Tensor), and make it again where it is used"
+            )
 
 
 def _kind(leaf: Any) -> str:
