@@ -266,8 +266,7 @@ class Audit:
 
     def _vote(self, auditor: int) -> CorruptionError:
         """All ranks compute again what the auditor doubts."""
-        if self._received is not None and self.rank == auditor:
-            data = self._received
+        if self.rank == auditor and (data := self._received) is not None:
             for peer in range(self._control.size):
                 if peer != auditor:
                     self._send(peer, data)
@@ -298,10 +297,8 @@ class Audit:
 
 
 def _finding(text: str, rank: int | None, stage: int | None = None, microbatch: int | None = None) -> CorruptionError:
-    advice = (
-        "What was trained since then, or before, may be wrong: restart from an earlier checkpoint, and test the host"
-    )
-    return CorruptionError(f"audit: {text}. {advice}", rank=rank, stage=stage, microbatch=microbatch, cause=text)
+    hint = "What was trained since then, or before, may be wrong: restart from an earlier checkpoint, and test the host"
+    return CorruptionError(f"audit: {text}. {hint}", rank=rank, stage=stage, microbatch=microbatch, cause=text)
 
 
 def _chosen(original: Sums, found: Sums) -> dict[str, int | None]:
