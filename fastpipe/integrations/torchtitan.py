@@ -62,10 +62,8 @@ class PipelineSchedule:
         **kwargs: Any,
     ) -> None:
         self._loss_kwargs[0] = loss_kwargs or {}
-        if arg_mbs:
-            args = [list(values) for values in zip(*arg_mbs, strict=True)]
-        if kwarg_mbs:
-            kwargs |= {name: [values[name] for values in kwarg_mbs] for name in kwarg_mbs[0]}
+        args = [list(values) for values in zip(*arg_mbs, strict=True)] if arg_mbs else args
+        kwargs |= {name: [values[name] for values in kwarg_mbs] for name in kwarg_mbs[0]} if kwarg_mbs else {}
         result = call(*args, target=list(target_mbs) if target_mbs else target, **kwargs)
         if losses is not None:
             losses.extend(result.losses or ())
@@ -91,13 +89,15 @@ def pipeline(
     config = job_config or SimpleNamespace(**configs)
     layers = _layers(model, config.parallelism)
     schedule, names = _schedule(config.parallelism, config.training.local_batch_size, parallel_dims.pp, layers)
-    mesh, parts = parallel_dims.get_mesh("pp"), {}
-    for index in schedule.placement.stages_of(mesh.get_local_rank()):
+    enabled = parallel_dims.get_all_one_dimensional_meshes().keys()
+    within = sorted(enabled & ({"ep", "etp"} if "ep" in enabled else {"cp", "tp"}))  # where stages run collectives
+    mesh, parts = parallel_dims.get_mesh(["pp", *within]), {}
+    for index in schedule.placement.stages_of(parallel_dims.get_mesh("pp").get_local_rank()):
         part = _part(model, layers.keys() - set(names[index]))
         parts[index] = parallelize_fn(part, parallel_dims=parallel_dims, **settings)
 
     def build(loss: Callable[..., Any]) -> fastpipe.Pipeline:
-        return fastpipe.Pipeline(parts, schedule, loss_fn=loss, loss_reduction="sum", merge=False, group=mesh)
+        return fastpipe.Pipeline(parts, schedule, loss_fn=loss, loss_reduction="sum", merge=False, mesh=mesh)
 
     return PipelineSchedule(build, loss_fn), list(parts.values()), 0 in parts, schedule.num_stages - 1 in parts
 

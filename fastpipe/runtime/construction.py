@@ -184,7 +184,7 @@ def _control(
         return Processes(store, member.rank, member.size, timeout, here, member.identity)
     first = list(pipelines.values()).index(member.ranks) * member.size
     ranks = tuple(rank for own in pipelines.values() for rank in own)
-    mesh = replace(member, rank=first + member.rank, size=len(ranks), group=None, ranks=ranks)
+    mesh = member.among(ranks, first + member.rank)
     whole = Processes(mesh.store(), mesh.rank, mesh.size, timeout, here, mesh.identity)
     return MeshControl(whole, store, list(pipelines), member.size, timeout)
 

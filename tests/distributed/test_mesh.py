@@ -27,7 +27,7 @@ from fastpipe import (
 from fastpipe.runtime.model import cuts
 from fastpipe.runtime.stage.boundary import to_tensors
 from fastpipe.testing import reference_step
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, ranks
 from tests.runtime.checks import same_bits
 
 GroupOf = Callable[[int], Ranks]
@@ -84,6 +84,12 @@ def spread(schedule: str, executor: str) -> str:
 def test_layers_that_are_spread_over_ranks(group_of: GroupOf, schedule: str) -> None:
     for text in group_of(4).run(spread, schedule, "native"):
         assert schedule != "dualpipev" or "collectives over tp must have one order" in text
+
+
+def test_processes_of_torchrun() -> None:
+    """Which name their attempt first, group by group: pipelines of a mesh must meet under one name."""
+    with ranks(4, environment={"TORCHELASTIC_USE_AGENT_STORE": "True"}) as group:
+        group.run(spread, "1f1b", "native")
 
 
 def test_weights_that_are_spread_over_ranks_wait_for_w(group_of: GroupOf) -> None:

@@ -95,7 +95,7 @@ def test_an_exception_reaches_all_ranks_of_the_mesh(way: str, schedule: str, exe
 @pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "native"), ("zbv", "python")])
 def test_a_death_reaches_all_ranks_of_the_mesh(schedule: str, executor: str) -> None:
     skip_without_native()
-    with ranks(4) as group:
+    with ranks(4, environment={"TORCHELASTIC_USE_AGENT_STORE": str(executor == "python")}) as group:
         group.start(fails, KILL, schedule, executor, 3)
         for answer in group.results([0, 1, 2]):
             assert answer["rank"] == 1 and "rank 1 of the pipeline at tp=1: its process died" in answer["text"]
@@ -144,5 +144,6 @@ def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str) -> 
                 assert ("its process died" if way == KILL else "a wrong number") in text
             elif way == FORWARD:
                 assert "REDUCE_GRAD: the step failed in another of the replicas" in text
+                assert "rank 1 of the pipeline at tp=1, stage " in text and "a wrong number" in text, text
             else:
                 assert "REDUCE_GRAD" in text, text

@@ -54,7 +54,14 @@ class OneRank:
 
     pp = 1
 
-    def get_mesh(self, name: str) -> Any:
+    def __init__(self, *enabled: str) -> None:
+        self.enabled, self.asked = enabled, list[str | list[str]]()
+
+    def get_all_one_dimensional_meshes(self) -> dict[str, Any]:
+        return dict.fromkeys(self.enabled)
+
+    def get_mesh(self, name: str | list[str]) -> Any:
+        self.asked.append(name)
         return self
 
     def get_local_rank(self) -> int:
@@ -74,14 +81,14 @@ def options(**changed: Any) -> Any:
     return SimpleNamespace(**values | changed)
 
 
-def built(parallelism: Any, model: nn.Module | None = None, loss_fn: Any = None) -> Any:
+def built(parallelism: Any, model: nn.Module | None = None, loss_fn: Any = None, dims: Any = None) -> Any:
     """As 0.3 calls it."""
     if model is None:
         with torch.device("meta"):
             model = Layers()
     return pipeline(
         model,
-        parallel_dims=OneRank(),
+        parallel_dims=dims or OneRank(),
         parallelism=parallelism,
         training=SimpleNamespace(local_batch_size=8),
         model_config=None,
@@ -126,6 +133,20 @@ def test_options_that_do_not_fit_are_named(changed: dict[str, Any], message: str
         built(options(**changed))
 
 
+@pytest.mark.parametrize(
+    ("enabled", "within"),
+    [
+        (["fsdp", "batch"], []),
+        (["batch", "cp", "fsdp", "tp"], ["cp", "tp"]),
+        (["batch", "efsdp", "ep", "etp", "fsdp", "tp"], ["ep", "etp"]),
+    ],
+)
+def test_the_pipeline_knows_where_stages_run_collectives(enabled: list[str], within: list[str]) -> None:
+    dims = OneRank("pp", *enabled)
+    built(options(), dims=dims)
+    assert ["pp", *within] in dims.asked
+
+
 def test_an_unknown_child_is_named() -> None:
     model = Layers()
     model.vision = nn.Linear(8, 8)
@@ -146,7 +167,7 @@ def test_a_step_takes_microbatches_and_arguments_of_the_loss(monkeypatch: pytest
         part.to_empty(device="cpu")
         part.load_state_dict(whole.state_dict(), strict=False)
     make = fastpipe.Pipeline
-    monkeypatch.setattr(fastpipe, "Pipeline", lambda *args, group, **kwargs: make(*args, **kwargs))
+    monkeypatch.setattr(fastpipe, "Pipeline", lambda *args, mesh, **kwargs: make(*args, **kwargs))
     tokens, targets = torch.randint(10, (2, 8, 5))
     inputs = [(tokens[i : i + 2],) for i in range(0, 8, 2)]
     losses: list[torch.Tensor] = []

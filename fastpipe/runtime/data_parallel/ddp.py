@@ -17,8 +17,6 @@ unpickling: the wrapper stays the same object, with its settings.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,7 +38,7 @@ from fastpipe.runtime.common import (
     walked,
     zero_grad_of,
 )
-from fastpipe.runtime.data_parallel.interface import DataParallel, same_text
+from fastpipe.runtime.data_parallel.interface import DataParallel, same_text, wait_for
 
 
 class FlatBucket:
@@ -188,7 +186,7 @@ class Average:
         Raises:
             TimeoutError: if they are not complete by the deadline.
         """
-        _wait_for(self._reported, deadline)
+        wait_for(self._reported, deadline)
         num_failed, num_skipping, num_missing, *flags = self.status.tolist()
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
         averages: list[torch.Tensor] = []
@@ -204,23 +202,14 @@ class Average:
 
     def _average(self, number: int, deadline: float, *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]
-        result = _wait_for(self._futures[number], deadline)
+        result = wait_for(self._futures[number], deadline)
         if repeat:
             bucket.buffer().zero_()
             self._fill(number)
-            result = _wait_for(self._run(bucket), deadline)
+            result = wait_for(self._run(bucket), deadline)
         bucket.set_buffer(result[0] if isinstance(result, list | tuple) else result)
         gradients: Sequence[torch.Tensor] = bucket.gradients()
         return gradients
-
-
-def _wait_for(future: Any, deadline: float) -> Any:
-    """A future's value; `Future.wait` has no timeout."""
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    if not done.wait(max(0.0, deadline - time.monotonic())):
-        raise TimeoutError
-    return future.wait()
 
 
 class Reduced:
@@ -427,11 +416,15 @@ class Replicated(DataParallel):
     def _average(self, wrapper: DistributedDataParallel) -> Average:
         return Average(wrapper, self._reduced[wrapper].in_place)
 
-    def finish(self, failed: bool, deadline: float) -> None:
+    def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the averages, and copy them into ``.grad``."""
         running, self._running = self._running, []
         try:
             ends = [average.finish(deadline) for average in running]
+            num_failed, num_skipping = (max((end[i] for end in ends), default=0) for i in range(2))
+            cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
+            if num_failed and not num_skipping:
+                cause = self.told(cause, failure, deadline)
         except TimeoutError as error:
             cause = (
                 f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
@@ -443,11 +436,8 @@ class Replicated(DataParallel):
         # equal on every replica
         self._starts_early &= not any(end.again for end in ends)
         self._missing = {average.wrapper: end.num_missing for average, end in zip(running, ends, strict=True)}
-        if ends and not failed:
-            self._check(max(end.num_failed for end in ends), max(end.num_skipping for end in ends))
-
-    def _check(self, num_failed: int, num_skipping: int) -> None:
-        """Raise unless all replicas completed the step."""
+        if failure is not None:
+            return
         if num_skipping:
             cause = (
                 f"data_parallel: {num_skipping} of {self.num_replicas} replicas have new trainable parameters since "
@@ -455,7 +445,6 @@ class Replicated(DataParallel):
             )
             raise FailureError(Failure(None, cause))
         if num_failed:
-            cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
             raise FailureError(Failure(None, cause))
 
     def _restore(self, reduced: Sequence[DistributedDataParallel]) -> None:

@@ -148,7 +148,7 @@ class Sharded(DataParallel):
                 _complete(group)
             group.post_backward()
 
-    def finish(self, failed: bool, deadline: float) -> None:
+    def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the shards' gradients, and leave the parameters sharded, as between steps."""
         begun, self._begun = self._begun, False
         for context, _ in self._last:
@@ -163,15 +163,17 @@ class Sharded(DataParallel):
         for context, last in self._last:
             context.is_last_backward = last
         if begun:
-            self._compare(failed)
+            self._compare(failure, deadline)
 
-    def _compare(self, failed: bool) -> None:
+    def _compare(self, failure: str | None, deadline: float) -> None:
         """Raise unless all replicas completed the step."""
-        count = torch.tensor(int(failed), dtype=torch.int32, device=self.device)
+        count = torch.tensor(int(failure is not None), dtype=torch.int32, device=self.device)
         for group in self.groups:
             dist.all_reduce(count, group=group)
-        if int(count) and not failed:
-            raise FailureError(Failure(None, "the step failed in another of the replicas that share this stage"))
+        if int(count):
+            cause = self.told("the step failed in another of the replicas that share this stage", failure, deadline)
+            if failure is None:
+                raise FailureError(Failure(None, cause))
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:

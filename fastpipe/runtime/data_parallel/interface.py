@@ -12,8 +12,11 @@ replicas neither wait for it nor use its gradients.
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +38,38 @@ def same_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.devi
     return not int(num_others)
 
 
+_LONGEST = 2000
+"""Bytes of a failure's text that other replicas get."""
+
+
+def wait_for(future: Any, deadline: float) -> Any:
+    """A future's value; `Future.wait` has no timeout."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    if not done.wait(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+    return future.wait()
+
+
+def first_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.device, deadline: float) -> str:
+    """The text of the first rank of the groups that has one; empty if none has. Collective."""
+    found = text.encode()[:_LONGEST]
+    for group in groups:
+        own = torch.frombuffer(bytearray(found.ljust(_LONGEST, b"\0")), dtype=torch.uint8).to(device)
+        everywhere = [torch.empty_like(own) for _ in range(group.size())]
+        wait_for(dist.all_gather(everywhere, own, group=group, async_op=True).get_future(), deadline)
+        texts = (bytes(other.tolist()).rstrip(b"\0") for other in everywhere)
+        found = next(filter(None, texts), b"")
+    return found.decode(errors="ignore")
+
+
 class DataParallel(ABC):
     """The replicas of one stage."""
+
+    def told(self, cause: str, failure: str | None, deadline: float) -> str:
+        """The cause of a failed step, with the place where another replica failed; all replicas call it."""
+        text = first_text(failure or "", self.groups, self.device, deadline)
+        return f"{cause}: {text}" if text else cause
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""
@@ -126,10 +159,12 @@ class DataParallel(ABC):
         """
 
     @abstractmethod
-    def finish(self, failed: bool, deadline: float) -> None:
+    def finish(self, failure: str | None, deadline: float) -> None:
         """End a step: wait for the reduction, and enable the wrapper's hooks.
 
         Args:
+            failure: where and why the step failed on this rank, for the other replicas; empty if that is not known,
+                None if it did not fail.
             deadline: for the other replicas, on the monotonic clock.
 
         Raises:

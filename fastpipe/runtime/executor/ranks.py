@@ -18,7 +18,16 @@ import torch
 
 from fastpipe.program import Op, Program
 from fastpipe.runtime import native
-from fastpipe.runtime.common import CPU, Failure, FailureError, ThreadState, cause_text, failure_of
+from fastpipe.runtime.common import (
+    CPU,
+    SHORT_EXIT_SECONDS,
+    Failure,
+    FailureError,
+    ThreadState,
+    cause_text,
+    failure_of,
+    pauses,
+)
 from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.executor.events import DeviceEvents
 from fastpipe.runtime.executor.executor import Executor, NativeExecutor, Seconds
@@ -101,6 +110,7 @@ class LocalRanks:
         self._current: Sequence[Executor] = ()
         self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
+        self._reported: Failure | None = None  # of this step, by another process
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
 
@@ -151,7 +161,7 @@ class LocalRanks:
         ``error`` is a failure of this process before the step: it is published, and the program is drained.
         """
         with self._lock:
-            self._outcome, self.failed_at = Outcome(), []
+            self._outcome, self.failed_at, self._reported = Outcome(), [], None
             for executor in self._executors[id(program)]:
                 executor.forget_failure()
             self._current = self._executors[id(program)]
@@ -185,7 +195,7 @@ class LocalRanks:
                 self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
             deadline = time.monotonic() + self.timeout
             for stage, parallel in found:
-                self._await_replicas(rank, stage, parallel, True, deadline)
+                self._await_replicas(rank, stage, parallel, "", deadline)
         self._outcome = Outcome()
         return outcome
 
@@ -210,9 +220,10 @@ class LocalRanks:
         """One line about recorded and replayed steps."""
         return f"no: {self.why_not_recorded}"
 
-    def fail(self) -> None:
+    def fail(self, failure: Failure) -> None:
         """Drain the current step, which failed on another rank; from any thread."""
         with self._lock:  # for the whole loop, as otherwise the next step could begin
+            self._reported = failure
             self._note_positions()
             for executor in self._current:
                 executor.fail()
@@ -287,7 +298,8 @@ class LocalRanks:
         spans = self._run_program(executor, *how)
         deadline = time.monotonic() + self.timeout
         for stage, parallel in replicated:
-            self._await_replicas(executor.rank, stage.index, parallel, spans is None, deadline)
+            failure = self._failure_text() if spans is None else None
+            self._await_replicas(executor.rank, stage.index, parallel, failure, deadline)
 
     def _run_program(self, executor: Executor, *how: Any) -> tuple[Seconds, Seconds] | None:
         """The times, or None if the step failed on any rank."""
@@ -302,10 +314,20 @@ class LocalRanks:
                 self._outcome.spans[executor.rank] = spans
         return spans
 
-    def _await_replicas(self, rank: int, stage: int, parallel: DataParallel, failed: bool, deadline: float) -> None:
+    def _failure_text(self) -> str:
+        """Of a failed step, where and why; empty if other ranks have not told within a short time."""
+        for pause in pauses(SHORT_EXIT_SECONDS):
+            if (failure := self._outcome.first or self._reported) is not None:
+                return f"{failure.place()}: {failure.cause}"
+            time.sleep(pause)
+        return ""
+
+    def _await_replicas(
+        self, rank: int, stage: int, parallel: DataParallel, failure: str | None, deadline: float
+    ) -> None:
         """Wait for the reductions of a stage; if they fail, the pipeline cannot continue."""
         try:
-            parallel.finish(failed, deadline)
+            parallel.finish(failure, deadline)
         except Exception as error:  # published, and the step's outcome
             is_fatal = not isinstance(error, FailureError) or error.failure.is_fatal
             action = f"{stage}{Op.REDUCE_GRAD.name}"

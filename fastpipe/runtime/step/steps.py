@@ -585,7 +585,7 @@ class Steps:
         """Called by the watcher: another process failed or died."""
         if self.reported is None:
             self.reported = failure
-        self.ranks.fail()
+        self.ranks.fail(failure)
         if failure.is_fatal:
             self._lost(failure)
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -72,6 +72,11 @@ class Membership:
         """The group's store with a prefix for one pipeline. Members must create pipelines in the same order."""
         return distributed_c10d.PrefixStore(self.attempt + _new_name(self.ranks), torch_private.default_store())
 
+    def among(self, ranks: tuple[int, ...], rank: int) -> Membership:
+        """This process's membership of the processes of several pipelines, which come together."""
+        attempt = _write_identity(ranks, self.timeout)
+        return replace(self, rank=rank, size=len(ranks), group=None, ranks=ranks, attempt=attempt)
+
     def check_job(self) -> None:
         """Raise ValueError if the members are of different jobs."""
         if self.size > 1:
@@ -120,10 +125,16 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
-    attempt = _attempt_of(ranks, timeout)
     # before anything can fail, so that other processes can detect the end of this one
-    _default_store(timeout).set(attempt + _process_key(dist.get_rank()), json.dumps(identify()))
+    attempt = _write_identity(ranks, timeout)
     return Membership(dist.get_rank(group), len(ranks), group, ranks, device, timeout=timeout, attempt=attempt)
+
+
+def _write_identity(ranks: tuple[int, ...], timeout: float) -> str:
+    """Write this process's identity for the others; returns the prefix of the members' keys."""
+    attempt = _attempt_of(ranks, timeout)
+    _default_store(timeout).set(attempt + _process_key(dist.get_rank()), json.dumps(identify()))
+    return attempt
 
 
 def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
