@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
@@ -510,13 +511,13 @@ def load_checkpoint(
         saved.update(metadata.state_dict_metadata)
         state.update(model=pipe.state_dict())
         state.update({name: None for name in ("extra", "steps") if name in saved})  # a plain model's save has neither
-        _check_model(state["model"], saved, path)
+        _check_model(_flat_model(state["model"]), saved, path)
         state.update(
             model=pipe.to_empty().state_dict(), optimizer=template(optimizers, names, _section(saved, "optimizer"))
         )
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
-        return {"keys": list(state["model"]), "optimizes": optimizes(pipe, optimizers)}
+        return {"keys": list(_flat_model(state["model"])), "optimizes": optimizes(pipe, optimizers)}
 
     def read(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
@@ -592,6 +593,13 @@ def _checked(folder: Path, *, warns: bool) -> tuple[Mapping[str, tuple[int, int]
 def _section(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
     prefix = f"{name}."
     return {key.removeprefix(prefix): entry for key, entry in saved.items() if key.startswith(prefix)}
+
+
+def _flat_model(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with the keys of a checkpoint, which has the entries of a dict (an extra state) one by one."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"model": dict(state)})
+    return {key.removeprefix("model."): value for key, value in planner.state_dict.items()}
 
 
 def _check_model(state: Mapping[str, Any], saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

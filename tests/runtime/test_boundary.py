@@ -75,6 +75,7 @@ def test_tensors_cross_as_they_are(value: Any) -> None:
             range(3),
             torch.device("cuda", 1),
             torch.channels_last,
+            torch.Size([2, 3]),
             int,
         ),
         defaultdict(list, a=deque([TENSORS[0], {1, "two"}], 5)),

@@ -142,6 +142,35 @@ def test_the_plain_model_loads_and_saves(tmp_path: Path) -> None:
     assert all(same_bits(value, model.state_dict()[key]) for key, value in pipe.state_dict().items())
 
 
+class Counts(nn.Linear):
+    """Has a state beside its tensors."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"n": 7, "of": {"t": 8}}, {"n": 1, "of": {"t": 2}}), ({}, {}), ((7,), (1,)), (7, 1)],
+    ids=["dict", "empty", "tuple", "number"],
+)
+def test_the_extra_state_of_a_module(before: Any, after: Any, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", pipeline("1f1b", 2, [Counts(copy.deepcopy(before)) for _ in range(12)]))
+    layers = [Counts(copy.deepcopy(after)) for _ in range(12)]
+    load_checkpoint(tmp_path / "a", pipeline("zbv", 3, layers))
+    assert all(layer.extra == before for layer in layers)
+    if before != after and isinstance(before, dict):
+        with pytest.raises(KeyError, match="has no '0._extra_state.m', which the pipeline needs"):
+            load_checkpoint(tmp_path / "a", pipeline("1f1b", 2, [Counts({"m": 7}) for _ in range(12)]))
+
+
 def tied_late() -> list[nn.Module]:
     """Twelve layers; the eleventh, whose name comes first in an alphabet, has a weight of the third."""
     layers = CASE.layers(12)

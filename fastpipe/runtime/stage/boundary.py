@@ -171,7 +171,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda value: [[to_data(key), to_data(item)] for key, item in value.items()],
         lambda given: {from_data(key): from_data(item) for key, item in given},
     ),
-    **{kind.__name__: _sequence(kind) for kind in (list, tuple, set, frozenset)},
+    **{kind.__name__: _sequence(kind) for kind in (list, tuple, set, frozenset, torch.Size)},
     **{kind.__name__: _steps(kind) for kind in (slice, range)},
     **{kind.__name__: _of_torch(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)},
     "device": (torch.device, str, torch.device),
@@ -228,7 +228,7 @@ def to_tensors(
         if type(value) in (tuple, list) and _is_plain(value) and (received is None or received.made(value)):
             _require_no_subclass(value, stage)
             return tuple(value) if received is None else received.send(value)[0]
-    leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=is_block_mask)
+    leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=_is_one_value)
     kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     _require_no_subclass(found, stage)
@@ -282,6 +282,11 @@ def from_tensors(
     leaves = [None if kind == _NONE else next(given[kind]) for kind in kinds]
     args, carried = pytree.tree_unflatten(leaves, structure)
     return args, carried
+
+
+def _is_one_value(tree: Any) -> bool:
+    """Whether pytree would take it apart: it makes a tuple of a torch.Size."""
+    return isinstance(tree, torch.Size) or is_block_mask(tree)
 
 
 def is_lasting(text: bytes) -> bool:
