@@ -424,7 +424,7 @@ class Replicated(DataParallel):
             num_failed, num_skipping = (max((end[i] for end in ends), default=0) for i in range(2))
             cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
             if num_failed and not num_skipping:
-                cause = self.told(cause, failure, deadline)
+                cause = self.explained(cause, failure, deadline)
         except TimeoutError as error:
             cause = (
                 f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "

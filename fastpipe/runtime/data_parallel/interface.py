@@ -66,7 +66,7 @@ def first_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.dev
 class DataParallel(ABC):
     """The replicas of one stage."""
 
-    def told(self, cause: str, failure: str | None, deadline: float) -> str:
+    def explained(self, cause: str, failure: str | None, deadline: float) -> str:
         """The cause of a failed step, with the place where another replica failed; all replicas call it."""
         text = first_text(failure or "", self.groups, self.device, deadline)
         return f"{cause}: {text}" if text else cause
