@@ -171,7 +171,9 @@ class Sharded(DataParallel):
         for group in self.groups:
             dist.all_reduce(count, group=group)
         if int(count):
-            cause = self.explained("the step failed in another of the replicas that share this stage", failure, deadline)
+            cause = self.explained(
+                "the step failed in another of the replicas that share this stage", failure, deadline
+            )
             if failure is None:
                 raise FailureError(Failure(None, cause))
 
