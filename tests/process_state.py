@@ -132,7 +132,6 @@ def _settings() -> dict[str, Any]:
     found: dict[str, Any] = {
         "the working directory": os.getcwd(),
         "the handler of SIGINT": signal.getsignal(signal.SIGINT),
-        "the handler of SIGUSR1": signal.getsignal(signal.SIGUSR1),
         "sys.path": list(sys.path),
         "the collector's state": gc.isenabled(),
     }

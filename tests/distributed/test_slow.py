@@ -85,9 +85,6 @@ def ask(used_by: str, there: Path) -> tuple[list[str], bool]:
         for _ in range(3):
             pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
         del pipe, layers
-    if used_by == "the application":
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     return reported, bool(called)
 
 

@@ -221,7 +221,6 @@ class Watchdog:
         return line and f" ({line})"
 
 
-_NAME = "fastpipe-watchdog"
 _signals = 0
 """The number of SIGUSR1 that were seen. No event: a handler may run within itself, and would wait for its own lock."""
 
@@ -232,18 +231,13 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _handle_signal() -> None:
-    """Have SIGUSR1 ask for a report, unless the application uses it."""
+    """Have SIGUSR1 ask for a report from now on, unless the application uses it.
+
+    It stays after the last pipeline, which any thread may drop, and only the main thread can set handlers.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and not torch_private.handles_signal(signal.SIGUSR1):
         signal.signal(signal.SIGUSR1, _on_signal)
-
-
-def _leave_signal() -> None:
-    """Give SIGUSR1 its default action again, after the last thread."""
-    is_main = threading.current_thread() is threading.main_thread()
-    is_last = all(thread.name != _NAME for thread in threading.enumerate())
-    if is_main and is_last and signal.getsignal(signal.SIGUSR1) is _on_signal:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 class WatchdogThread:
@@ -259,7 +253,7 @@ class WatchdogThread:
         if self._thread is None:
             _handle_signal()
             arguments = weakref.ref(watchdog), self.stop, warn_after
-            self._thread = threading.Thread(target=_watch, args=arguments, name=_NAME, daemon=True)
+            self._thread = threading.Thread(target=_watch, args=arguments, name="fastpipe-watchdog", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -267,7 +261,6 @@ class WatchdogThread:
         self.stop.set()
         if self._thread is not None and self._guard.here and self._thread is not threading.current_thread():
             self._thread.join(timeout=2)
-            _leave_signal()
 
 
 def _watch(watchdog: weakref.ref[Watchdog], stop: threading.Event, warn_after: float) -> None:
