@@ -422,6 +422,25 @@ def test_pipelines_of_a_mesh_must_be_the_same(group_of: GroupOf) -> None:
     group_of(4).run(differing)
 
 
+def refusing_together() -> None:
+    """On four ranks: one pipeline's ranks are given different batches, and the other's, of another batch, go on."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    made: list[nn.Module] = [Mlp() for _ in range(LAYERS)]
+    pipe = Pipeline(made, "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=20)
+    rank, part = (mesh[name].get_local_rank() for name in ("pp", "ep"))
+    x, y = batch(part)
+    other, _ = batch(2 + rank)
+    text = said(lambda: pipe.step(other if part else x, target=y))
+    assert "the input has other values" in text and ("than on rank 0 at ep=1" in text) == (part == 0), text
+    text = said(lambda: pipe.step(x[part:], target=y))
+    assert "rows" in text, text
+    assert bool(pipe.step(x, target=y).loss > 0)
+
+
+def test_all_pipelines_of_a_mesh_refuse_what_one_is_given(group_of: GroupOf) -> None:
+    group_of(4).run(refusing_together)
+
+
 def differing_replicas(wrap: str) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica = mesh["dp"].get_local_rank()
