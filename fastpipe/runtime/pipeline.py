@@ -34,7 +34,7 @@ from fastpipe.runtime.construction import (
     find_world,
     make_steps,
 )
-from fastpipe.runtime.coordination import Control, building
+from fastpipe.runtime.coordination import Control, Reply, building
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.describe import describe, pairs_text
 from fastpipe.runtime.model import (
@@ -629,7 +629,13 @@ class Pipeline:
             )
         else:
             digest = programs.program(schedule.num_microbatches, forward_only=False).digest()
-            compare_replicas(self._stages, {"schedule": schedule.name, "program": digest}, self._world)
+
+            def compare() -> Reply:
+                compare_replicas(self._stages, {"schedule": schedule.name, "program": digest}, self._world)
+                return {}
+
+            if programs.parallel:
+                self._steps.all_gather("replan", compare)
             self._follow(programs, schedule.num_microbatches)
             self._steps.follow(programs, forward_only=not programs.has_backward(schedule.num_microbatches))
         logger.info("%s", self.describe())

@@ -1,6 +1,7 @@
 """Tensor parallelism and sharding beside the pipeline, against the same mesh without a pipeline."""
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fastpipe import (
     make_schedule,
     save_checkpoint,
 )
+from fastpipe.runtime import construction
 from fastpipe.runtime.model import cuts
 from fastpipe.runtime.stage.boundary import to_tensors
 from fastpipe.testing import reference_step
@@ -422,16 +424,35 @@ def test_pipelines_of_a_mesh_must_be_the_same(group_of: GroupOf) -> None:
     group_of(4).run(differing)
 
 
+def refusing_together() -> None:
+    """On four ranks: one pipeline's ranks are given different batches, and the other's, of another batch, go on."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    made: list[nn.Module] = [Mlp() for _ in range(LAYERS)]
+    pipe = Pipeline(made, "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=20)
+    rank, part = (mesh[name].get_local_rank() for name in ("pp", "ep"))
+    x, y = batch(part)
+    other, _ = batch(2 + rank)
+    text = said(lambda: pipe.step(other if part else x, target=y))
+    assert "the input has other values" in text and ("than on rank 0 at ep=1" in text) == (part == 0), text
+    text = said(lambda: pipe.step(x[part:], target=y))
+    assert "rows" in text, text
+    assert bool(pipe.step(x, target=y).loss > 0)
+
+
+def test_all_pipelines_of_a_mesh_refuse_what_one_is_given(group_of: GroupOf) -> None:
+    group_of(4).run(refusing_together)
+
+
 def differing_replicas(wrap: str) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica = mesh["dp"].get_local_rank()
 
-    def built(schedule: str, count: int) -> Pipeline:
+    def built(schedule: str, count: int, timeout: float = 60) -> Pipeline:
         made: list[nn.Module] = [Mlp() for _ in range(LAYERS)]
         options: dict[str, Any] = {"data_parallel": mesh["dp"]}
         if wrap == "fully_shard":
             made, options = [fully_shard(layer, mesh=mesh["dp"]) for layer in made], {}
-        return Pipeline(made, schedule, count, nn.functional.mse_loss, mesh=mesh, timeout=60, **options)
+        return Pipeline(made, schedule, count, nn.functional.mse_loss, mesh=mesh, timeout=timeout, **options)
 
     says = "do not build the same pipeline"
     # both have the same stages on other ranks: DistributedDataParallel alone would average them with each other
@@ -442,6 +463,15 @@ def differing_replicas(wrap: str) -> None:
     assert says in said(lambda: pipe.replan([pipe.schedule, other][replica]))
     x, y = batch(replica)
     assert bool(pipe.step(x, target=y).loss > 0)
+    pipe = built("zbv", MICROBATCHES, timeout=3)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        waits = 60 if dist.get_rank() == 0 else 0  # for a replica that does not come
+        monkeypatch.setattr(construction, "same_text", lambda *args: time.sleep(waits) or True)
+        if replica == 0:
+            text = said(lambda: pipe.replan(pipe.schedule))
+            assert "within 3 s" in text, text
+        else:
+            pipe.replan(pipe.schedule)
 
 
 @pytest.mark.parametrize("wrap", ["data_parallel", "fully_shard"])

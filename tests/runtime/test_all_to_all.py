@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from functools import partial
 
 import pytest
@@ -45,6 +46,20 @@ def test_the_order_depends_on_the_numbers_of_pieces_alone(
     assert log == [f"{name}{i}" for i, _, name in sorted(pieces)]
     assert pairs.counts.in_turns == 1 == pairs.counts.total
     assert torch_private.find_in_thread("fastpipe.turns") is None
+
+
+def test_both_halves_have_the_ranks_context_variables() -> None:
+    """A backward that recomputes a layer would otherwise compute another one."""
+    variable, pairs, found = ContextVar("variable", default=0), Pairs(IN_TURNS, 1), []
+
+    def half() -> None:
+        found.append(variable.get())
+
+    for value in (1, 2):
+        context = copy_context()
+        context.run(variable.set, value)
+        context.run(pairs.in_turns, half, half, False)
+    assert found == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

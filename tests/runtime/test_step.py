@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, make_schedule
+from fastpipe.runtime.common import pytree
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.conftest import paired
@@ -174,8 +176,45 @@ def test_gradients_of_outputs_go_by_their_names(executor: str) -> None:
         torch.autograd.backward([output["first"], output["more"][0]], [first[rows], second[rows]])
     pipe.step(x, output_grad={"more": (second, None), "first": first})
     assert not unequal(pipe, unsplit)
-    with pytest.raises(ValueError, match=r"output_grad has another structure.*missing key\(s\): \{'more'\}"):
-        pipe.step(x, output_grad={"other": (second, None), "first": first})
+    for given, says in (
+        ({"other": (second, None), "first": first}, "no 'more'"),
+        ({"more": (second, None), "first": first, "other": first}, "no output has the name 'other'"),
+        (({"first": first}, second), "a tuple for a dict"),
+    ):
+        with pytest.raises(ValueError, match=rf"output_grad has another structure.*\({says}\)"):
+            pipe.step(x, output_grad=given)
+
+
+class Answer(OrderedDict[str, Any]):
+    """A dict that pytree knows as a class of its own, such as a ModelOutput of Hugging Face."""
+
+
+pytree.register_pytree_node(
+    Answer, lambda it: (list(it.values()), list(it)), lambda values, names: Answer(zip(names, values, strict=True))
+)
+
+
+class Answers(TwoHeads):
+    """Returns more than tensors by name."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Answer(first=self.first(x), rows=len(x), nothing=None, more={"second": self.second(x)})
+
+
+def test_gradients_by_name_leave_out_what_is_no_tensor(executor: str) -> None:
+    x, first, second = torch.randn(3, 8, WIDTH)
+    found = []
+    for given in (
+        (first, second),
+        {"more": {"second": second}, "first": first},
+        {"rows": None, "more": {"second": second}, "first": first},
+    ):
+        torch.manual_seed(0)
+        pipe = pipeline([*CASE.layers(3), Answers()], loss_fn=None, executor=executor)
+        pipe.step(x, output_grad=given)
+        found.append(grads(pipe))
+    for other in found[1:]:
+        assert all(same_bits(other[name], grad) for name, grad in found[0].items())
 
 
 class WithLabels(nn.Module):

@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import gc
+import threading
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,26 @@ def test_compiling_without_a_compiler(backend: str, kernel: str) -> None:
             stage.backward_weight(0)
         assert all(p.grad is not None for p in module.parameters())
     assert all(torch.allclose(a, b) for a, b in zip(grads_of(eager), grads_of(compiled), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_thread_with_the_callers_context_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a rank of a pipeline that a layer runs."""
+    monkeypatch.setattr(native, "load", lambda: None)
+    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    nodes: list[str] = []
+
+    def run() -> None:
+        nodes.append(type(linear(x).grad_fn).__name__)
+
+    weights = weight_grad.make_weight_gradients(weight_grad.SplitReport())
+    run()
+    with weights.armed(backward=False):
+        run()
+        thread = threading.Thread(target=copy_context().run, args=(run,))
+        thread.start()
+        thread.join()
+    plain, armed, other = nodes
+    assert armed != plain == other
 
 
 def test_a_transform_is_left_alone(kernel: str) -> None:

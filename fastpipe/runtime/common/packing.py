@@ -81,7 +81,7 @@ def text_of(block: torch.Tensor) -> bytes:
     return bytes_of(block[-_LENGTH - length : -_LENGTH]).numpy().tobytes()
 
 
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on which kernels compute the same bits."""
     with torch.no_grad():
         tensor = tensor.resolve_conj().resolve_neg()

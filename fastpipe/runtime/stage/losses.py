@@ -47,15 +47,40 @@ def _has_names(tree: Any) -> bool:
 
 
 def _in_order_of(output: Any, given: Any) -> list[Any]:
-    leaves, structure = pytree.tree_flatten(output)
     try:
-        found = structure.flatten_up_to(given)
+        return _for_each_tensor(output, given)
     except ValueError as error:
         raise ValueError(
             f"output_grad has another structure than the outputs of a microbatch ({error}): give each gradient under "
             "the name of its output, or a tuple of gradients in the order of the outputs"
         ) from error
-    return [grad for grad, leaf in zip(found, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+
+
+def _for_each_tensor(output: Any, given: Any) -> list[Any]:
+    """What is given for each tensor of the output. Dicts may be of another class, and leave out what has no tensor."""
+    leaves, structure = pytree.tree_flatten(output, is_leaf=lambda value: isinstance(value, Mapping))
+    found: list[Any] = []
+    for leaf, own in zip(leaves, structure.flatten_up_to(given), strict=True):
+        if isinstance(leaf, Mapping):
+            found += _for_each_name(leaf, own)
+        elif isinstance(leaf, torch.Tensor):
+            found.append(own)
+    return found
+
+
+def _for_each_name(outputs: Mapping[Any, Any], given: Any) -> list[Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"a {type(given).__name__} for a {type(outputs).__name__}")
+    named = {name: value for name, value in outputs.items() if _has_tensor(value)}
+    if missing := [name for name in named if name not in given]:
+        raise ValueError(f"no {', '.join(map(repr, missing))}")
+    if unknown := [name for name in given if name not in outputs]:
+        raise ValueError(f"no output has the name {', '.join(map(repr, unknown))}")
+    return [own for name, value in named.items() for own in _for_each_tensor(value, given[name])]
+
+
+def _has_tensor(tree: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
 
 
 def names_of(loss_fn: Callable[..., Any] | None) -> frozenset[str]:

@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -317,7 +318,7 @@ class Pairs:
         if self._helper is None:
             # its thread ends when the pool is collected
             self._helper = ThreadPoolExecutor(1, "fastpipe-helper", torch.set_num_threads, (self.num_threads,))
-        running = self._helper.submit(_with_state, ThreadState(), backward)
+        running = self._helper.submit(copy_context().run, _with_state, ThreadState(), backward)
         error: BaseException | None = None
         try:
             forward()

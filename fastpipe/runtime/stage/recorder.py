@@ -104,7 +104,7 @@ class Recorder:
         entered = tuple(_watch(t, found, f"the gradient of input {place}", _sum) for place, t in enumerate(inputs))
         outputs = call(microbatch, entered)
         found |= {f"output {place}": _sum(tensor) for place, tensor in enumerate(outputs)}
-        return tuple(_watch(tensor, grads, place, packing.copy_of) for place, tensor in enumerate(outputs))
+        return tuple(_watch(tensor, grads, place, packing.exact_copy) for place, tensor in enumerate(outputs))
 
     def _copies(self, microbatch: int, inputs: Tensors, generators: Generators) -> dict[str, Any]:
         """Copies of everything that a forward depends on, as the stage may change it in place."""
@@ -163,7 +163,7 @@ class Recorder:
 def _copied(copies: dict[int, torch.Tensor], leaf: Any) -> Any:
     """A copy of a tensor, one for all its occurrences; any other value itself."""
     if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
-        copies[id(leaf)] = packing.copy_of(leaf)
+        copies[id(leaf)] = packing.exact_copy(leaf)
     return copies.get(id(leaf), leaf)
 
 

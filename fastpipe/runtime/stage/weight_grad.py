@@ -12,10 +12,10 @@ With ``fused_weight_grad`` W accumulates into ``.grad`` by the matrix product it
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,14 +165,14 @@ class WeightGradients:
                 not be now, as a checkpoint matches saved tensors by order.
         """
         self.backward, self.fused = backward, fused
-        before = _armed.set(self)
+        before, _thread.armed = _thread.armed, self
         # for torch's checkpoint I and W are one backward: W reuses what I recomputed
         group = self._group if backward else None
         try:
             with nullcontext() if group is None else group:
                 yield
         finally:
-            _armed.reset(before)
+            _thread.armed = before
 
     def split(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """At the end of F: decide by the graph from inputs to outputs which weights are deferred.
@@ -261,8 +261,13 @@ _WEIGHT = 1
 """Index of the weight among the inputs of a linear's node."""
 
 
-_armed: ContextVar[WeightGradients | None] = ContextVar("_armed", default=None)
-"""What the linears of this thread defer to."""
+class _Thread(threading.local):
+    """What the linears of this thread defer to. No context variable: ranks that are threads have their caller's."""
+
+    armed: WeightGradients | None = None
+
+
+_thread = _Thread()
 
 
 def _is_leaf(node: Any) -> bool:
@@ -423,7 +428,7 @@ def _multiply(
 
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """aten::linear at the autograd key, by the same operators as torch's, so that bits are equal."""
-    weights = _armed.get()
+    weights = _thread.armed
     if weights is not None and weights.fused and torch_private.graph_task() != -1:
         weights = None
     if weights is None or not torch.is_grad_enabled() or torch_private.is_traced() or not _fits(inputs, weight, bias):

@@ -477,6 +477,21 @@ class Steps:
         return replies
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
+        """Refuse inputs that do not fit together. All pipelines of a mesh refuse those of one: their stages meet."""
+        pipelines: dict[str, list[Reply]] = {self.control.pipeline: [*replies]}
+        for reply in self.control.elsewhere:
+            pipelines.setdefault(reply["pipeline"], []).append(reply)
+        for own in pipelines.values():
+            self._check_pipeline(request, own)
+        batches: dict[str, dict[str, Any]] = {}
+        for pipeline, own in pipelines.items():
+            place = f" at {pipeline}" if pipeline != self.control.pipeline else ""
+            found = {f"{rank}{place}": reply.get("batch", {}) for rank, reply in enumerate(own)}
+            batches.setdefault(_without_tp(pipeline), {}).update(found)
+        for same in batches.values():
+            check_batches(same)
+
+    def _check_pipeline(self, request: Request, replies: Sequence[Reply]) -> None:
         whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
         check_splits(whole, request.num_microbatches)
         taken = {name for reply in replies for name in reply["kwargs"]}
@@ -489,11 +504,6 @@ class Steps:
                 f"split[{name!r}]: no stage's forward has a parameter of this name; use one that it has, the "
                 "position of an input, 'target' or 'output_grad'"
             )
-        batches = {str(rank): reply.get("batch", {}) for rank, reply in enumerate(replies)}
-        for number, reply in enumerate(self.control.elsewhere):
-            if _without_tp(reply["pipeline"]) == _without_tp(self.control.pipeline):
-                batches[f"{number % len(replies)} at {reply['pipeline']}"] = reply.get("batch", {})
-        check_batches(batches)
         check_changes([reply["changes"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
