@@ -29,7 +29,7 @@ program, as JSON."""
 def validate(arguments: argparse.Namespace) -> None:
     """Prove a schedule in a file."""
     schedule = work.read_schedule(arguments.file)
-    with output.progress(f"validating {arguments.file}"):
+    with output.progress(f"validating {arguments.file}"), work.errors_of(arguments.file):
         program = validate_program(api.lower(schedule), queues=arguments.queues)
     if arguments.json:
         output.document(
@@ -57,11 +57,15 @@ def convert(arguments: argparse.Namespace) -> None:
     """Rewrite a schedule in another format."""
     schedule = work.read_schedule(arguments.file)
     to = arguments.to or ("json" if (arguments.output or "").endswith(".json") else "csv")
-    if arguments.output in (None, "-"):
-        sys.stdout.write(_text(schedule, "json" if arguments.json and to != "program" else to))
+    to_stdout = arguments.output in (None, "-")
+    with work.errors_of(arguments.file):
+        text = _text(schedule, "json" if to_stdout and arguments.json and to != "program" else to)
+    if to_stdout:
+        sys.stdout.write(text)
         return
     path = Path(arguments.output)
-    path.write_text(_text(schedule, to), encoding="utf-8")
+    with output.writing(path):
+        path.write_text(text, encoding="utf-8")
     if arguments.json:
         output.document({"path": str(path), "format": to})
     else:

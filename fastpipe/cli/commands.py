@@ -161,7 +161,8 @@ def compare(arguments: argparse.Namespace) -> None:
     drawn = None
     if arguments.plot:
         title = f"Bubble against peak memory: {arguments.ranks} ranks, {arguments.microbatches} microbatches"
-        drawn = visualize.pareto(rows, arguments.plot, title=title)
+        with output.writing(arguments.plot):
+            drawn = visualize.pareto(rows, arguments.plot, title=title)
     if arguments.json:
         output.document([row._asdict() for row in rows])
         return
@@ -242,7 +243,8 @@ def _write_plan(arguments: argparse.Namespace, found: planner.Plan) -> list[str]
     for name, write in writers.items():
         path = getattr(arguments, name)
         if path is not None:
-            write(path)
+            with output.writing(path):
+                write(path)
             written.append(str(path))
     return written
 
@@ -270,10 +272,11 @@ def plot(arguments: argparse.Namespace) -> None:
     beside = arguments.against is not None
     timeline = work.timeline_of(arguments, share=beside)
     against = work.timeline_of(arguments, arguments.against, share=True) if beside else None
-    with output.progress("drawing"):
-        path = visualize.plot(
+    path = _path(arguments, timeline)
+    with output.progress("drawing"), output.writing(path):
+        visualize.plot(
             timeline,
-            _path(arguments, timeline),
+            path,
             against=against,
             title=arguments.title,
             width=arguments.width,
@@ -286,16 +289,18 @@ def plot(arguments: argparse.Namespace) -> None:
 def html(arguments: argparse.Namespace) -> None:
     """Write the interactive page."""
     timeline = work.timeline_of(arguments)
-    with output.progress("writing the page"):
-        path = visualize.to_html(timeline, _path(arguments, timeline))
+    path = _path(arguments, timeline)
+    with output.progress("writing the page"), output.writing(path):
+        visualize.to_html(timeline, path)
     _say(arguments, timeline, path)
 
 
 def trace(arguments: argparse.Namespace) -> None:
     """Write the Chrome trace."""
     timeline = work.timeline_of(arguments)
-    with output.progress("writing the trace"):
-        path = visualize.to_chrome_trace(timeline, _path(arguments, timeline))
+    path = _path(arguments, timeline)
+    with output.progress("writing the trace"), output.writing(path):
+        visualize.to_chrome_trace(timeline, path)
     _say(arguments, timeline, path)
 
 

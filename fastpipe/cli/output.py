@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -55,6 +56,16 @@ def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int)
         return False
     console.print(drawn)
     return True
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Name the file in an error of writing it; that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -91,11 +93,20 @@ def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in COSTS if getattr(arguments, name) is not None}
 
 
-def program_of(arguments: argparse.Namespace, schedule: Schedule) -> Program:
+def program_of(arguments: argparse.Namespace, schedule: Schedule, name: str | None = None) -> Program:
     """The schedule's program, proved."""
-    with progress(f"lowering {schedule.name}"):
+    with progress(f"lowering {schedule.name}"), errors_of(name or arguments.name):
         coalesce = getattr(arguments, "lanes", "") == COALESCED
         return api.lower(schedule, recv_lookahead=arguments.recv_lookahead, coalesce=coalesce)
+
+
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """What is wrong with a schedule, by the name or file that the user gave."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def timeline_of(arguments: argparse.Namespace, name: str | None = None, *, share: bool = False) -> Timeline:
@@ -107,6 +118,6 @@ def timeline_of(arguments: argparse.Namespace, name: str | None = None, *, share
     if share:
         cost = shared_out(cost, schedule.num_stages / schedule.num_ranks)
     cost.check(schedule.num_stages)
-    program = program_of(arguments, schedule)
+    program = program_of(arguments, schedule, name)
     with progress(f"simulating {schedule.name}"):
         return api.simulate(program, cost, lanes=arguments.lanes)

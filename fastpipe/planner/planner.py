@@ -54,6 +54,8 @@ _NAMED = 0.7
 _FINALISTS = 4
 _SEARCHED_COUNTS = 2
 """Numbers of microbatches that are searched in depth, where the planner may choose."""
+_ROUNDING = 1e-9
+"""Times of the same actions differ so much by the order in which they are added up."""
 _MOST_EFFORT = 1e6
 """Already days for a small case."""
 
@@ -280,12 +282,19 @@ class _Planner:
         """Lower and simulate; prove and keep it if it is the best that fits."""
         row, timeline = evaluate(self.problem, name, setting, schedule)
         self.rows.append(row)
-        value = self._value(row)
-        if row.fits and (self.best is None or value < self.best[0]):
+        if row.fits and (self.best is None or self._is_better(row, self.best[1])):
             validate_program(timeline.program)
             validate_schedule(schedule)
-            self.best = (value, row, setting, timeline, schedule)
+            self.best = (self._value(row), row, setting, timeline, schedule)
         return row
+
+    def _is_better(self, row: Candidate, best: Candidate) -> bool:
+        """Whether it is shorter; or as short up to rounding, and simpler or smaller."""
+        value, shortest = self._value(row), self._value(best)
+        if not math.isclose(value, shortest, rel_tol=_ROUNDING):
+            return value < shortest
+        one, other = ((c.copies, c.stages_per_rank, round(c.peak_memory, 9)) for c in (row, best))
+        return one < other
 
     def _promising(self, counts: list[int]) -> list[int]:
         """The numbers of microbatches whose best schedule of the registry is shortest."""
@@ -370,7 +379,7 @@ class _Planner:
             settled = settled and whole
             least = min(least, bound)
         # The solver's transfers never wait for their receive to be posted; the plan's may.
-        return settled and self.best[0] <= least * (1 + 1e-9)
+        return settled and self.best[0] <= least * (1 + _ROUNDING)
 
     def _by_windows(self) -> None:
         """Have the solver order pieces of the best plan anew."""
@@ -424,7 +433,7 @@ class _Planner:
         least = min(possible, key=lambda row: row.peak_bytes if by_bytes else row.peak_memory)
         needs = f"{least.peak_memory / self.problem.num_ranks:.4g} of 1F1B's"
         if least.peak_bytes:
-            needs += f", {least.peak_bytes:.6g} bytes"
+            needs += f", {math.ceil(least.peak_bytes)} bytes"
         return f"memory = {self.problem.memory}: nothing fits; the smallest, {least.name}, needs {needs}"
 
 

@@ -11,7 +11,8 @@ that all ranks have is complete at every instant. A restart looks for it, fetche
 verifies it.
 
 A file is a header and a block of `fastpipe.runtime.common.packing`. Its text has the keys of the tensors and all other
-values, which are plain: a pickle that is read by `_PlainReader`, which executes nothing.
+values, which are plain or hold tensors within plain ones: a pickle that is read by `_PlainReader`, which executes
+nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
@@ -59,7 +60,7 @@ from fastpipe.runtime.coordination import Reply, host_name, job_name, shares_sto
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import side_group
 
-_MAGIC = b"fastpip2"
+_MAGIC = b"fastpip3"
 _HEADER = struct.Struct("<8sqq20s")  # magic, sum of the block, step count, layout
 _START, _ROUND = 64, 1 << 16
 
@@ -160,11 +161,12 @@ class MemoryCheckpoint:
         hosts receive theirs in the background.
 
         Args:
-            extra: other state of the script, the same on every rank: numbers, texts, tuples, lists and dicts.
+            extra: other state of the script, the same on every rank: numbers, texts, tensors, tuples, lists and dicts.
 
         Raises:
             OSError: if there is no room in memory, with the sizes.
-            ValueError: for an `extra` of other types, or an optimizer of other parameters.
+            ValueError: for an `extra`, or an extra state of a module, of other types; or an optimizer of other
+                parameters.
             StepError: if another rank cannot save, or exits.
             RuntimeError: if the last copy did not reach another host.
         """
@@ -348,7 +350,8 @@ class MemoryCheckpoint:
 
     def _read(self, memory: Tensor) -> dict[str, Any]:
         """A state as of `whole_state`, for `restore`."""
-        rows, state = _read_plain(packing.text_of(memory))
+        rows, within, text = _read_plain(packing.text_of(memory))
+        state = _read_plain(text, [packing.PackedTensor(*place).view(memory) for place in within])
         tensors = {(section, key): packing.PackedTensor(*place).view(memory) for section, key, _, *place in rows}
         saved: dict[str, Any] = dict.fromkeys(state["optimizer"])
         for section, key, shape, *_ in rows:
@@ -393,12 +396,12 @@ class _Image:
         sections = {name: section for name, section in state.items() if isinstance(section, dict)}
         found = {(n, k): v for n, section in sections.items() for k, v in section.items() if isinstance(v, Tensor)}
         plain = {n: {k: v for k, v in section.items() if (n, k) not in found} for n, section in sections.items()}
-        self._tensors = dense_all([local_part(value) for value in found.values()])
+        text, within = _write_plain({**state, **plain})
+        self._tensors = dense_all([*(local_part(value) for value in found.values()), *within])
         self._places, end = packing.lay_out(self._tensors, _START)
-        rows = [(*key, tuple(v.shape), *place) for (key, v), place in zip(found.items(), self._places, strict=True)]
-        self._text = pickle.dumps((rows, {**state, **plain}))
+        rows = [(*key, tuple(v.shape), *place) for (key, v), place in zip(found.items(), self._places, strict=False)]
+        self._text = pickle.dumps((rows, [tuple(place) for place in self._places[len(found) :]], text))
         self._layout, (self._steps,) = _layout(state), state["steps"]
-        _read_plain(self._text)  # refuses what could not be loaded
         self.size = -(-packing.size_of(end, self._text) // _ROUND) * _ROUND
 
     def copy(self, memory: Tensor) -> None:
@@ -563,17 +566,71 @@ def _is_unaltered(memory: Tensor) -> bool:
     return bool(magic == _MAGIC and total == int(bit_sum(memory[_START:])))
 
 
+class _PlainWriter(pickle.Pickler):
+    """A writer of plain values; it sets the tensors within them aside."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> tuple[int, str] | None:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+            return None
+        self.tensors.append(value)
+        return len(self.tensors) - 1, str(value.device)
+
+
 class _PlainReader(pickle.Unpickler):
-    """A reader of plain values; it imports and calls nothing else."""
+    """A reader of plain values, and the tensors within them; it imports and calls nothing else."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, place: tuple[int, str]) -> Tensor:
+        tensor = self._tensors[place[0]]
+        return tensor.detach().to(place[1], copy=True).requires_grad_(tensor.requires_grad)
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "collections" and name in ("Counter", "OrderedDict"):  # of learning-rate schedulers
             return super().find_class(module, name)
         raise ValueError(
-            f"extra, or a group of the optimizer, has a {module}.{name}, which is not copied, since reading it could "
-            "execute code: give numbers, texts, tuples, lists and dicts"
+            f"has a {module}.{name}, which is not copied, since reading it could execute code: give numbers, texts, "
+            "tensors, tuples, lists and dicts"
         )
 
 
-def _read_plain(text: bytes) -> Any:
-    return _PlainReader(io.BytesIO(text)).load()
+def _write_plain(state: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
+    """A state as text, and the tensors within its values.
+
+    Raises:
+        ValueError: for what could not be loaded, with its place.
+    """
+    try:
+        return _plain(state)
+    except Exception:  # raised again, with the place
+        for section, values in state.items():
+            for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+                _check_plain(f"{section}, {key!r}," if key else section, value)
+        raise
+
+
+def _plain(value: Any) -> tuple[bytes, list[Tensor]]:
+    file = io.BytesIO()
+    writer = _PlainWriter(file)
+    writer.dump(value)
+    _read_plain(file.getvalue(), writer.tensors)
+    return file.getvalue(), writer.tensors
+
+
+def _check_plain(where: str, value: Any) -> None:
+    try:
+        _plain(value)
+    except Exception as error:  # told
+        raise ValueError(
+            f"{where} {error if isinstance(error, ValueError) else f'cannot be copied: {error}'}"
+        ) from None
+
+
+def _read_plain(text: bytes, tensors: Sequence[Tensor] = ()) -> Any:
+    return _PlainReader(io.BytesIO(text), tensors).load()

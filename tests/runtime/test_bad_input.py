@@ -73,6 +73,14 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"stages": [Block(), 3]}, r"stages\[1\] is a int"),
     "a module": ({"stages": Block()}, "stages is a Block: give the list"),
     "a function to nothing": ({"stages": lambda index: None}, r"stages\(0\) returned a NoneType"),
+    "a lazy layer": (
+        {"stages": [nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)]},
+        "layer 1 of the model: weight has no shape yet.*run the model once",
+    ),
+    "a lazy layer in a stage": (
+        {"stages": {0: nn.Linear(WIDTH, WIDTH), 1: nn.Sequential(nn.LazyBatchNorm1d())}},
+        r"stages\[1\]: 0.weight has no shape yet",
+    ),
     "a dict with a hole": ({"stages": {0: Block()}}, "stages lacks stage 1"),
     "a dict with too much": ({"stages": {0: Block(), 1: Block(), 2: Block()}}, "stages has the key 2"),
     "stage_to_rank a dict": ({"stage_to_rank": {0: 1, 1: 0}}, "stage_to_rank = {0: 1, 1: 0}: give a list"),
@@ -235,6 +243,25 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         {"loss_reduction": lambda t: None},
         lambda p: p.step(X, target=Y),
         "loss_reduction returned None for the target of microbatch 0",
+    ),
+    **{
+        f"a weight of {text}": (
+            {"loss_reduction": lambda t, weight=weight: weight},
+            lambda p: p.step(X, target=Y),
+            f"loss_reduction returned .*{text}.* for the target of microbatch 0: return one number.*at least 0 and",
+        )
+        for text, weight in {
+            "-1.0": -1.0,
+            "inf": math.inf,
+            "nan": torch.tensor(math.nan),
+            "1329 bits": 10**400,
+            "on meta": torch.ones((), device="meta"),
+        }.items()
+    },
+    "weights whose sum is infinite": (
+        {"loss_reduction": lambda t: 1e308},
+        lambda p: p.step(X, target=Y),
+        "loss_reduction: the weights of the microbatches sum to inf",
     ),
     "a state of nothing": ({}, lambda p: p.load_state_dict(3), "state is a int"),
     "a state of another model": (

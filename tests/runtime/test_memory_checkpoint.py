@@ -15,8 +15,18 @@ import torch
 
 from fastpipe import MemoryCheckpoint, Pipeline
 from fastpipe.runtime import memory_checkpoint
-from fastpipe.runtime.common import packing, torch_private
-from tests.runtime.test_checkpoint import adagrad, adamw, all_same, fresh, momentum, pipeline, train, uninterrupted
+from fastpipe.runtime.common import packing, pytree, torch_private
+from tests.runtime.test_checkpoint import (
+    Counts,
+    adagrad,
+    adamw,
+    all_same,
+    fresh,
+    momentum,
+    pipeline,
+    train,
+    uninterrupted,
+)
 
 
 def spoil(path: Path) -> None:
@@ -66,6 +76,30 @@ def test_who_does_not_load_leaves_no_older_copy_that_looks_newer(tmp_path: Path)
         memory.save({"attempt": 2})
     assert [path.name for path in files(tmp_path)] == ["0-4", "0-5"] and memory.load() == {"attempt": 2}
     memory.close()
+
+
+@pytest.mark.parametrize("holds", [lambda t: {"n": [t, 7]}, lambda t: (t,), lambda t: t, lambda t: {}])
+def test_the_extra_state_of_a_module_may_hold_tensors(holds: Callable[[Any], Any], tmp_path: Path) -> None:
+    def values(seed: float) -> list[torch.Tensor]:
+        return [torch.full((3, 2), seed + i).t() for i in range(12)]
+
+    _, _, memory = make(tmp_path, [Counts(holds(value)) for value in values(0.5)])
+    memory.save({"seen": torch.arange(3)})
+    del memory
+    layers = [Counts(holds(value)) for value in values(90.0)]
+    _, _, memory = make(tmp_path, layers)
+    seen = memory.load()["seen"]
+    memory.save({})
+    memory.save({})  # the loaded ones are in memory of their own
+    assert torch.equal(seen, torch.arange(3))
+    expected = [pytree.tree_leaves(holds(value)) for value in values(0.5)]
+    for layer, wanted in zip(layers, expected, strict=True):
+        assert all(map(same_leaf, pytree.tree_leaves(layer.extra), wanted))
+    memory.close()
+
+
+def same_leaf(found: Any, wanted: Any) -> bool:
+    return torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else bool(found == wanted)
 
 
 class Killed(BaseException):
@@ -147,7 +181,12 @@ def with_foreign_folder(folder: Path) -> None:
             "there is no such folder",
         ),
         (lambda folder: [make(folder), make(folder)], "name: this script has a MemoryCheckpoint already"),
-        (lambda folder: make(folder)[2].save(torch.device("cpu")), r"has a torch\.device, which is not copied"),
+        (lambda folder: make(folder)[2].save(torch.device("cpu")), r"^extra has a torch\.device, which is not copied"),
+        (lambda folder: make(folder)[2].save([lambda: 3]), "^extra cannot be copied: .*lambda"),
+        (
+            lambda folder: make(folder, [Counts((torch.float32,)) for _ in range(12)])[2].save(),
+            r"^model, '0\._extra_state', has a torch\.float32, which is not copied",
+        ),
         (with_foreign_folder, "is not this user's private folder"),
     ],
 )

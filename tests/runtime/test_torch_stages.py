@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import pipe_split, pipeline
 
 from fastpipe import Pipeline, check_parity
 from fastpipe.testing import reference_step
@@ -78,6 +79,45 @@ def test_a_weight_of_two_traced_stages_is_tied(executor: str) -> None:
         d.relative < 1e-5 for d in parity.differences
     )
     assert parity.ok or "has one name in the model" in str(parity)
+
+
+class Several(nn.Module):
+    """Returns a value twice, one of an earlier stage, and None; a shape is a number in its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> Any:
+        first = self.layers[0](x).tanh()
+        pipe_split()
+        last = self.layers[1](first) / len(x) + shift
+        return last, first, last, None
+
+
+def weighted(outputs: Any, y: torch.Tensor) -> torch.Tensor:
+    last, first, again, nothing = outputs
+    assert nothing is None
+    return squared(last + 2 * first + 3 * again, y)
+
+
+def test_outputs_and_shapes_are_those_of_the_trace(executor: str) -> None:
+    torch.manual_seed(0)
+    model = Several()
+    given = pipeline(copy.deepcopy(model), (torch.randn(2, WIDTH),), {"shift": torch.randn(2, WIDTH)})
+    pipe = Pipeline(given, "1f1b", COUNT, weighted, num_ranks=2, executor=executor)
+    (x, shift), y = batch()
+    result = pipe.step(x, shift, target=y)
+    with torch.no_grad():
+        losses = [
+            weighted(model(x.chunk(COUNT)[i], shift=shift.chunk(COUNT)[i]), y.chunk(COUNT)[i]) / COUNT
+            for i in range(COUNT)
+        ]
+    assert same_bits(result.loss, sum(losses[1:], losses[0]))
+    with pytest.raises(ValueError, match=r"x has the shape \(1, 6\) in a microbatch, .* traced with \(2, 6\)"):
+        pipe.step(x[:-1], shift[:-1], target=y[:-1])
+    with pytest.raises(ValueError, match="shift: no stage's forward takes this .* by position"):
+        pipe.step(x, shift=shift, target=y)
 
 
 @pytest.mark.parametrize(

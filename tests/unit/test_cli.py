@@ -206,9 +206,25 @@ def test_validate_says_what_is_right_and_what_is_wrong(capsys: Any, csv: str) ->
     assert "with 1 hardware queue for the streams of a rank" in run(capsys, "validate", csv, "--queues", "1")
     path = Path(csv)
     path.write_text(path.read_text().replace("7I3,", "", 1))
-    assert "microbatch 3" in refused(capsys, "validate", csv)
+    for command in (["validate", csv], ["simulate", csv], ["convert", csv, "--to", "comms"]):
+        assert f"error: {csv}: rank 0: stage 7, microbatch 3 has no I" in refused(capsys, *command)
     path.write_text("0F0,oops\n")
     assert "row 1, column 2" in refused(capsys, "validate", csv)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("convert", "FILE.csv", "--to", "json", "-o", "FULL"),
+        ("html", "1f1b", *SMALL, "-o", "FULL"),
+        ("trace", "1f1b", *SMALL, "-o", "FULL"),
+        ("plan", *SMALL, "--effort", "0", "--csv", "FULL"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_full_disk_is_named(command: tuple[str, ...], capsys: Any, csv: str) -> None:
+    words = [{"FILE.csv": csv, "FULL": "/dev/full"}.get(word, word) for word in command]
+    assert "error: /dev/full: No space left on device" in refused(capsys, *words)
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -250,6 +250,13 @@ def test_the_number_of_microbatches_is_chosen_from_the_batch() -> None:
         small(num_microbatches=None)
 
 
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_of_equals_the_simplest_is_chosen(count: int) -> None:
+    """Times are sums of thirds, and differ in the last bit: that of one stage per rank need not be the least."""
+    plan = fastpipe.plan(CostModel(), num_ranks=1, num_microbatches=count)
+    assert plan.schedule.num_stages == 1 and list(plan.timeline.peak_activations) == [1]
+
+
 def test_a_placement_that_is_given_is_kept() -> None:
     """And a schedule on it is a candidate, whatever its order."""
     for name in ("zbv", "1f1b", "dualpipe", "interleaved_zb"):

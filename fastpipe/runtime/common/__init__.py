@@ -30,6 +30,7 @@ from fastpipe.runtime.common.modules import (
     allocate,
     by_mesh,
     check_grad_dtype,
+    check_shapes,
     dense_grad,
     grad_dtype_of,
     has_grad_dtype,

@@ -99,6 +99,16 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
+def check_shapes(where: str, module: nn.Module) -> None:
+    """Refuse a lazy layer that has not run yet."""
+    for name, tensor in tensors_of(module):
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise ValueError(
+                f"{where}: {name} has no shape yet, as a lazy layer's before its first forward; run the model once on "
+                "a microbatch (under torch.no_grad()), or give a layer that is not lazy"
+            )
+
+
 def check_grad_dtype(dtype: Any) -> None:
     """Refuse an invalid dtype of gradients."""
     if dtype is None:

@@ -14,7 +14,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
-from fastpipe.runtime.common import cause_text, cuda_devices, keep_state, on_meta, pytree, time_when_idle, torch_private
+from fastpipe.runtime.common import (
+    cause_text,
+    check_shapes,
+    cuda_devices,
+    keep_state,
+    on_meta,
+    pytree,
+    time_when_idle,
+    torch_private,
+)
 from fastpipe.runtime.model.chain import WholeNames, accepted_names, as_arguments, as_layers, selected, split_carried
 
 _REPEATS = 5
@@ -50,6 +59,8 @@ def layer_costs(
     listed = list(layers)
     if not listed:
         raise ValueError("layers is empty: give the list of the model's layers")
+    for i, layer in enumerate(listed):
+        check_shapes(f"layer {i} of the model", layer)
     if by == "parameters":
         return [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in listed]
     if by not in measures:

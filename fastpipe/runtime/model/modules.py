@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import first_line, located, parameters_of, tensors_of, walked
+from fastpipe.runtime.common import check_shapes, first_line, located, parameters_of, tensors_of, walked
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import Layers, WholeNames, as_layers
 from fastpipe.runtime.model.cuts import layer_ranges
@@ -26,7 +26,7 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
         partition: ``"layers"``, or the number of layers per stage.
     """
     if isinstance(stages, Mapping):
-        return _from_mapping(stages, num_stages, local)
+        return _with_shapes(_from_mapping(stages, num_stages, local))
     layers = as_layers(stages)
     if layers is not None:
         ranges = layer_ranges(layers, num_stages, partition)
@@ -41,7 +41,13 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
     for stage, module in made.items():
         if not isinstance(module, nn.Module):
             raise TypeError(f"stages({stage}) returned a {type(module).__name__}: return an nn.Module")
-    return made
+    return _with_shapes(made)
+
+
+def _with_shapes(modules: dict[int, nn.Module]) -> dict[int, nn.Module]:
+    for stage, module in modules.items():
+        check_shapes(f"stages[{stage}]", module)
+    return modules
 
 
 def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Sequence[int]) -> dict[int, nn.Module]:

@@ -134,11 +134,13 @@ class TracedStage(nn.Module):
         nodes = list(graph.nodes)
         calls = [node for node in nodes if node.op == "call_module"]
         inputs = [node for node in nodes if node.op == "placeholder"]
-        outputs = next(node for node in nodes if node.op == "output").all_input_nodes
+        output = next(node for node in nodes if node.op == "output")
+        outputs = output.all_input_nodes
         self._call = calls[index]
         self._inputs = inputs if index == 0 else _values_after(calls, inputs, outputs, index - 1)
         is_last = index == len(calls) - 1
-        self._outputs = outputs if is_last else _values_after(calls, inputs, outputs, index)
+        # the model's own may have a value twice, or None
+        self._outputs = _listed(output.args[0]) if is_last else _values_after(calls, inputs, outputs, index)
 
     def forward(self, *values: Any) -> Any:
         """Run the stage, and pass on the other values."""
@@ -148,12 +150,15 @@ class TracedStage(nn.Module):
                 f"the traced model takes {len(self._inputs)} inputs by position ({names}); got {len(values)}"
             )
         known = dict(zip(self._inputs, values, strict=True))
+        if self._place[1] == 0:
+            for node, value in known.items():
+                _check_traced(node, value)
         output = self._traced[0](*fx.node.map_arg(self._call.args, known.__getitem__))
         known[self._call] = output
         for node in self._call.users:
             if node.target is operator.getitem:
                 known[node] = output[node.args[1]]
-        given = tuple(known[node] for node in self._outputs)
+        given = tuple(fx.node.map_arg(self._outputs, known.__getitem__))
         return given[0] if len(given) == 1 else given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -161,6 +166,21 @@ class TracedStage(nn.Module):
         made = type(self)(copy.deepcopy(self._traced[0], memo), *self._place, whole_names=self.whole_names)
         made.training = self.training
         return made
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, tuple | list) else [given]
+
+
+def _check_traced(node: fx.Node, value: Any) -> None:
+    """Refuse an input that is not as the one of the trace, which may have become a number in the graph."""
+    traced, shape = node.meta.get("val"), getattr(value, "shape", ())
+    if isinstance(traced, torch.Tensor) and tuple(shape) != tuple(traced.shape):
+        raise ValueError(
+            f"{node.name} has the shape {tuple(shape)} in a microbatch, and the model was traced with "
+            f"{tuple(traced.shape)}: give batches and num_microbatches that make the traced shape, or trace the model "
+            "again"
+        )
 
 
 def _values_after(

@@ -8,6 +8,7 @@ are read, so the result is the same everywhere. On a device, values complete aft
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -112,20 +113,33 @@ def loss_divisors(
     else:
         weights = [1.0] * count if rows is None else [float(r) for r in rows]
     total = sum(weights)
-    if not total > 0:
-        raise ValueError(f"loss_reduction: the weights of the microbatches sum to {total}; one must be above 0")
-    return [total / weight if weight else float("inf") for weight in weights]
+    if not 0 < total < math.inf:
+        raise ValueError(
+            f"loss_reduction: the weights of the microbatches sum to {total}; their sum must be above 0 and finite"
+        )
+    return [total / weight if weight else math.inf for weight in weights]
 
 
 def _weight_of(reduction: Callable[[Any], float], target: Any, number: int) -> float:
-    weight: Any = reduction(target)
+    given: Any = reduction(target)
     try:
-        return float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        found = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
+        weight = float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
         raise ValueError(
-            f"loss_reduction returned {found} for the target of microbatch {number}: return one number, its weight"
-        ) from None
+            f"loss_reduction returned {_shown(given)} for the target of microbatch {number}: return one number, its "
+            "weight, at least 0 and finite"
+        )
+    return weight
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, torch.Tensor):
+        value = f" = {given.item()}" if given.numel() == 1 and not given.is_meta else ""
+        return f"a tensor of shape {tuple(given.shape)} and {given.dtype} on {given.device}{value}"
+    is_large = isinstance(given, int) and given.bit_length() > 1000
+    return f"an int of {given.bit_length()} bits" if is_large else repr(given)
 
 
 Columns = list[tuple[list[Any], torch.Tensor]]

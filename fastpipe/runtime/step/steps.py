@@ -497,7 +497,10 @@ class Steps:
         taken = {name for reply in replies for name in reply["kwargs"]}
         for name in request.kwargs:
             if name not in taken:
-                raise ValueError(f"{name}: no stage's forward takes this keyword argument; leave it out")
+                raise ValueError(
+                    f"{name}: no stage's forward takes this keyword argument; leave it out, or give it by position, as "
+                    "a traced model takes its inputs"
+                )
         check_given([reply["kwargs"] for reply in replies])
         for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
             raise ValueError(
