@@ -534,6 +534,7 @@ class Pipeline:
                 )
             module.load_state_dict({key: state[prefix + key] for key in own}, assign=assign)
             taken.update(prefix + key for key in own)
+        self._steps.copies.loaded()
         left = [key for key in state if key not in taken]
         if left and len(self.stage_modules) == self.schedule.num_stages:
             raise KeyError(f"the state has {left[0]!r}, which no stage has: pass the state of the same model")

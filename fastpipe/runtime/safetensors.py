@@ -59,6 +59,7 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
                 with _opened(file, pipe.device) as tensors:
                     for key in keys:
                         _copy(state[key], tensors.get_tensor(sources[key][1]))
+        pipe._steps.copies.loaded()
         return {}
 
     replies = pipe._steps.all_gather(call, check)

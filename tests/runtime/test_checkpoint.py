@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fastpipe import Pipeline, latest_checkpoint, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe import MemoryCheckpoint, Pipeline, latest_checkpoint, load_checkpoint, make_schedule, save_checkpoint
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.patience import PATIENCE
@@ -169,6 +169,44 @@ def test_the_extra_state_of_a_module(before: Any, after: Any, tmp_path: Path) ->
     if before != after and isinstance(before, dict):
         with pytest.raises(KeyError, match="has no '0._extra_state.m', which the pipeline needs"):
             load_checkpoint(tmp_path / "a", pipeline("1f1b", 2, [Counts({"m": 7}) for _ in range(12)]))
+
+
+class Scales(nn.Linear):
+    """Multiplies by a buffer and by an extra state."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.tensor(scale))
+        self.extra = {"shift": scale}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.extra["shift"]
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra.update(state)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "1f1b"])
+@pytest.mark.parametrize("how", ["checkpoint", "state", "assigned", "memory"])
+def test_what_is_loaded_is_loaded_into_both_copies_of_a_stage(schedule: str, how: str, tmp_path: Path) -> None:
+    saved = pipeline("dualpipe", 2, [Scales(0.5) for _ in range(4)])
+    pipe = pipeline(schedule, 2, [Scales(2.0) for _ in range(4)])
+    if how == "checkpoint":
+        save_checkpoint(tmp_path / "a", saved)
+        load_checkpoint(tmp_path / "a", pipe)
+    elif how == "memory":
+        MemoryCheckpoint(saved, name="a", folder=tmp_path).save()
+        memory = MemoryCheckpoint(pipe, name="a", folder=tmp_path)
+        memory.load()
+        memory.close()
+    else:
+        pipe.load_state_dict(copy.deepcopy(saved.state_dict()), assign=how == "assigned")
+    (batch,) = CASE.batches(1, 17)
+    losses = [one.step(*batch.args, target=batch.target).loss for one in (pipe, saved)]
+    assert torch.allclose(*losses, rtol=1e-6)
 
 
 def tied_late() -> list[nn.Module]:

@@ -31,6 +31,7 @@ from fastpipe.runtime.common import (
     allocate,
     children_of,
     dense_grad,
+    on_meta,
     parameters_of,
     pytree,
     torch_private,
@@ -201,6 +202,9 @@ class StageCopies:
     def follow(self) -> None:
         """Make the parameters of both holders equal; called before every step, also without gradients."""
 
+    def loaded(self) -> None:
+        """Take over the state of the user's modules, into which one was loaded: buffers and extra states, too."""
+
     def before_step(self) -> None:
         """Save existing gradients, so that the step's own are separate."""
 
@@ -253,6 +257,7 @@ class LocalCopies(StageCopies):
     """Both holders are in this process."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        self._stages = pairs
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
         self._made = {id(original): copied for original, copied in self.modules}
         self._children = [dict(children_of(original)) for original, _ in self.modules]
@@ -281,6 +286,12 @@ class LocalCopies(StageCopies):
                     if own is not None and own.is_meta and theirs is not None:
                         allocate(own, theirs.device)
                         own.detach().copy_(theirs.detach())
+
+    def loaded(self) -> None:
+        """Load the originals' states into the copies; those on meta get theirs in `equalise`."""
+        for original, copied in self._stages:
+            if not on_meta([copied]):
+                copied.load_state_dict(original.state_dict())
 
     def follow(self) -> None:
         """Copy the user's changes, such as the optimizer's step and `eval`, to the copies."""

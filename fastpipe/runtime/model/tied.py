@@ -447,6 +447,10 @@ class TiedWeights(StageCopies):
         self._put_in()
         self.base.follow()
 
+    def loaded(self) -> None:
+        """Tied weights are one; the others as they are without ties."""
+        self.base.loaded()
+
     def before_step(self) -> None:
         """Save the gradients."""
         for weight in self.shared:
