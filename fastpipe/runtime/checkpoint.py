@@ -247,10 +247,9 @@ class _Files(FileSystem):
         try:
             with io.BufferedWriter(file) as stream:
                 yield stream
-        except Exception:
+        except Exception:  # raised again; torch.save raises another error when it cannot end its archive
             if file.failure is None:
                 raise
-            # torch.save raises another error when it cannot end its archive
             raise OSError(file.failure, os.strerror(file.failure), os.fspath(path)) from None
         self.written[Path(path).name] = (file.size, file.crc32)
 
