@@ -209,12 +209,17 @@ class _Writing(Future[Any]):
 
 
 class _SyncedFile(io.FileIO):
-    """A file that is synced when closed, with the size and CRC-32 of its content."""
+    """A file that is synced when closed, with the size and CRC-32 of its content, and why it could not be written."""
 
     size = crc32 = 0
+    failure: int | None = None
 
     def write(self, data: Any) -> int:
-        count = super().write(data)
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.failure = error.errno
+            raise
         self.size, self.crc32 = self.size + count, zlib.crc32(memoryview(data)[:count], self.crc32)
         return count
 
@@ -239,8 +244,13 @@ class _Files(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         file = _SyncedFile(path, mode)
-        with io.BufferedWriter(file) as stream:
-            yield stream
+        try:
+            with io.BufferedWriter(file) as stream:
+                yield stream
+        except Exception:  # raised again; torch.save raises another error when it cannot end its archive
+            if file.failure is None:
+                raise
+            raise OSError(file.failure, os.strerror(file.failure), os.fspath(path)) from None
         self.written[Path(path).name] = (file.size, file.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

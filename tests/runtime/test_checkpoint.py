@@ -1,7 +1,9 @@
 """Checkpoints: whoever saved, whoever loads goes on as if nothing had happened, to the last bit."""
 
 import copy
+import errno
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -359,6 +361,24 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, pipe, adamw(pipe))
     with pytest.raises(ValueError, match="group.* lr = 0.01 and 0.02"):
         load_checkpoint(tmp_path, pipe, torch.optim.AdamW(list(pipe.parameters())))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_file_that_cannot_be_written_is_named(asynchronous: bool, tmp_path: Path) -> None:
+    """The system's error, not that of torch.save, which then cannot end its archive."""
+    pipe = pipeline("1f1b", 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*/rank0_0.distcp'") as caught:
+            writing = save_checkpoint(tmp_path / "a", pipe, asynchronous=asynchronous)
+            assert writing is not None
+            writing.result()
+        assert caught.value.errno == errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    save_checkpoint(tmp_path / "a", pipe)
 
 
 def failing_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Pipeline, Any]:
