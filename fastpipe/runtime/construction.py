@@ -460,11 +460,8 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
         FailureError: if a replica does not come within the timeout.
     """
     compared: set[Any] = set()
-    for stage in (stage for stage in stages if stage.parallel is not None):
-        parallel = stage.parallel
-        assert parallel is not None
-        groups = tuple(parallel.groups)
-        if groups in compared:
+    for stage in stages:
+        if (parallel := stage.parallel) is None or (groups := tuple(parallel.groups)) in compared:
             continue
         compared.add(groups)
         compare = partial(same_text, str(sorted(arguments.items())), groups, parallel.device)

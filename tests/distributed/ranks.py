@@ -219,7 +219,7 @@ def _serve(
     left = False
     # what is there now stays, so that to collect what a test leaves in cycles takes no time
     gc.freeze()
-    while not left and (job := pipe.recv()) is not None:
+    while not left and (job := _received(pipe)) is not None:
         before = State.now()
         good, answer, left = _call(*job)
         if good and (changed := before.changed(State.now())):
@@ -232,6 +232,11 @@ def _serve(
         while not left and not pipe.poll(seconds):
             seconds = 0.0 if gc.collect() else min(max(1.0, 2 * seconds), 8.0)
     dist.destroy_process_group()
+
+
+def _received(pipe: Connection) -> Any:
+    torch.manual_seed(0)  # a module imported with its function may draw: the same on every rank
+    return pipe.recv()
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any, bool]:

@@ -131,7 +131,7 @@ def test_what_sleeps_is_what_is_found() -> None:
     pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=2)
     costs = pipe.profile_layers(*batch()[:1], target=batch()[1], num_steps=1)
     slept = [0.004, 0.012, 0.004, 0.028]
-    assert all(found >= least * 0.9 for found, least in zip(costs.forward, slept, strict=True))
+    assert all(found >= least * 0.7 for found, least in zip(costs.forward, slept, strict=True))
     # what was measured is longer where the machine does much else; the plan is made for what was slept
     plan = plan_for(pipe, fastpipe.LayerCosts(4, slept, 0.0, 0.0), max_stages_per_rank=1)
     assert plan.partition == [range(0, 3), range(3, 4)]

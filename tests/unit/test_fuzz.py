@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_program_json(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
         for key in path[:-1]:
             target = target[key] if isinstance(target, list | dict) and _has(target, key) else {}
         if isinstance(target, dict) or (isinstance(target, list) and _has(target, path[-1])):
-            target[path[-1]] = value
+            target[path[-1]] = copy.deepcopy(value)  # a strategy returns the same list or dict again
     try:
         program = Program.from_json(json.dumps(data) + "\n")
     except ProgramError:

@@ -75,6 +75,7 @@ class LocalRanks:
     Attributes:
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
+        reported: the first failure that another process reported in this step; `Steps` resets it.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class LocalRanks:
         self._current: Sequence[Executor] = ()
         self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
-        self._reported: Failure | None = None  # of this step, by another process
+        self.reported: Failure | None = None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
 
@@ -161,7 +162,7 @@ class LocalRanks:
         ``error`` is a failure of this process before the step: it is published, and the program is drained.
         """
         with self._lock:
-            self._outcome, self.failed_at, self._reported = Outcome(), [], None
+            self._outcome, self.failed_at = Outcome(), []
             for executor in self._executors[id(program)]:
                 executor.forget_failure()
             self._current = self._executors[id(program)]
@@ -223,7 +224,7 @@ class LocalRanks:
     def fail(self, failure: Failure) -> None:
         """Drain the current step, which failed on another rank; from any thread."""
         with self._lock:  # for the whole loop, as otherwise the next step could begin
-            self._reported = failure
+            self.reported = self.reported or failure
             self._note_positions()
             for executor in self._current:
                 executor.fail()
@@ -317,7 +318,7 @@ class LocalRanks:
     def _failure_text(self) -> str:
         """Of a failed step, where and why; empty if other ranks have not told within a short time."""
         for pause in pauses(SHORT_EXIT_SECONDS):
-            if (failure := self._outcome.first or self._reported) is not None:
+            if (failure := self._outcome.first or self.reported) is not None:
                 return f"{failure.place()}: {failure.cause}"
             time.sleep(pause)
         return ""

@@ -222,16 +222,18 @@ def to_tensors(
         ValueError: for a tree that cannot be encoded; names the stage.
     """
     if not carried:
-        if isinstance(value, torch.Tensor) and not _is_treespec(value) and not is_dtensor(value):
-            _require_no_subclass((value,), stage)
+        if isinstance(value, torch.Tensor) and _is_plain((value,)):
             return (value,)
         if type(value) in (tuple, list) and _is_plain(value) and (received is None or received.made(value)):
-            _require_no_subclass(value, stage)
             return tuple(value) if received is None else received.send(value)[0]
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=_is_one_value)
     kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    _require_no_subclass(found, stage)
+    if subclass := next((type(tensor).__name__ for tensor in found if not _is_torchs(tensor)), None):
+        raise ValueError(
+            f"stage {stage} returned a {subclass}, a subclass of Tensor that would arrive as a plain tensor: "
+            "return tensor.as_subclass(torch.Tensor), and make it again where it is used"
+        )
     tensors = {id(tensor): tensor for tensor in found}
     order = {key: place for place, key in enumerate(tensors)}
     places = tuple(order[id(tensor)] for tensor in found)
@@ -304,22 +306,15 @@ def _is_treespec(tensor: torch.Tensor) -> bool:
 
 def _is_plain(values: Any) -> bool:
     """Whether these are distinct tensors of which the first does not look like a treespec."""
-    if not all(isinstance(value, torch.Tensor) and not is_dtensor(value) for value in values) or (
-        values and _is_treespec(values[0])
-    ):
+    if not all(isinstance(value, torch.Tensor) and not is_dtensor(value) and _is_torchs(value) for value in values):
         return False
-    return len(set(map(id, values))) == len(values)
+    return not (values and _is_treespec(values[0])) and len(set(map(id, values))) == len(values)
 
 
-def _require_no_subclass(tensors: Sequence[torch.Tensor], stage: int) -> None:
-    """Raise ValueError for a class of tensors that is not torch's own: what it does would be lost."""
-    for tensor in tensors:
-        kind = type(tensor)
-        if kind is not torch.Tensor and kind.__module__.partition(".")[0] != "torch":
-            raise ValueError(
-                f"stage {stage} returned a {kind.__name__}, a subclass of Tensor that would arrive as a plain tensor: "
-                "return tensor.as_subclass(torch.Tensor), and make it again where it is used"
-            )
+def _is_torchs(tensor: torch.Tensor) -> bool:
+    """Whether its class is torch's own; what another class does would be lost."""
+    kind = type(tensor)
+    return kind is torch.Tensor or kind.__module__.partition(".")[0] == "torch"
 
 
 def _kind(leaf: Any) -> str:

@@ -171,7 +171,6 @@ class Steps:
         stages: the local stages.
         announced: input signatures whose shapes are not announced again, and their numbers for transports.
         loss_scale: returns the factor of the backward's roots; None without scaling.
-        reported: the first failure that another process reported in this step.
         broken: the fatal failure that ended the pipeline, if any.
     """
 
@@ -208,7 +207,6 @@ class Steps:
         """Signatures of training steps without a loss, which run forward only."""
         self._flags: tuple[bool, ...] = ()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
-        self.reported: Failure | None = None
         self.broken: Failure | None = None
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = OutputExchange(control, device, ranks.device_events)
@@ -271,7 +269,7 @@ class Steps:
         """Context in which the processes are in one step; losing one ends the pipeline."""
         if self.broken is not None:
             raise self.broken.error()
-        self.reported = None
+        self.ranks.reported = None
         self.control.begin(self._failed_elsewhere)
         self.watchdog.begin()
         try:
@@ -292,8 +290,9 @@ class Steps:
         try:
             yield
         except FailureError as error:
-            if error.failure.is_suspected and self.reported is not None and self.reported.is_fatal:
-                raise FailureError(self.reported) from error
+            reported = self.ranks.reported
+            if error.failure.is_suspected and reported is not None and reported.is_fatal:
+                raise FailureError(reported) from error
             raise
         except BaseException as error:  # raised again, after it is published
             if self.control.size > 1:
@@ -596,8 +595,6 @@ class Steps:
 
     def _failed_elsewhere(self, failure: Failure) -> None:
         """Called by the watcher: another process failed or died."""
-        if self.reported is None:
-            self.reported = failure
         self.ranks.fail(failure)
         if failure.is_fatal:
             self._lost(failure)
@@ -624,8 +621,8 @@ class Steps:
         """Raise the step's failure, if any: the original exception on the rank of origin, StepError elsewhere."""
         # causes first: ranks that missed messages after another failure report only the consequence
         failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in replies if key in reply]
-        if not failures and self.reported is not None:
-            failures = [self.reported]
+        if not failures and self.ranks.reported is not None:
+            failures = [self.ranks.reported]
         if not failures:
             return
         # of fatal failures, prefer one with a rank to one of missing messages
