@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import fastpipe
 from fastpipe import Pipeline
@@ -138,3 +139,25 @@ def test_a_model_from_its_config_alone_is_split() -> None:
     assert fastpipe.layer_costs(layers, ids, by="flops") == fastpipe.layer_costs(
         fastpipe.split(decoder("llama")), ids, by="flops"
     )
+
+
+class Scaled(nn.Linear):
+    """Multiplies by a buffer."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_buffers_come_into_both_copies_of_a_stage(tmp_path: Path) -> None:
+    saved, pipe = (
+        Pipeline([Scaled(scale) for _ in range(4)], "dualpipe", 4, nn.functional.mse_loss, num_ranks=2)
+        for scale in (0.5, 2.0)
+    )
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    fastpipe.load_safetensors(tmp_path, pipe)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    assert torch.equal(pipe.step(x, target=y).loss, saved.step(x, target=y).loss)
