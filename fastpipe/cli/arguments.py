@@ -238,14 +238,16 @@ def _validate(adder: Any) -> None:
     command = _command(
         adder,
         checks.validate,
-        "prove that a schedule in a CSV file is complete and can run, and its program cannot hang",
+        "prove that a schedule in a file is complete and can run, and its program cannot hang",
         """
         fastpipe validate mine.csv
         fastpipe validate mine.csv --json
         fastpipe validate mine.csv --queues 1
         """,
     )
-    command.add_argument("file", metavar="FILE", help="one row per rank, in the format of torch.distributed.pipelining")
+    command.add_argument(
+        "file", metavar="FILE", help="a .csv, one row per rank as in torch.distributed.pipelining, or a .json"
+    )
     command.add_argument(
         "--queues",
         type=int,
