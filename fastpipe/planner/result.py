@@ -205,7 +205,7 @@ class Plan:
             lines.append("  ".join([*cells, row[-1]]).rstrip())
         possible = sum(one.refused is None for one in self.candidates)
         if possible > len(shown):
-            lines.append(f"and {possible - len(shown)} more in .candidates")
+            lines.append(f"and {possible - len(shown)} more: plan.candidates, or --json")
         return lines
 
 
