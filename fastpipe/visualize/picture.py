@@ -7,6 +7,8 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas
 from fastpipe.visualize.rows import Panel
@@ -154,10 +156,9 @@ def _head(figure: Figure, title: str, handles: list[Any]) -> None:
 
 
 def _legend_columns(handles: list[Any], room: float) -> int:
-    """How many entries stand side by side in so many points; matplotlib fills a column before the next."""
+    """How many entries stand side by side in so many points; of matplotlib's columns the first ones are the longer."""
     widths = [canvas.text_width(handle.get_label(), _LEGEND) + _ENTRY for handle in handles]
     for columns in range(len(widths), 1, -1):
-        lines = -(-len(widths) // columns)
-        if sum(max(widths[first : first + lines]) for first in range(0, len(widths), lines)) <= room:
+        if sum(float(max(part)) for part in np.array_split(widths, columns)) <= room:
             return columns
     return 1
