@@ -37,7 +37,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 .PHONY: help setup build demo test test-full test-nightly lint types format clean cuda-build FORCE
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' RANKS=$(RANKS) ARGS='...' TESTS='...' WORKERS=$(WORKERS)"
 
 demo: build  ## train a small GPT over four pipeline ranks on this machine (ARGS='--schedule 1f1b')
@@ -76,7 +76,7 @@ lint: build  ## check style and formatting, and that generated pages are current
 types: setup  ## check types
 	$(BIN)/mypy
 
-format: setup  ## rewrite files in the house's format
+format: setup  ## rewrite files in the project's format
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)

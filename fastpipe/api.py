@@ -47,6 +47,14 @@ def simulate(work: Schedule | Program, cost: CostModel | None = None, *, lanes: 
         lanes: which channels a transport executes in one order: ``"directed"`` (every channel by itself), ``"pair"``
             (all between two ranks), ``"coalesced"`` (the same, with a send and a receive at one time as one operation)
             or ``"group"`` (all).
+
+    Returns:
+        The timeline, in seconds from the start of the step.
+
+    Raises:
+        ScheduleError: when the schedule is incomplete or cannot run.
+        ProgramError: when the program could hang with these lanes.
+        ValueError: for costs of another number of stages.
     """
     program = lower(work, coalesce=lanes == COALESCED) if isinstance(work, Schedule) else work
     if not isinstance(program, Program):

@@ -236,10 +236,20 @@ class Save:
 
     Attributes:
         folder: the temporary folder that all processes write into.
+
+    Raises:
+        OSError: if it cannot be made, with the path of the checkpoint.
     """
 
     def __init__(self, target: Path) -> None:
         self._target = target
+        try:
+            self._begin(target)
+        except OSError as error:
+            text = f"path = {str(target)!r}: its parent folder cannot be written: {error.strerror}"
+            raise OSError(error.errno, text, error.filename) from None
+
+    def _begin(self, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         for path in target.parent.iterdir():
             saving = _SAVING.fullmatch(path.name)

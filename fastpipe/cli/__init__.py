@@ -6,6 +6,7 @@ the standard error and exit status 2.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -18,6 +19,7 @@ from fastpipe.cli.arguments import parser
 BAD_INPUT = 2
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed.run(parsed)
             sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more at exit, and must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return _PIPE_CLOSED
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -46,7 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _drop_output() -> None:
+    """The interpreter flushes the standard output once more at exit, and must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(error: BaseException) -> int:
+    if isinstance(error, OSError) and error.errno in _FULL and not error.filename:
+        error.filename = "standard output"  # files are named by `output.writing`
+        _drop_output()
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.filename and error.strerror:
         text = f"{error.filename}: {error.strerror}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -44,6 +45,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Leave with status 2 and one line."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Help and version; argparse would ignore that they could not be written."""
+        if file is sys.stdout:
+            print(message, end="", flush=True)
+        else:
+            super()._print_message(message, file)
 
 
 def parser() -> Parser:
@@ -230,14 +238,16 @@ def _validate(adder: Any) -> None:
     command = _command(
         adder,
         checks.validate,
-        "prove that a schedule in a CSV file is complete and can run, and its program cannot hang",
+        "prove that a schedule in a file is complete and can run, and its program cannot hang",
         """
         fastpipe validate mine.csv
         fastpipe validate mine.csv --json
         fastpipe validate mine.csv --queues 1
         """,
     )
-    command.add_argument("file", metavar="FILE", help="one row per rank, in the format of torch.distributed.pipelining")
+    command.add_argument(
+        "file", metavar="FILE", help="a .csv, one row per rank as in torch.distributed.pipelining, or a .json"
+    )
     command.add_argument(
         "--queues",
         type=int,

@@ -85,7 +85,8 @@ def _text(schedule: Schedule, to: str) -> str:
 
 def doctor(arguments: argparse.Namespace) -> None:
     """Say what is there and what is missing."""
-    found = diagnosis()
+    with output.progress("importing torch"):
+        found = diagnosis()
     if arguments.json:
         output.document(found)
         return

@@ -50,7 +50,8 @@ def show(arguments: argparse.Namespace) -> None:
         output.document(work.schedule_document(schedule))
     else:
         terminal = sys.stdout.isatty()
-        colour = {"auto": terminal and "NO_COLOR" not in os.environ, "always": True, "never": False}[arguments.colour]
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        colour = {"auto": terminal and not plain, "always": True, "never": False}[arguments.colour]
         print(visualize.grid(schedule, width=shutil.get_terminal_size().columns if terminal else None, colour=colour))
 
 

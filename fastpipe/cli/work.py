@@ -64,7 +64,8 @@ def read_schedule(name: str) -> Schedule:
         orders = document["orders"]
         return Schedule.from_actions(document["name"], placement, document["num_microbatches"], orders)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{name}: no schedule in this JSON ({type(error).__name__}: {error})") from None
+        text = f"no schedule in this JSON ({type(error).__name__}: {error}); `fastpipe show --json` writes one"
+        raise ValueError(f"{name}: {text}") from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -162,9 +162,9 @@ class Plan:
         lines = [
             f"Plan for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {limit}: {chosen.name}",
             f"  {self.objective} {self.value:.6g}, bubble {percent(self.bubble_fraction)}; "
-            f"bound {self.bound:.6g} ({self.bound_anywhere:.6g} on any placement), "
-            f"so at most {percent(self.gap)} could be gained" + ("; proved optimal" if self.optimal else ""),
-            f"  {chosen.stages_per_rank} stages per rank ({schedule.placement.name}), {chosen.messages} messages, "
+            f"lower bound {self.bound:.6g} on this placement ({percent(self.gap)} less), "
+            f"{self.bound_anywhere:.6g} on any" + ("; proved optimal" if self.optimal else ""),
+            f"  stages per rank: {chosen.stages_per_rank} ({schedule.placement.name}), {chosen.messages} messages, "
             f"peak memory {chosen.peak_memory:.4g} of {schedule.num_ranks}"
             + (f" ({human(chosen.peak_bytes)})" if chosen.peak_bytes else ""),
         ]
@@ -185,13 +185,12 @@ class Plan:
         lines = []
         if self.memory is not None and not self.counts_bytes:
             lines.append(
-                "  memory is counted in activations: the costs name no bytes (a profile has none of stages with "
-                "fully_shard)"
+                "  memory is counted in activations, as the costs have no bytes (stage_bytes, or held_bytes of layers)"
             )
         if self.chosen.copies > 1:
             lines.append(
                 "  the ranks hold two copies of the model"
-                + ("" if self.counts_parameters else ", of whose bytes the costs say nothing: see parameter_bytes")
+                + ("" if self.counts_parameters else ", which is not counted (costs of layers have parameter_bytes)")
             )
         return lines
 
@@ -206,7 +205,7 @@ class Plan:
             lines.append("  ".join([*cells, row[-1]]).rstrip())
         possible = sum(one.refused is None for one in self.candidates)
         if possible > len(shown):
-            lines.append(f"and {possible - len(shown)} more in .candidates")
+            lines.append(f"and {possible - len(shown)} more: plan.candidates, or --json")
         return lines
 
 

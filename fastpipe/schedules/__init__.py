@@ -86,7 +86,8 @@ def find(name: str) -> Family:
         )
     family = FAMILIES.get(name.lower())
     if family is None:
-        hint = f", or Schedule.from_csv({name!r}) for a file" if Path(name).suffix or len(Path(name).parts) > 1 else ""
+        is_path = Path(name).suffix or len(Path(name).parts) > 1
+        hint = ", or Schedule.from_csv for a file (the command reads .csv and .json)" if is_path else ""
         raise ValueError(f"schedule name = {name!r}: there is no such schedule; use one of {', '.join(FAMILIES)}{hint}")
     return family
 

@@ -199,6 +199,13 @@ def reference_step(
             autograd sums a microbatch's uses first, which differs only by rounding.
         loss_scale: multiplies each share of the loss before its backward, like `fastpipe.GradScaler`.
         grad_dtype: as for `fastpipe.Pipeline`; the model's parameters keep it.
+
+    Returns:
+        The losses and metrics; the gradients are in ``.grad``.
+
+    Raises:
+        ValueError: for a schedule without a backward, or another ``rng``.
+        TypeError: with ``rng``, for a model that is not a list of layers.
     """
     if schedule.forward_only:
         raise ValueError(f"schedule: {schedule.name} has no backward, so there is no training step")

@@ -54,6 +54,14 @@ def save(drawn: Figure, path: Path, dpi: int) -> Path:
     return path
 
 
+def text_width(text: str, size: float, **style: Any) -> float:
+    """Points (1/72 inch) that a line takes, measured."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    return float(TextPath((0, 0), text, size=size, prop=FontProperties(**style)).get_extents().width)
+
+
 def seconds(value: float) -> str:
     """A duration for people: three digits and a unit."""
     scale, unit = unit_of(value)

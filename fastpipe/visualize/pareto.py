@@ -58,7 +58,7 @@ def pareto(
         title: the heading.
         dpi: pixels an inch of a PNG.
         chosen: the name of the one that is ringed.
-        others: drawn as small points, without names.
+        others: drawn as small grey points, without names: variants of `rows`.
         limit: of the memory, in the unit of ``peak_memory``; drawn as a line.
         memory_label: what the axis of ``peak_memory`` is called.
 
@@ -88,6 +88,7 @@ def pareto(
     heading = title or "Bubble against peak memory"
     figure.text(0.12 / _WIDTH, 1 - 0.14 / _HEIGHT, heading, va="top", size=13, weight="bold", color=canvas.INK)
     note = "lower left is better; joined: no other schedule has both a smaller bubble and a smaller memory"
+    note += "; grey: variants of those named" if rest else ""
     figure.text(0.12 / _WIDTH, 1 - 0.43 / _HEIGHT, note, va="top", size=9, color=canvas.INK)
     return canvas.save(figure, path, dpi)
 
@@ -145,7 +146,7 @@ def _draw_rest(axes: Any, rest: list[Point], limit: float | None) -> None:
     axes.scatter([p[0] for p in rest], [p[1] for p in rest], s=9, color=canvas.INK, alpha=0.35, linewidth=0, zorder=1)
     if limit is not None:
         axes.axvline(limit, color=canvas.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, gid="limit")
-        at_top = {"xytext": (-3, -2), "textcoords": "offset points", "xycoords": ("data", "axes fraction")}
+        at_top = {"xytext": (-7, -2), "textcoords": "offset points", "xycoords": ("data", "axes fraction")}
         axes.annotate(_ALLOWED, (limit, 1), ha="right", va="top", rotation=90, size=_SIZE, color=canvas.INK, **at_top)
 
 
@@ -181,7 +182,7 @@ def _draw_ring(axes: Any, rows: list[Compared]) -> None:
 def _draw_names(
     axes: Any, points: list[Point], rest: list[Point], limit: float | None, size: tuple[float, float]
 ) -> None:
-    """Each name beside its point, where it covers no point, line or other name; a thin line where it is far."""
+    """Each name beside its point, where it covers no point, line or other name; a line if it is far or ambiguous."""
     from matplotlib.patheffects import withStroke
 
     scale = np.array([size[0] * _POINTS / np.ptp(axes.get_xlim()), size[1] * _POINTS / np.ptp(axes.get_ylim())])
@@ -195,17 +196,23 @@ def _draw_names(
         at, _ = _on_page((limit, 0.0), origin, scale)
         length, height = _text_size(_ALLOWED)
         lines.append([(at, 0.0), (at, page.top)])
-        covered.append(Box(at - 3 - height, page.top - length, at, page.top))
+        covered.append(Box(at - 7 - height, page.top - length, at, page.top))
     places = place_labels(marks, boxes, page, lines, covered)
     halo = [withStroke(linewidth=2.5, foreground="white")]
     for point, mark, box in zip(points, marks, places, strict=True):
         corner = np.array([box.left, box.bottom]) / scale + origin
-        style = {"fontsize": _SIZE, "color": canvas.INK, "linespacing": 1.1, "path_effects": halo}
+        style = {"fontsize": _SIZE, "color": canvas.INK, "linespacing": 1.1, "path_effects": halo, "va": "bottom"}
         axes.text(*corner, point[2], clip_on=False, zorder=4, gid=f"name {point[2]}", **style)
-        near = np.clip(mark, (box.left, box.bottom), (box.right, box.top))
-        if np.hypot(*(near - mark)) > 14:
-            ends = np.stack([np.array(mark), near]) / scale + origin
+        distance = _distance(mark, box)
+        if distance > 14 or any(
+            _distance(other, box) < 1.5 * distance for other in (*marks, *unnamed) if other != mark
+        ):
+            ends = np.array([mark, box.nearest(mark)]) / scale + origin
             axes.plot(ends[:, 0], ends[:, 1], color=canvas.INK, linewidth=0.5, zorder=1)
+
+
+def _distance(mark: tuple[float, float], box: Box) -> float:
+    return math.dist(mark, box.nearest(mark))
 
 
 def _on_page(point: Sequence[Any], origin: Any, scale: Any) -> tuple[float, float]:
@@ -215,11 +222,9 @@ def _on_page(point: Sequence[Any], origin: Any, scale: Any) -> tuple[float, floa
 
 
 def _text_size(text: str) -> tuple[float, float]:
-    """Width and height in points, measured."""
-    from matplotlib.textpath import TextPath
-
+    """Width and height in points."""
     lines = text.split("\n")
-    width = max(float(TextPath((0, 0), line, size=_SIZE).get_extents().width) for line in lines)
+    width = max(canvas.text_width(line, _SIZE) for line in lines)
     return width + 7, len(lines) * _SIZE * 1.32
 
 
@@ -242,6 +247,10 @@ class Box(NamedTuple):
         return (
             self.left < other.right and other.left < self.right and self.bottom < other.top and other.bottom < self.top
         )
+
+    def nearest(self, point: tuple[float, float]) -> tuple[float, float]:
+        """Its point that is nearest to another."""
+        return min(max(point[0], self.left), self.right), min(max(point[1], self.bottom), self.top)
 
     def inside(self, other: Box) -> bool:
         """Whether it lies within the other."""

@@ -7,6 +7,8 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas
 from fastpipe.visualize.rows import Panel
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 _LEFT, _RIGHT, _TOP, _BOTTOM, _GAP = 0.75, 0.75, 1.05, 0.55, 0.85
 """Inches around the panels, and between two of them."""
+
+_TITLE, _LEGEND, _ENTRY, _LINE = 13.0, 9.0, 42.0, 0.19
+"""Sizes of the title and the legend in points; of an entry's box and gaps in points; of a line of it in inches."""
 
 _SAME_SCALE = 4.0
 """Two timelines share their time axis unless one is this many times longer than the other."""
@@ -122,18 +127,38 @@ def _heading(timeline: Timeline, shown: Sequence[Timeline]) -> str:
 
 
 def _head(figure: Figure, title: str, handles: list[Any]) -> None:
-    """The title, and the legend beneath it."""
+    """The title, smaller if it is long, and the legend beneath it, on more lines in a narrow picture."""
     width, height = figure.get_size_inches()
-    figure.text(0.12 / width, 1 - 0.14 / height, title, va="top", size=13, weight="bold", color=canvas.INK)
+    room = 72 * (width - 0.32)
+    size = _TITLE * min(1.0, room / canvas.text_width(title, _TITLE, weight="bold"))
+    columns = _legend_columns(handles, room)
+    lines = -(-len(handles) // columns)
+    if lines > 1:  # grow upwards: what has its place from below keeps it
+        taller = height + _LINE * (lines - 1)
+        for axes in figure.axes:
+            left, bottom, wide, high = axes.get_position().bounds
+            axes.set_position((left, bottom * height / taller, wide, high * height / taller))
+        height = taller
+        figure.set_size_inches(width, height)
+    figure.text(0.12 / width, 1 - 0.14 / height, title, va="top", size=size, weight="bold", color=canvas.INK)
     figure.legend(
         handles=handles,
         handler_map={canvas.Boxes: canvas.Boxes()},
         loc="upper left",
         bbox_to_anchor=(0.05 / width, 1 - 0.36 / height),
-        ncols=len(handles),
+        ncols=columns,
         frameon=False,
-        fontsize=9,
+        fontsize=_LEGEND,
         labelcolor=canvas.INK,
         handlelength=1.8,
         columnspacing=1.8,
     )
+
+
+def _legend_columns(handles: list[Any], room: float) -> int:
+    """How many entries stand side by side in so many points; of matplotlib's columns the first ones are the longer."""
+    widths = [canvas.text_width(handle.get_label(), _LEGEND) + _ENTRY for handle in handles]
+    for columns in range(len(widths), 1, -1):
+        if sum(float(max(part)) for part in np.array_split(widths, columns)) <= room:
+            return columns
+    return 1

@@ -256,6 +256,7 @@ def test_describe_says_where_it_is_cut_and_how_unevenly() -> None:
         "partition   layers 0 | 1 | 2-6; stage 1 has most parameters, 141.5% above the mean"
     )
     assert cut([nn.ReLU() for _ in range(3)]) == "partition   layers 0 | 1 | 2; no parameters"
+    assert cut([nn.Linear(2, 2) for _ in range(3)]) == "partition   layers 0 | 1 | 2; equal parameters in all stages"
     assert cut(lambda stage: nn.Linear(4, 4)) == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -101,6 +102,22 @@ def test_the_newest_was_saved_last_whatever_the_clock_says(tmp_path: Path, monke
         monkeypatch.setattr("time.time_ns", lambda clock=clock: clock)
         save(tmp_path / f"step{clock}", clock)
     assert latest_checkpoint(str(tmp_path)) == tmp_path / "step4"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        FileExistsError, match=r"path = '.*file/step1': its parent folder cannot be written: File exists"
+    ):
+        Save(tmp_path / "file" / "step1")
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        if path.name.endswith(".saving"):  # as the tests may run as root, who may write everywhere
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PermissionError, match=r"path = '.*/step1': its parent folder cannot be written: Permission"):
+        Save(tmp_path / "step1")
 
 
 def test_names_of_other_checkpoints_are_theirs(tmp_path: Path) -> None:

@@ -81,6 +81,14 @@ def test_show_prints_the_grid(capsys: Any) -> None:
     assert out.split() == str(fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8)).split()
 
 
+def test_show_paints_only_where_colours_are_shown(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for variable, value, paints in (("TERM", "xterm", True), ("TERM", "dumb", False), ("NO_COLOR", "1", False)):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv(variable, value)
+        assert ("\x1b" in run(capsys, "show", "1f1b", *SMALL)) == paints
+
+
 def test_show_takes_options_by_both_ways(capsys: Any) -> None:
     by_flag = run(capsys, "show", "interleaved_1f1b", *SMALL, "--stages-per-rank", "3")
     by_option = run(capsys, "show", "interleaved_1f1b", *SMALL, "--option", "stages_per_rank=3")
@@ -379,6 +387,14 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert len(done.stdout) == 100
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["show 1f1b --ranks 2 --microbatches 2", "--help", "show --help", "--version"])
+def test_a_full_standard_output_is_named(arguments: str, unbuffered: str) -> None:
+    command = f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m fastpipe {arguments} > /dev/full"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (2, "fastpipe: error: standard output: No space left on device\n")
 
 
 WITHOUT = """

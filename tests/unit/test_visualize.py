@@ -288,8 +288,30 @@ def test_a_comparison_is_drawn_with_every_name(tmp_path: Path) -> None:
     assert path.stat().st_size > 5000
     for row in rows:
         assert re.search(rf'id="name [^"]*\b{row.name}\b', path.read_text()), row.name
+    assert "grey:" not in path.read_text()
+    assert "grey: variants" in pareto(rows[:2], tmp_path / "x.svg", others=rows[2:]).read_text()
     with pytest.raises(ValueError, match="nothing to draw"):
         pareto([], tmp_path / "y.png")
+
+
+@pytest.mark.without_torch
+@pytest.mark.parametrize("width", [3.0, 5.0, 7.0, 8.0, 9.5, 11.0])
+def test_title_and_legend_fit_in_a_narrow_picture(
+    width: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr("fastpipe.visualize.canvas.save", lambda figure, path, dpi: figures.append(figure) or path)
+    plot(simulated(), tmp_path / "x.png", width=width, critical_path=True, transfers=True)
+    figure = figures[0]
+    figure.canvas.draw()
+    (legend,), (title,) = figure.legends, figure.texts
+    for part in (legend, title):
+        box = part.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
+        assert box.x0 >= 0 and box.x1 <= width
+    lowest = legend.get_window_extent().y0
+    assert all(text.get_window_extent().y0 < lowest for axes in figure.axes for text in axes.texts)
+    assert all(axes.get_window_extent().y1 < lowest for axes in figure.axes)
 
 
 @pytest.mark.parametrize(

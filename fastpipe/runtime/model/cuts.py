@@ -321,6 +321,8 @@ def _imbalance(costs: Sequence[float], ranges: Sequence[range], unit: str) -> st
         return f"no {unit}"
     largest = max(sums)
     excess = largest * len(sums) / sum(sums) - 1
+    if excess < 0.0005:
+        return f"equal {unit} in all stages"
     return f"stage {sums.index(largest)} has most {unit}, {excess:.1%} above the mean"
 
 

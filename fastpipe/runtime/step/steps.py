@@ -78,8 +78,9 @@ def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
     if 2 * waiting < len(weights):
         logger.warning(
             "the schedule splits the backward, but the weights of only %d of %d linears here wait for W; the "
-            "gradients of the others, as in blocks under torch.compile, are computed in I, so that the schedule gains "
-            "little: compile what is between the linears, or use a schedule without W (describe() lists parameters)",
+            "gradients of the others are computed in I, so that the schedule gains little. Linears do not wait in "
+            "blocks under torch.compile (compile what is between them), and in a forward that runs within a backward; "
+            "else use a schedule without W (describe() lists parameters)",
             waiting,
             len(weights),
         )
