@@ -75,7 +75,13 @@ def set_children(module: nn.Module, children: dict[str, nn.Module | None]) -> No
 
 def share_tensors(module: nn.Module, source: nn.Module) -> None:
     """Share the parameters and buffers of another module, also those added later."""
-    module._parameters, module._buffers = source._parameters, source._buffers
+    module._parameters = source._parameters
+    share_buffers(module, source)
+
+
+def share_buffers(module: nn.Module, source: nn.Module) -> None:
+    """Share the buffers of another module, also those added later."""
+    module._buffers = source._buffers
     module._non_persistent_buffers_set = source._non_persistent_buffers_set
 
 

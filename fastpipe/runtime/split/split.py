@@ -120,10 +120,11 @@ def _compare(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], 
             f"model: its layers in sequence do not return the model's output ({type(model).__name__}); pass "
             "the model's layers as a list"
         )
-    if not model.training and not _equal_in_training(model, whole, sequence):
+    if not _equal_in_mode(not model.training, model, whole, sequence):
         raise ValueError(
-            f"model: in training, its layers in sequence do not return the model's output ({type(model).__name__}); "
-            "make what its forward does between them, such as dropout, a module, or pass the model's layers as a list"
+            f"model: in {'evaluation' if model.training else 'training'}, its layers in sequence do not return the "
+            f"model's output ({type(model).__name__}); make what its forward does between them, such as dropout, a "
+            "module, let blocks find the mode themselves, or pass the model's layers as a list"
         )
 
 
@@ -133,13 +134,13 @@ def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
         return run()
 
 
-def _equal_in_training(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool:
-    """Compare in training mode: a function between blocks may act only there."""
+def _equal_in_mode(mode: bool, model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool:
+    """Compare in training or evaluation: a function between blocks, or an argument of one, may act only there."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.train()
+        model.train(mode)
         return torch.equal(_run_restored(model, whole), _run_restored(model, sequence))
-    except Exception:  # it cannot be trained on the example, so this cannot be checked
+    except Exception:  # it cannot run so on the example, and this cannot be checked
         return True
     finally:
         for module, mode in modes:
