@@ -105,3 +105,10 @@ def test_a_weight_with_one_holder_may_be_written_to() -> None:
     pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.cross_entropy, num_ranks=2)
     pipe.step(text, target=text)
     assert layers[0].weight.norm(dim=1).max() < 0.501
+
+
+def test_a_scripted_module_that_is_held_twice_is_refused() -> None:
+    layers = [torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())) for _ in range(2)]
+    with pytest.raises(ValueError, match="Sequential is a scripted module"):
+        Pipeline(layers, "dualpipe", COUNT, squared, num_ranks=2)
+    Pipeline(layers, "1f1b", COUNT, squared, num_ranks=2).step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))

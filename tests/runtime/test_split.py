@@ -269,6 +269,17 @@ def test_forwards_that_no_stage_would_run_are_refused() -> None:
             fastpipe.Pipeline(model, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
 
 
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_of_the_whole_model_are_refused(kind: str) -> None:
+    model, sequential = Decoder(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for hooked in (model, sequential):
+        getattr(hooked, f"register_{kind}")(lambda *_: None)
+        with pytest.raises(ValueError, match=f"the {type(hooked).__name__} has hooks .* register them on its layers"):
+            fastpipe.split(hooked, batch()[0])
+    with pytest.raises(ValueError, match="the Sequential has hooks"):
+        fastpipe.Pipeline(sequential, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+
+
 class Patches(nn.Module):
     """A vision transformer: its blocks are an nn.Sequential, and each has another one in it."""
 

@@ -287,6 +287,13 @@ class LocalCopies(StageCopies):
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self._stages = pairs
+        scripted = [m for stage, _ in pairs for m in stage.modules() if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise ValueError(
+                f"stages: {scripted[0].original_name} is a scripted module, which cannot follow another one, and the "
+                "schedule holds its stage twice: give the nn.Module that was scripted, use one process for each rank, "
+                "or a schedule that holds every stage once"
+            )
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
         self._made = {id(original): copied for original, copied in self.modules}
         self._children = [dict(children_of(original)) for original, _ in self.modules]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import cuda_devices, on_meta
-from fastpipe.runtime.model import Layers, accepted_names, as_layers, restored, selected
+from fastpipe.runtime.model import Layers, accepted_names, as_layers, check_whole_unhooked, restored, selected
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers, row_of_modules, rows_of_modules
 
@@ -49,6 +49,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
     """
     if not isinstance(model, nn.Module | Sequence):
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or the list of its layers")
+    check_whole_unhooked(model)
     if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):
         raise ValueError(
             f"model is a {type(model).__name__} of peft: give the model in it, peft_model.base_model.model, which "
