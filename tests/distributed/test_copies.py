@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe import Pipeline
+from fastpipe import Pipeline, StepError
 from tests.conftest import paired
 from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits
@@ -69,3 +69,46 @@ def test_without_buffers_nothing_is_warned_of() -> None:
     for schedule, layers in (("dualpipe", [Block(), Block()]), ("1f1b", [Normed(), Normed()])):
         text = Pipeline(layers, schedule, COUNT, squared, num_ranks=2).describe()
         assert "WARNING" not in text and ("held twice" in text) == (schedule == "dualpipe")
+
+
+def write_in_forward(schedule: str, tied: bool) -> str:
+    """A forward that writes to a weight that several places hold; on one process what the others do not see."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(6, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 6, bias=False)]
+    if tied:
+        layers[3].weight = layers[0].weight
+    pipe = Pipeline(layers, schedule, COUNT, nn.functional.cross_entropy, num_ranks=2)
+    text = torch.arange(2 * COUNT) % 6
+    with pytest.raises((ValueError, StepError)) as raised:
+        pipe.eval_step(text, target=text)
+    with pytest.raises((ValueError, RuntimeError)):  # autograd may find it first
+        pipe.step(text, target=text)
+    for module in pipe.stage_modules.values():
+        for embedding in filter(lambda m: isinstance(m, nn.Embedding), module.modules()):
+            embedding.max_norm = None
+    pipe.step(text, target=text)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("schedule", "tied"), [("dualpipe", False), ("dualpipe", True), ("1f1b", True)])
+def test_a_weight_with_several_holders_that_a_forward_writes_to_is_refused(
+    schedule: str, tied: bool, group_of: GroupOf
+) -> None:
+    for text in (write_in_forward(schedule, tied), *group_of(2).run(write_in_forward, schedule, tied)):
+        assert "the step wrote to" in text and "0.weight" in text
+        assert ("several stages share" if tied else "holds its stage twice") in text
+
+
+def test_a_weight_with_one_holder_may_be_written_to() -> None:
+    layers = [nn.Embedding(6, WIDTH, max_norm=0.5), nn.Linear(WIDTH, 6)]
+    text = torch.arange(2 * COUNT) % 6
+    pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.cross_entropy, num_ranks=2)
+    pipe.step(text, target=text)
+    assert layers[0].weight.norm(dim=1).max() < 0.501
+
+
+def test_a_scripted_module_that_is_held_twice_is_refused() -> None:
+    layers = [torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())) for _ in range(2)]
+    with pytest.raises(ValueError, match="Sequential is a scripted module"):
+        Pipeline(layers, "dualpipe", COUNT, squared, num_ranks=2)
+    Pipeline(layers, "1f1b", COUNT, squared, num_ranks=2).step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))

@@ -15,6 +15,7 @@ from tests.distributed.test_step import caught
 from tests.runtime.checks import same_bits
 from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder
 from tests.runtime.test_bits import OF_A_KIND, microbatches_for
+from tests.runtime.test_split import Dictionary, batch
 
 
 def train_all(kind: str, schedules: list[str], executor: str) -> None:
@@ -158,3 +159,25 @@ def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_o
     # each rank of a V has the first and the last stage or neither
     assert others == [zero, one] and TIED in zero and (TIED in one) == (wrap == "ddp")
     assert {*zero, *one} == {name for name, _ in decoder("llama").named_parameters()}
+
+
+def load_apart(folder: str) -> list[torch.Tensor]:
+    """Outputs after a state, and a checkpoint, with another buffer, which the blocks of both processes get."""
+    ids, _ = batch()
+
+    def build(factor: float) -> tuple[Dictionary, fastpipe.Pipeline]:
+        model = Dictionary()
+        model.turns.mul_(factor)
+        return model, fastpipe.Pipeline(fastpipe.split(model, ids[:2]), "1f1b", 4)
+
+    other, saved = build(-2.0)
+    fastpipe.save_checkpoint(folder, saved)
+    loaded, restored = build(1.0)[1], build(1.0)[1]
+    loaded.load_state_dict(other.state_dict())
+    fastpipe.load_checkpoint(folder, restored)
+    return [pipe.eval_step(ids, gather_outputs=True).outputs for pipe in (saved, loaded, restored)]
+
+
+def test_a_buffer_that_blocks_get_is_loaded_on_every_process(group_of: GroupOf, tmp_path: Any) -> None:
+    for answer in group_of(2).run(load_apart, str(tmp_path / "saved")):
+        assert all(same_bits(answer[0], output) for output in answer)

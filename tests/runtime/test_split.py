@@ -269,6 +269,17 @@ def test_forwards_that_no_stage_would_run_are_refused() -> None:
             fastpipe.Pipeline(model, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
 
 
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_of_the_whole_model_are_refused(kind: str) -> None:
+    model, sequential = Decoder(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for hooked in (model, sequential):
+        getattr(hooked, f"register_{kind}")(lambda *_: None)
+        with pytest.raises(ValueError, match=f"the {type(hooked).__name__} has hooks .* register them on its layers"):
+            fastpipe.split(hooked, batch()[0])
+    with pytest.raises(ValueError, match="the Sequential has hooks"):
+        fastpipe.Pipeline(sequential, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+
+
 class Patches(nn.Module):
     """A vision transformer: its blocks are an nn.Sequential, and each has another one in it."""
 
@@ -308,7 +319,7 @@ class Dictionary(nn.Module):
         self.layers = nn.ModuleDict({str(i): Turned() for i in range(4)})
         self.norm = nn.LayerNorm(WIDTH)
         self.output = nn.Linear(WIDTH, VOCABULARY)
-        self.register_buffer("turns", torch.linspace(0, 1, 2 * TOKENS), persistent=False)
+        self.register_buffer("turns", torch.linspace(0, 1, 2 * TOKENS))
 
     def forward(self, ids: torch.Tensor, masks: Any = None) -> torch.Tensor:
         x = self.tok_embeddings(ids)
@@ -352,3 +363,48 @@ def test_what_is_no_model_is_refused() -> None:
         fastpipe.split([])
     with pytest.raises(TypeError, match="model is a int: give an nn.Module"):
         fastpipe.split(3)  # type: ignore[arg-type]
+
+
+def test_blocks_get_the_buffer_that_is_there(executor: str) -> None:
+    """Not that of the example: it may be loaded, replaced or converted later."""
+    model, unsplit, other = Dictionary(), Dictionary(), Dictionary()
+    other.turns.mul_(-2)
+    ids, _ = batch()
+    layers = fastpipe.split(model, ids[:2])
+    pipe = fastpipe.Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, num_ranks=2, executor=executor)
+    assert "turns" in pipe.stage_modules[1].state_dict()
+    pipe.load_state_dict(other.state_dict(), assign=True)
+    unsplit.load_state_dict(other.state_dict(), assign=True)
+    target = torch.randn(9, TOKENS, VOCABULARY)
+    assert fastpipe.check_parity(pipe, unsplit, (ids, target)).ok
+    for changed in (model, unsplit):
+        changed.register_buffer("turns", torch.linspace(3, 1, 2 * TOKENS))
+    assert fastpipe.check_parity(pipe, unsplit, (ids, target)).ok
+    for changed in (*pipe.stage_modules.values(), unsplit):
+        changed.double()
+    assert fastpipe.check_parity(pipe, unsplit, (ids, target.double())).ok
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_blocks_that_get_their_mode_are_refused(training: bool) -> None:
+    class Moded(Dictionary):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.tok_embeddings(ids)
+            for number, layer in enumerate(self.layers.values()):
+                x = layer(x, self.turns, scale=0.1 * number * self.training)
+            return self.output(self.norm(x))
+
+    with pytest.raises(ValueError, match="in evaluation" if training else "in training"):
+        fastpipe.split(Moded().train(training), batch()[0])
+
+
+def test_a_forward_that_writes_to_a_buffer_of_its_blocks_is_refused() -> None:
+    class Counting(Dictionary):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if fastpipe.current() is not None:
+                self.turns.add_(1)
+            return super().forward(ids)
+
+    pipe = fastpipe.Pipeline(fastpipe.split(Counting(), batch()[0]), "1f1b", 3, num_ranks=2)
+    with pytest.raises(ValueError, match="writes to a buffer that it gives to its blocks"):
+        pipe.eval_step(batch()[0])

@@ -75,13 +75,20 @@ def set_children(module: nn.Module, children: dict[str, nn.Module | None]) -> No
 
 def share_tensors(module: nn.Module, source: nn.Module) -> None:
     """Share the parameters and buffers of another module, also those added later."""
-    module._parameters, module._buffers = source._parameters, source._buffers
+    module._parameters = source._parameters
+    share_buffers(module, source)
+
+
+def share_buffers(module: nn.Module, source: nn.Module) -> None:
+    """Share the buffers of another module, also those added later."""
+    module._buffers = source._buffers
     module._non_persistent_buffers_set = source._non_persistent_buffers_set
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether calling it runs hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling it, or its backward, runs hooks."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -570,6 +577,7 @@ PRIVATE = (
     Private(nn.Module, "_parameters _buffers _modules", "a module's members, to be swapped", _ALL),
     Private(nn.Module, "_non_persistent_buffers_set", "which of them its state leaves out", "split and traced models"),
     Private(nn.Module, "_forward_hooks _forward_pre_hooks _compiled_call_impl", "what a call does", "split models"),
+    Private(nn.Module, "_backward_hooks _backward_pre_hooks", "hooks that no stage would call", "split models"),
     Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split, {_PYTHON}"),
     Private("torch.Tensor", "_cdata", "a parameter's address, for the extension", "replicas with a split backward"),
     Private(

@@ -19,6 +19,7 @@ from fastpipe.runtime.model.chain import (
     carry,
     check_forward,
     check_policy,
+    check_whole_unhooked,
     has_own_forward,
     merged_kwargs,
     missing_argument,

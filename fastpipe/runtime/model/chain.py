@@ -298,7 +298,7 @@ class Layers(Sequence[nn.Module]):
     def check_unhooked(self, indices: Iterable[int]) -> None:
         """Refuse hooks of layers that `chain` would not call."""
         for i in indices:
-            if self._layers and torch_private.has_forward_hooks(self._layers[i]):
+            if self._layers and torch_private.has_hooks(self._layers[i]):
                 raise ValueError(
                     f"stages: layer {i} of the split model has hooks, those of fully_shard for example, and a stage "
                     "would not call them; add them to the model's own modules before split, or to each stage in a "
@@ -333,6 +333,15 @@ def has_own_forward(model: Any) -> bool:
     """Whether it is a list of modules with a forward other than calling its members in sequence."""
     is_list = isinstance(model, nn.Sequential | nn.ModuleList)
     return is_list and type(model).forward not in (nn.Sequential.forward, nn.Module.forward)
+
+
+def check_whole_unhooked(model: Any) -> None:
+    """Refuse hooks of a model of which only the layers are called."""
+    if isinstance(model, nn.Module) and torch_private.has_hooks(model):
+        raise ValueError(
+            f"model: the {type(model).__name__} has hooks (register_forward_hook, for example), and its stages would "
+            "not call them; register them on its layers, for example the first or the last"
+        )
 
 
 def check_forward(module: nn.Module) -> None:

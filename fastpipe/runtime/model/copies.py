@@ -35,6 +35,7 @@ from fastpipe.runtime.common import (
     parameters_of,
     pytree,
     torch_private,
+    version_of,
     zero_grad_of,
 )
 from fastpipe.runtime.model.chain import Chain
@@ -208,6 +209,10 @@ class StageCopies:
     def before_step(self) -> None:
         """Save existing gradients, so that the step's own are separate."""
 
+    def check_unwritten(self) -> None:
+        """Refuse a step in which a forward has written to a parameter that several places hold: each would follow the
+        microbatches that it has seen. Called when the step has run."""
+
     def after_step(self, succeeded: bool) -> None:
         """Sum the two halves, and add the saved gradients."""
 
@@ -217,6 +222,30 @@ class StageCopies:
 
     def release(self) -> None:
         """Restore the user's modules after a step, also a failed one."""
+
+
+class Versions:
+    """The version counters of parameters at the begin of a step."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[str, torch.Tensor, int]] = []
+
+    def note(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the counters of these."""
+        self._noted = [(name, parameter, version_of(parameter)) for name, parameter in named]
+
+    def written(self) -> str | None:
+        """The name of the first that something has written to since."""
+        return next((name for name, parameter, version in self._noted if version_of(parameter) != version), None)
+
+
+def _check_unwritten(versions: Versions) -> None:
+    if (name := versions.written()) is not None:
+        raise ValueError(
+            f"stages: the step wrote to the parameter {name} (nn.Embedding(max_norm=) does, for example), and the "
+            "schedule holds its stage twice: each copy followed half of the microbatches, and they differ now; load "
+            "the weights again, and change them between steps, or use a schedule that holds every stage once"
+        )
 
 
 def check_changes(replies: Sequence[Changes]) -> None:
@@ -258,6 +287,13 @@ class LocalCopies(StageCopies):
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self._stages = pairs
+        scripted = [m for stage, _ in pairs for m in stage.modules() if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise ValueError(
+                f"stages: {scripted[0].original_name} is a scripted module, which cannot follow another one, and the "
+                "schedule holds its stage twice: give the nn.Module that was scripted, use one process for each rank, "
+                "or a schedule that holds every stage once"
+            )
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
         self._made = {id(original): copied for original, copied in self.modules}
         self._children = [dict(children_of(original)) for original, _ in self.modules]
@@ -265,6 +301,7 @@ class LocalCopies(StageCopies):
         self._seen = [{k: v for k, v in vars(a).items() if k not in TORCHS_OWN} for a, _ in self.modules]
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
+        self._versions = Versions()
 
     def prepare(self) -> Changes:
         """Refuse changes that the copies cannot follow."""
@@ -306,6 +343,11 @@ class LocalCopies(StageCopies):
                 second.copy_(first)
                 second.requires_grad_(first.requires_grad)
                 torch_private.share_hooks(second, first)
+        self._versions.note((name, p) for pair in self._stages for held in pair for name, p in held.named_parameters())
+
+    def check_unwritten(self) -> None:
+        """Either copy."""
+        _check_unwritten(self._versions)
 
     def before_step(self) -> None:
         """Save the gradients."""
@@ -347,6 +389,7 @@ class RemoteCopies(StageCopies):
         self.stages = [(modules[s], holders[s]) for s in sorted(modules)]
         self.exchange = exchange
         self.kept: list[list[torch.Tensor | None]] = []
+        self._versions = Versions()
 
     def equalise(self, *, initialised: bool = False) -> None:
         """Copy the first holder's parameters to the second."""
@@ -373,6 +416,11 @@ class RemoteCopies(StageCopies):
 
     def follow(self) -> None:
         """Nothing to update: both optimizers applied the same step to the same numbers."""
+        self._versions.note(named for module, _ in self.stages for named in module.named_parameters())
+
+    def check_unwritten(self) -> None:
+        """The copy of this process."""
+        _check_unwritten(self._versions)
 
     def before_step(self) -> None:
         """Save the gradients."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpipe.runtime.common import check_shapes, first_line, located, parameters_of, tensors_of, walked
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model.chain import Layers, WholeNames, as_layers
+from fastpipe.runtime.model.chain import Layers, WholeNames, as_layers, check_whole_unhooked
 from fastpipe.runtime.model.cuts import layer_ranges
 from fastpipe.runtime.model.tied import Tie, make_ties, split_name, tied_names
 from fastpipe.runtime.model.torch_stages import TracedStage, device_of
@@ -29,6 +29,7 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
         return _with_shapes(_from_mapping(stages, num_stages, local))
     layers = as_layers(stages)
     if layers is not None:
+        check_whole_unhooked(stages)
         ranges = layer_ranges(layers, num_stages, partition)
         return {stage: layers.chain(ranges[stage]) for stage in local}
     if isinstance(stages, nn.Module | type) or not callable(stages):

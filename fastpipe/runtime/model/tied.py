@@ -35,7 +35,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.data_parallel import is_sharded, unwrapped
-from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, added, holders_of
+from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, Versions, added, holders_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
 
@@ -385,6 +385,7 @@ class TiedWeights(StageCopies):
         self.twins = twins
         self.base = StageCopies()
         self.sees_aliases = False
+        self._versions = Versions()
 
     def around(self, make: Callable[[], StageCopies]) -> TiedWeights:
         """Create the inner work while the stages use their aliases, so that it applies to these."""
@@ -446,6 +447,17 @@ class TiedWeights(StageCopies):
         """Set the aliases before a step; they stay until `release`."""
         self._put_in()
         self.base.follow()
+        self._versions.note((w.tie.names[0], p) for w in self.shared for p in (w.parameter, *w.aliases.values()))
+
+    def check_unwritten(self) -> None:
+        """The tied weights, then the others."""
+        if (name := self._versions.written()) is not None:
+            raise ValueError(
+                f"tied: the step wrote to {name} (nn.Embedding(max_norm=) does, for example), which several stages "
+                "share: when each of them sees that depends on the schedule, and other processes never do; load the "
+                "weights again, and change them between steps, or cut the model so that one stage has all uses"
+            )
+        self.base.check_unwritten()
 
     def loaded(self) -> None:
         """Tied weights are one; the others as they are without ties."""

@@ -18,8 +18,16 @@ from fastpipe.runtime.model import Layers, WholeNames, accepted_names, shallow
 
 _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Arguments of a module beside the previous one's output, by position and by name; equal in every step."""
+"""Arguments of a module beside the previous one's output, by position and by name; equal in every step, and a `Buffer`
+in place of one of the model's."""
 _INSTEAD = "pass the model's layers as a list, each of which takes what the one before it returns"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of the model, by name: a step passes the one that is there, which may have been loaded or moved."""
+
+    name: str
 
 
 @dataclass
@@ -86,7 +94,7 @@ def row_of_modules(
     for call in calls:
         if not isinstance(call.output, torch.Tensor):
             raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {_INSTEAD}")
-    buffers = {id(buffer) for buffer in model.buffers()}
+    buffers = {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
     for call, before in zip(calls, [None, *calls], strict=False):
         _check_link(before, call, buffers)
     if calls[-1].output is not output or version_of(calls[-1].output) != calls[-1].version:
@@ -95,7 +103,12 @@ def row_of_modules(
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"model: {twice} is called twice; {_INSTEAD}")
-    return {call.path: (call.args[1:], call.kwargs) for call in calls}, output
+    return {call.path: _by_name(call, buffers) for call in calls}, output
+
+
+def _by_name(call: Call, buffers: Mapping[int, Buffer]) -> Further:
+    args, kwargs = call.args[1:], call.kwargs
+    return tuple(buffers.get(id(a), a) for a in args), {name: buffers.get(id(a), a) for name, a in kwargs.items()}
 
 
 @contextlib.contextmanager
@@ -195,8 +208,10 @@ class RowStage(WholeNames):
         torch_private.share_tensors(self, kept)
         torch_private.set_children(self, children_of(kept))
         # not children: they are submodules already, under the model's names
-        self._own = [(model.get_submodule(path), *given[path]) for path in own]
-        self._before = [_before_row(model, "", given)] if begins else []
+        self._own = [(model.get_submodule(path), given[path]) for path in own]
+        self._before = [(_before_row(model, "", given), given[row[0]])] if begins else []
+        for _, further in (*self._own, *self._before):
+            self._share_buffers(model, further)
         self._names = accepted_names(model) if begins else frozenset()
 
     def accepts(self) -> frozenset[str] | None:
@@ -206,57 +221,90 @@ class RowStage(WholeNames):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers on the output of the previous layer."""
         value = args[0] if args else None
-        for model in self._before:
-            value = self._run_before(model, args, kwargs)
-        for module, further, named in self._own:
-            others = (_on_device_of(value, other) for other in further)
+        for model, further in self._before:
+            value = self._run_before(model, further, args, kwargs)
+        for module, further in self._own:
+            others, named = self._present(further)
+            # another stage may have moved the model's buffer
+            others = tuple(_on_device_of(value, other) for other in others)
             value = module(value, *others, **{name: _on_device_of(value, other) for name, other in named.items()})
         return value
 
-    def _run_before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _share_buffers(self, model: nn.Module, further: Further) -> None:
+        """Hold the buffers that a module gets, under the model's names: they are loaded and saved with this stage."""
+        args, kwargs = further
+        for path in {_path_of(value) for value in (*args, *kwargs.values()) if isinstance(value, Buffer)}:
+            holder: nn.Module = self
+            for name in path.split(".") if path else ():
+                if name not in children_of(holder):
+                    holder.add_module(name, nn.Module())
+                holder = holder.get_submodule(name)
+            torch_private.share_buffers(holder, model.get_submodule(path))
+
+    def _present(self, further: Further) -> Further:
+        """Further arguments, with the buffers that are there now."""
+        args, kwargs = further
+        return tuple(map(self._value_of, args)), {name: self._value_of(value) for name, value in kwargs.items()}
+
+    def _value_of(self, value: Any) -> Any:
+        return self.get_buffer(value.name) if isinstance(value, Buffer) else value
+
+    def _run_before(self, model: nn.Module, further: Further, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _set_training(model, self.training)
+        others, named = self._present(further)
+        versions = [version_of(value) for value in (*others, *named.values()) if isinstance(value, torch.Tensor)]
         try:
             model(*args, **kwargs)
         except _Reached as reached:
-            return reached.value
-        raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
+            found = reached
+        else:
+            raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
+        same = len(found.args) == len(others) and found.kwargs.keys() == named.keys()
+        if not same or not all(_is_same(a, b) for a, b in found.beside(others, named)):
+            raise ValueError(
+                "split: the model's blocks get other arguments than on the example that it was split with; give these "
+                "in the example, too"
+            )
+        if versions != [version_of(value) for value in (*others, *named.values()) if isinstance(value, torch.Tensor)]:
+            raise ValueError(
+                "split: the model's forward writes to a buffer that it gives to its blocks, and other stages may have "
+                "their own; make that a part of the blocks, or pass the model's layers as a list"
+            )
+        return found.value
 
 
 class _Reached(BaseException):
-    """Raised when the model's forward reaches the row."""
+    """Raised when the model's forward reaches the row, with the arguments there."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.value = value
+        self.value, self.args, self.kwargs = value, args, kwargs
+
+    def beside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+        """Pairs of these and other arguments."""
+        yield from zip(self.args, args, strict=True)
+        yield from ((value, kwargs[name]) for name, value in self.kwargs.items())
 
 
 class _End(nn.Module):
     """Replaces a module of the row, to end the model's forward."""
 
-    def __init__(self, further: Further) -> None:
-        super().__init__()
-        self._further = further
-
     def forward(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """End the model's forward."""
-        known, named = self._further
-        same = len(args) == len(known) and kwargs.keys() == named.keys() and all(map(_is_same, args, known))
-        if not same or not all(_is_same(kwargs[name], named[name]) for name in named):
-            raise ValueError(
-                "split: the model's blocks get other arguments than on the example that it was split with; give these "
-                "in the example, too"
-            )
-        raise _Reached(value)
+        raise _Reached(value, args, kwargs)
 
 
 def _is_same(found: Any, known: Any) -> bool:
-    if isinstance(found, torch.Tensor) and isinstance(known, torch.Tensor):
-        return found.shape == known.shape and found.dtype == known.dtype  # it may be on another device now
+    if isinstance(found, torch.Tensor) or isinstance(known, torch.Tensor):
+        return found is known
     return type(found) is type(known) and bool(found == known)
 
 
+def _path_of(buffer: Buffer) -> str:
+    return buffer.name.rpartition(".")[0]
+
+
 def _on_device_of(value: Any, other: Any) -> Any:
-    """A further argument on the input's device: another stage may have moved the model's buffer."""
     return other.to(value.device) if isinstance(other, torch.Tensor) else other
 
 
@@ -281,7 +329,7 @@ def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str]
 def _before_row(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Module:
     """A copy of the model without its row, which ends where the row begins."""
     if path in row:
-        return _End(row[path])
+        return _End()
     if not _holds(path, row):
         return module
     twin: nn.Module = shallow(module)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import cuda_devices, on_meta
-from fastpipe.runtime.model import Layers, accepted_names, as_layers, restored, selected
+from fastpipe.runtime.model import Layers, accepted_names, as_layers, check_whole_unhooked, restored, selected
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
 from fastpipe.runtime.split.plain import RowLayers, row_of_modules, rows_of_modules
 
@@ -49,6 +49,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
     """
     if not isinstance(model, nn.Module | Sequence):
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or the list of its layers")
+    check_whole_unhooked(model)
     if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):
         raise ValueError(
             f"model is a {type(model).__name__} of peft: give the model in it, peft_model.base_model.model, which "
@@ -120,10 +121,11 @@ def _compare(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], 
             f"model: its layers in sequence do not return the model's output ({type(model).__name__}); pass "
             "the model's layers as a list"
         )
-    if not model.training and not _equal_in_training(model, whole, sequence):
+    if not _equal_in_mode(not model.training, model, whole, sequence):
         raise ValueError(
-            f"model: in training, its layers in sequence do not return the model's output ({type(model).__name__}); "
-            "make what its forward does between them, such as dropout, a module, or pass the model's layers as a list"
+            f"model: in {'evaluation' if model.training else 'training'}, its layers in sequence do not return the "
+            f"model's output ({type(model).__name__}); make what its forward does between them, such as dropout, a "
+            "module, let blocks find the mode themselves, or pass the model's layers as a list"
         )
 
 
@@ -133,13 +135,13 @@ def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
         return run()
 
 
-def _equal_in_training(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool:
-    """Compare in training mode: a function between blocks may act only there."""
+def _equal_in_mode(mode: bool, model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool:
+    """Compare in training or evaluation: a function between blocks, or an argument of one, may act only there."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.train()
+        model.train(mode)
         return torch.equal(_run_restored(model, whole), _run_restored(model, sequence))
-    except Exception:  # it cannot be trained on the example, so this cannot be checked
+    except Exception:  # it cannot run so on the example, and this cannot be checked
         return True
     finally:
         for module, mode in modes:

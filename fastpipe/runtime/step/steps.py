@@ -306,6 +306,8 @@ class Steps:
         """Exchange the outcomes, and sum the gradients of stages that two ranks hold."""
         self.watchdog.phase = "has run the step, and waits for the outcome of the other ranks"
         try:
+            if outcome.failure is None:
+                self.copies.check_unwritten()
             report = self._report(outcome, trace)
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
             if outcome.failure is None and not self.ranks.check(outcome):
