@@ -130,3 +130,26 @@ def place_of_failure(executor: str) -> tuple[int | None, str]:
 
 def _raise(module: nn.Module, args: Any) -> None:
     raise OSError("on purpose")
+
+
+def another_number(wrap: str, executor: str) -> tuple[str, str]:
+    over = mesh()
+    replica = over.get_local_rank("dp")
+    pipe = build(wrap, "zbv", executor, over)
+    kind, text, _ = caught(
+        lambda: pipe.step(batch(0, replica)[0], target=batch(0, replica)[1], num_microbatches=(5, 8)[replica])
+    )
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    reference = Reference(pipe)
+    pipe.step(batch(1, replica)[0], target=batch(1, replica)[1])
+    reference.step(1)
+    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+    return kind, text
+
+
+@pytest.mark.parametrize(("wrap", "executor"), paired(["ddp", "fsdp"]), indirect=["executor"])
+def test_another_number_of_microbatches_in_one_replica_is_refused(wrap: str, executor: str, group_of: GroupOf) -> None:
+    for rank, (kind, text) in enumerate(group_of(4).run(another_number, wrap, executor)):
+        assert kind == "StepError" and "num_microbatches: the replicas of stage " in text, text
+        assert f"here with num_microbatches={5 if rank < 2 else 8}, on average with 6.5" in text

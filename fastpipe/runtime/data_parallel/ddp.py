@@ -73,12 +73,14 @@ class ReplicaReports(NamedTuple):
         num_failed: number of replicas in which the step failed.
         num_skipping: number of those that failed only because their pipeline has parameters without a reducer.
         num_missing: number of replicas with such parameters in this wrapper.
+        marks: the sums of `DataParallel.marks`.
         again: whether any replica had to average a bucket again.
     """
 
     num_failed: int
     num_skipping: int
     num_missing: int
+    marks: Sequence[int]
     again: bool
 
 
@@ -147,13 +149,14 @@ class Average:
                 elif parameter.grad is not None:
                     torch.mul(parameter.grad, self.factor, out=view)
 
-    def complete(self, failed: bool, skips: tuple[bool, bool] = (False, False)) -> None:
+    def complete(self, failed: bool, skips: tuple[bool, bool], marks: Sequence[int]) -> None:
         """Start the remaining buckets, and report to the other replicas; called when all gradients are complete.
 
         Args:
             failed: the step failed here: send zeros, which are ignored.
             skips: whether it failed because the pipeline has parameters without a reducer, and whether this wrapper has
                 them.
+            marks: see `DataParallel.marks`.
         """
         self.unwatch()
         early = len(self._futures)
@@ -162,8 +165,8 @@ class Average:
         again = [int(number < early and self._changed(number)) for number in range(len(self.buckets))]
         used = [int(p.grad is not None and not failed) for parameters in self.parameters for p in parameters]
         device = self.buckets[0].buffer().device
-        status = [int(failed), *map(int, skips), *again, *used]
-        self.status = torch.tensor(status, dtype=torch.int32, device=device)
+        status = [int(failed), *map(int, skips), *marks, *again, *used]
+        self.status = torch.tensor(status, dtype=torch.int64, device=device)
         self._reported = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
 
     def unwatch(self) -> None:
@@ -187,7 +190,8 @@ class Average:
             TimeoutError: if they are not complete by the deadline.
         """
         wait_for(self._reported, deadline)
-        num_failed, num_skipping, num_missing, *flags = self.status.tolist()
+        num_failed, num_skipping, num_missing, *rest = self.status.tolist()
+        marks, flags = rest[:3], rest[3:]
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
         averages: list[torch.Tensor] = []
         for number, repeat in enumerate(again):
@@ -198,7 +202,7 @@ class Average:
                 if count:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
-        return ReplicaReports(num_failed, num_skipping, num_missing, any(again))
+        return ReplicaReports(num_failed, num_skipping, num_missing, marks, any(again))
 
     def _average(self, number: int, deadline: float, *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]
@@ -372,9 +376,9 @@ class Replicated(DataParallel):
         self._starts_early = self._may_start_early() if found else self._starts_early
         return bool(found)
 
-    def begin(self, reduces: bool) -> None:
+    def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Disable the wrapper's hooks."""
-        self._reduces = reduces
+        self._reduces, self.num_microbatches = reduces, num_microbatches
         self._begun = self._skips = False
         self._set = [
             {name: vars(w)[name] for name in torch_private.NOT_REDUCING if name in vars(w)} for w in self.wrappers
@@ -410,7 +414,8 @@ class Replicated(DataParallel):
             if flags["require_backward_grad_sync"]:
                 average = self._early or self._average(wrapper)
                 self._early = None
-                average.complete(failed, (self._skips, self._skips and bool(self._reduced[wrapper].unreduced())))
+                skips = self._skips, self._skips and bool(self._reduced[wrapper].unreduced())
+                average.complete(failed, skips, self.marks())
                 self._running.append(average)
 
     def _average(self, wrapper: DistributedDataParallel) -> Average:
@@ -421,7 +426,8 @@ class Replicated(DataParallel):
         running, self._running = self._running, []
         try:
             ends = [average.finish(deadline) for average in running]
-            num_failed, num_skipping = (max((end[i] for end in ends), default=0) for i in range(2))
+            num_failed = max((end.num_failed for end in ends), default=0)
+            num_skipping = max((end.num_skipping for end in ends), default=0)
             cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
             if num_failed and not num_skipping:
                 cause = self.explained(cause, failure, deadline)
@@ -444,7 +450,9 @@ class Replicated(DataParallel):
                 "the last step, and this one has none; unfreeze, exchange or append the same layers in all replicas"
             )
             raise FailureError(Failure(None, cause))
-        if num_failed:
+        if not num_failed:
+            cause = next(filter(None, (self.why_not_same(*end.marks) for end in ends)), "")
+        if cause:
             raise FailureError(Failure(None, cause))
 
     def _restore(self, reduced: Sequence[DistributedDataParallel]) -> None:

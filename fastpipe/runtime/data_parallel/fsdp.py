@@ -101,9 +101,9 @@ class Sharded(DataParallel):
         """Find the outermost modules, as the first forward does."""
         torch_private.find_fsdp_roots(self._states())
 
-    def begin(self, reduces: bool) -> None:
+    def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
-        self._reduces = reduces
+        self._reduces, self.num_microbatches = reduces, num_microbatches
         self._begun = False
         self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
@@ -166,16 +166,18 @@ class Sharded(DataParallel):
             self._compare(failure, deadline)
 
     def _compare(self, failure: str | None, deadline: float) -> None:
-        """Raise unless all replicas completed the step."""
-        count = torch.tensor(int(failure is not None), dtype=torch.int32, device=self.device)
+        """Raise unless all replicas completed the same step."""
+        sums = torch.tensor([int(failure is not None), *self.marks()], dtype=torch.int64, device=self.device)
         for group in self.groups:
-            dist.all_reduce(count, group=group)
-        if int(count):
+            dist.all_reduce(sums, group=group)
+        num_failed, *marks = sums.tolist()
+        cause = self.why_not_same(*marks)
+        if num_failed:
             cause = self.explained(
                 "the step failed in another of the replicas that share this stage", failure, deadline
             )
-            if failure is None:
-                raise FailureError(Failure(None, cause))
+        if cause and failure is None:
+            raise FailureError(Failure(None, cause))
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:

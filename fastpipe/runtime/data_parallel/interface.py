@@ -64,7 +64,28 @@ def first_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.dev
 
 
 class DataParallel(ABC):
-    """The replicas of one stage."""
+    """The replicas of one stage.
+
+    Attributes:
+        num_microbatches: of this step.
+    """
+
+    stage: int
+    num_microbatches = 0
+
+    def marks(self) -> list[int]:
+        """Numbers whose sums over the replicas tell whether all have the same `num_microbatches`."""
+        return [self.num_microbatches**power for power in range(3)]
+
+    def why_not_same(self, count: int, total: int, squares: int) -> str:
+        """The error if the sums of `marks` show that replicas run other programs; empty if all run the same."""
+        if count * squares == total**2:  # true of equal numbers alone
+            return ""
+        return (
+            f"num_microbatches: the replicas of stage {self.stage} do not run the same step, here with "
+            f"num_microbatches={self.num_microbatches}, on average with {total / count:g}; pass the same "
+            "to step in all replicas"
+        )
 
     def explained(self, cause: str, failure: str | None, deadline: float) -> str:
         """The cause of a failed step, with the place where another replica failed; all replicas call it."""
@@ -120,11 +141,12 @@ class DataParallel(ABC):
             )
 
     @abstractmethod
-    def begin(self, reduces: bool) -> None:
+    def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Start a step: disable the wrapper's hooks.
 
         Args:
             reduces: whether this step reduces gradients; False where steps accumulate.
+            num_microbatches: must be the same in all replicas.
         """
 
     @abstractmethod

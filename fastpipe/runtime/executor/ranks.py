@@ -186,7 +186,7 @@ class LocalRanks:
         for rank, held in self.stages.items():
             found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
             for _, parallel in found:
-                parallel.begin(True)
+                parallel.begin(True, program.num_microbatches)
                 parallel.skip_step()
             try:
                 for instruction in program[rank]:
@@ -295,7 +295,7 @@ class LocalRanks:
     def _run_one(self, executor: Executor, *how: Any) -> None:
         replicated = [(stage, stage.parallel) for stage in executor.stages.values() if stage.parallel is not None]
         for stage, parallel in replicated:
-            parallel.begin(stage.work.reduces and torch.is_grad_enabled())
+            parallel.begin(stage.work.reduces and torch.is_grad_enabled(), executor.program.num_microbatches)
         spans = self._run_program(executor, *how)
         deadline = time.monotonic() + self.timeout
         for stage, parallel in replicated:
