@@ -1,7 +1,5 @@
 """`fastpipe.all_to_all`: a collective with a backward, during which the other half of a pair computes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import defaultdict

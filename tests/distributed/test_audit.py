@@ -1,7 +1,5 @@
 """Audits: every kind of flipped bit is found, the right rank is named, and nothing is found where nothing is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

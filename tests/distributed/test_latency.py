@@ -1,7 +1,5 @@
 """How soon ranks learn of a failure, as medians: of an idle machine, so in the nightly alone."""
 
-from __future__ import annotations
-
 import signal
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A host that vanishes without a word: the others say so within seconds, and nobody waits on for its messages."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Copies in memory of several processes: on the own host and on others, fetched by whoever lost its host."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

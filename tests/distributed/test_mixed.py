@@ -1,7 +1,5 @@
 """Ranks on several hosts: shared memory within each, process groups between them, in one step of one program."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from types import SimpleNamespace

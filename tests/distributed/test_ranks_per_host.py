@@ -1,7 +1,5 @@
 """How many ranks compute on a host: those of every pipeline there, and what they do about it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Processes agree on one plan; only the order can change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 python -m tests.distributed.test_restart     writes the table in docs/reliability.md
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

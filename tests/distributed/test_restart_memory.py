@@ -1,7 +1,5 @@
 """torchrun --max-restarts with copies in memory: no step is lost, and the bits are those of an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Shared memory between processes: the same bits, whoever runs what; nothing hangs, nothing is left, whoever dies."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

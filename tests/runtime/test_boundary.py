@@ -1,7 +1,5 @@
 """What crosses a boundary between stages: every tree as it was; what cannot cross is refused by name."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Buffers are kept while something is tried, however a module changes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What stages pass on unchanged crosses to a rank once, where a placement visits ranks several times."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 from typing import Any

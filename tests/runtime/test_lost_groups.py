@@ -3,8 +3,6 @@
 Nobody waits for that rank, neither who makes connections nor who ends them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

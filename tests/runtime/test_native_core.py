@@ -1,7 +1,5 @@
 """The native executor against plain autograd, and what it must survive."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

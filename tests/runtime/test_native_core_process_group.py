@@ -1,7 +1,5 @@
 """The native executor over Gloo, in processes of their own; the Pipeline's control plane is not there to help."""
 
-from __future__ import annotations
-
 import copy
 import os
 

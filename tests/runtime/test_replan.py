@@ -1,7 +1,5 @@
 """Measure, plan, go on by the plan: what is measured, that nothing else changes, and that the bits stay the model's."""
 
-from __future__ import annotations
-
 import copy
 import time
 from dataclasses import replace

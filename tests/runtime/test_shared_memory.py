@@ -1,7 +1,5 @@
 """Shared memory with the ranks as threads: what arrives, where it lies, who may hold it, and what is left."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

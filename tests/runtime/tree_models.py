@@ -1,7 +1,5 @@
 """Layers that hand on more than tensors: trees, None, numbers, and values that skip stages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

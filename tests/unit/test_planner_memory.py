@@ -1,7 +1,5 @@
 """`fastpipe.plan` under a limit of memory: in activations, in bytes, with recomputation."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
