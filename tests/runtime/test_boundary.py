@@ -23,7 +23,7 @@ from fastpipe.runtime.stage.stage import Chain
 from tests.conftest import paired
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, Case, squared
-from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up
+from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up, WithLinear
 
 
 class Colour(enum.Enum):
@@ -295,12 +295,8 @@ def test_the_cut_does_not_matter(executor: str, cut: list[int]) -> None:
     assert all(map(same_bits, [p.grad for layer in layers for p in layer.parameters()], expected))
 
 
-class Doubling(nn.Module):
+class Doubling(WithLinear):
     """Hands a tensor on in two places, and uses what it gets several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = self.linear(x) * x

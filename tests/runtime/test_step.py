@@ -16,6 +16,7 @@ from fastpipe.testing import reference_step
 from tests.conftest import paired
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Batch, Block, squared
+from tests.runtime.tree_models import WithLinear
 
 CASE = CASES["plain"]
 
@@ -51,12 +52,8 @@ def test_a_batch_a_list_and_an_iterator_are_the_same(executor: str) -> None:
         assert all(same_bits(gradients[name], found[0][1][name]) for name in gradients)
 
 
-class Attends(nn.Module):
+class Attends(WithLinear):
     """Takes a batch in its second dimension, a table for all, and two keywords."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor, *, every: torch.Tensor, pairs: Any) -> torch.Tensor:
         return self.linear(x) + table + every.sum() + sum(pairs)
