@@ -8,7 +8,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime.common.tensors import bytes_of, digest_of
-from tests.conftest import WAYS, paired, skip_without_native
+from tests.conftest import WAYS, executors_in_turn, skip_without_native
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES, squared
@@ -118,6 +118,6 @@ def test_tensors_that_ranks_hold(executor: str, transport: str, group_of: GroupO
     assert {name: digest for _, found in answers for name, digest in found.items()} == expected
 
 
-@pytest.mark.parametrize(("case", "executor"), paired(CASES), indirect=["executor"])
+@executors_in_turn("case", CASES)
 def test_every_boundary(case: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(compare, case, "dualpipev", 5, executor)

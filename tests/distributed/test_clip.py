@@ -10,17 +10,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastpipe import StepError
 from fastpipe.runtime.step.clip import NamedGrad, norms_of
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import batch, caught, pipeline, refuses
 from tests.runtime.models import CASES
 from tests.runtime.test_clip import assert_clipped_alike, gathered
 
 
-@pytest.mark.parametrize(
-    ("case", "schedule", "executor"),
-    paired([("plain", "1f1b"), ("plain", "dualpipe"), ("channels_last", "dualpipev"), ("bfloat16", "zbv")]),
-    indirect=["executor"],
+@executors_in_turn(
+    "case, schedule", [("plain", "1f1b"), ("plain", "dualpipe"), ("channels_last", "dualpipev"), ("bfloat16", "zbv")]
 )
 @on_ranks(2)
 def test_the_norm_is_that_of_the_unsplit_model(case: str, schedule: str, executor: str) -> None:

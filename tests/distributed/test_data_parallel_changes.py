@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, StepError
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.meshes import (
     LAYERS,
     WIDTH,
@@ -94,7 +93,7 @@ def same_gradients(modules: Sequence[nn.Module], group: Any) -> int:
     return len(trained)
 
 
-@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv"]), indirect=["executor"])
+@executors_in_turn("schedule", ["1f1b", "zbv"])
 @on_ranks(4)
 def test_replicas_reduce_what_is_to_be_trained_now(schedule: str, executor: str) -> None:
     """After every change a step, and another that adds to it; two more of which the first reduces nothing."""

@@ -3,12 +3,11 @@
 import re
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.meshes import (
     LAYERS,
     Block,
@@ -83,7 +82,7 @@ def fail_and_go_on(wrap: str, executor: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("wrap", "executor"), paired(["ddp", "fsdp"]), indirect=["executor"])
+@executors_in_turn("wrap", ["ddp", "fsdp"])
 def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, executor: str, group_of: GroupOf) -> None:
     answers = group_of(4).run(fail_and_go_on, wrap, executor)
     for name in FAULTS:

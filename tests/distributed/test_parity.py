@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from fastpipe import check_parity
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import batch, pipeline, refuses
 from tests.runtime.models import CASES
@@ -26,11 +25,7 @@ def check(schedule: str, executor: str, with_model: list[int]) -> list[Any]:
     return [good.ok, good.num_compared, str(good), bad.ok, str(bad), [d.name for d in bad.differences]]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "with_model", "executor"),
-    paired([("1f1b", [0, 1]), ("zbv", [1]), ("dualpipe", [0])]),
-    indirect=["executor"],
-)
+@executors_in_turn("schedule, with_model", [("1f1b", [0, 1]), ("zbv", [1]), ("dualpipe", [0])])
 def test_every_rank_gets_the_same_table(schedule: str, with_model: list[int], executor: str, group_of: GroupOf) -> None:
     zero, one = group_of(2).run(check, schedule, executor, with_model)
     assert zero == one

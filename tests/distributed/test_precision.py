@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from fastpipe import GradScaler, Pipeline
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
-from tests.conftest import WAYS, paired
+from tests.conftest import WAYS, executors_in_turn
 from tests.distributed import meshes
 from tests.distributed.meshes import Reference, build, mesh_and_replica, step, wrong_gradients
 from tests.distributed.meshes import batch as mesh_batch
@@ -17,7 +17,7 @@ from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, Block, squared
 
 
-@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv", "dualpipe"]), indirect=["executor"])
+@executors_in_turn("schedule", ["1f1b", "zbv", "dualpipe"])
 @on_ranks(2)
 def test_one_infinite_gradient_is_everybodys(schedule: str, executor: str) -> None:
     """In the second step one gradient of the last stage is made infinite, on the rank that has it."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing.parity import Parity
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.meshes import batch, layers, mesh_and_replica, squared, step, whole_grad
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_tied_data_parallel import batch as text
@@ -93,7 +93,7 @@ def test_shards_are_checked_clipped_saved_and_cut_otherwise(group_of: GroupOf, t
     assert same_bits(plain.eval_step(x, target=y).loss, first[1])
 
 
-@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv"]), indirect=["executor"])
+@executors_in_turn("schedule", ["1f1b", "zbv"])
 @on_ranks(4)
 def test_parity_sums_the_uses_of_tied_shards(schedule: str, executor: str) -> None:
     over, replica = mesh_and_replica()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import fastpipe
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import caught
@@ -141,7 +141,7 @@ def replicas_of(wrap: str, executor: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(("wrap", "executor"), paired(["argument", "ddp", "fsdp"]), indirect=["executor"])
+@executors_in_turn("wrap", ["argument", "ddp", "fsdp"])
 def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_of: GroupOf) -> None:
     zero, one, *others = group_of(4).run(replicas_of, wrap, executor)
     # each rank of a V has the first and the last stage or neither

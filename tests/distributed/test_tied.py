@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import caught, refuses
 from tests.runtime.test_tied import (
@@ -110,11 +110,7 @@ def train_sparse(schedule: str, tied: bool, executor: str) -> list[torch.Tensor]
     return found
 
 
-@pytest.mark.parametrize(
-    ("schedule", "tied", "executor"),
-    paired([("dualpipe", False), ("dualpipe", True), ("1f1b", True), ("dualpipe", False)]),
-    indirect=["executor"],
-)
+@executors_in_turn("schedule, tied", [("dualpipe", False), ("dualpipe", True), ("1f1b", True), ("dualpipe", False)])
 def test_sparse_gradients_are_swapped(schedule: str, tied: bool, executor: str, group_of: GroupOf) -> None:
     first, second = group_of(2).run(train_sparse, schedule, tied, executor)
     assert len(first) == 2

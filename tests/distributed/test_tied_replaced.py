@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.meshes import mesh
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_tied_data_parallel import batch
@@ -37,7 +37,7 @@ def go_on(schedule: str, executor: str, folder: str) -> list[float]:
     return [] if found is None else found.grad.flatten().tolist()
 
 
-@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "dualpipe", "zbv"]), indirect=["executor"])
+@executors_in_turn("schedule", ["1f1b", "dualpipe", "zbv"])
 def test_the_new_one_is_trained(schedule: str, executor: str, group_of: GroupOf, tmp_path: Any) -> None:
     zero, one = group_of(2).run(go_on, schedule, executor, str(tmp_path))
     assert zero and (zero == one or schedule == "zbv")

@@ -18,7 +18,7 @@ from fastpipe.runtime.common import lost_peer
 from fastpipe.runtime.transport import process_group as coalesced
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.testing import Fault
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
 LAYERS = CASES["plain"].layers(4)
@@ -293,9 +293,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("options", "step", "message", "executor"), paired(STEPS.values()), ids=STEPS, indirect=["executor"]
-)
+@executors_in_turn("options, step, message", STEPS.values(), ids=STEPS)
 def test_stepping_and_then_a_good_step(
     options: dict[str, Any], step: Callable[[Pipeline], Any], message: str, executor: str
 ) -> None:

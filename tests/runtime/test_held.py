@@ -15,7 +15,7 @@ from fastpipe.runtime.common import Tensors
 from fastpipe.runtime.model.chain import Chain
 from fastpipe.runtime.transport.transport import Endpoint, Message
 from fastpipe.testing import Loopback, reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, same_bits
 from tests.runtime.models import squared
 from tests.runtime.tree_models import WIDTH, WithLinear
@@ -141,7 +141,7 @@ def nothing_is_left(pipe: Pipeline) -> bool:
     return all(s.held is None or not (s.held.tensors or s.held.grads or s._received_tensors) for s in pipe._stages)
 
 
-@pytest.mark.parametrize(("schedule", "model", "executor"), paired(product(PLACES, MODELS)), indirect=["executor"])
+@executors_in_turn("schedule, model", product(PLACES, MODELS))
 def test_without_the_option_the_unsplit_models_bits(schedule: str, model: str, executor: str) -> None:
     x, target = batch()
     pipe = pipeline(model, schedule, executor)
