@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fastpipe import StepError
 from fastpipe.runtime.step import steps
-from tests.conftest import BOTH, WAYS, skip_without_native
+from tests.conftest import WAYS
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_step import batch, caught, pipeline
 from tests.patience import PATIENCE
@@ -52,49 +52,36 @@ def check(answers: list[dict[str, Any]], scenario: Scenario) -> None:
 
 
 # All combinations for one stage; of the others, a forward in the step that announces and a backward in a later one.
-SCENARIOS = [("1f1b", 2, False, 2), ("1f1b", 2, True, 0)]
-SCENARIOS += [
+BY_BOTH = [("1f1b", 2, False, 2), ("1f1b", 2, True, 0)]
+SCENARIOS = [
     (schedule, stage, backward, 2 * backward)
     for schedule, stage in (("1f1b", 2), ("1f1b", 0), ("1f1b", -1), ("dualpipev", 3), ("dualpipe", 0))
     for backward in (False, True)
 ]
 
 
-def executors_of(number: int) -> list[str]:
-    """Both for the first two, one in turn for the others."""
-    return ["native", "python"] if number < 2 else [("native", "python")[number // 2 % 2]]
-
-
-# Over shared memory the transport alone is another.
+# Over other transports these alone are others.
 SHARED = [("1f1b", 2, False, 0), ("1f1b", 2, True, 2), ("dualpipev", 3, False, 2), ("dualpipev", 3, True, 0)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stage", "backward", "step", "executor"),
-    [(*scenario, executor) for number, scenario in enumerate(SCENARIOS) for executor in executors_of(number)],
+    ("schedule", "stage", "backward", "step", "executor", "transport"),
+    [
+        *((*one, way, "process_group") for one in BY_BOTH for way in ("native", "python")),
+        *((*one, ("native", "python")[number // 2 % 2], "process_group") for number, one in enumerate(SCENARIOS, 2)),
+        *((*one, "native", "shared_memory") for one in SHARED),
+        *((*one, way, "process_group_coalesced") for one in SHARED[1:3] for way in ("native", "python")),
+    ],
     indirect=["executor"],
 )
 def test_everybody_learns_of_it(
-    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: GroupOf
+    schedule: str, stage: int, backward: bool, step: int, executor: str, transport: str, group_of: GroupOf
 ) -> None:
     scenario = Scenario(schedule, stage, 1, step, backward, executor)
-    check(group_of(4).run(fail_and_recover, scenario, "process_group"), scenario)
+    check(group_of(4).run(fail_and_recover, scenario, transport), scenario)
 
 
-@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED)
-def test_over_shared_memory_too(schedule: str, stage: int, backward: bool, step: int, group_of: GroupOf) -> None:
-    skip_without_native()
-    scenario = Scenario(schedule, stage, 1, step, backward, "native")
-    check(group_of(4).run(fail_and_recover, scenario, "shared_memory"), scenario)
-
-
-@BOTH
-@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED[1:3])
-def test_in_operations_of_several_transfers_too(
-    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: GroupOf
-) -> None:
-    scenario = Scenario(schedule, stage, 1, step, backward, executor)
-    check(group_of(4).run(fail_and_recover, scenario, "process_group_coalesced"), scenario)
+# Over shared memory the transport alone is another.
 
 
 @pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
