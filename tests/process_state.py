@@ -49,10 +49,7 @@ class State:
             for key in shared_ones.keys() - things[kind].keys():
                 del shared_ones[key]
         return cls(
-            dict(os.environ),
-            _settings(),
-            [(owner, vars(owner).copy()) for owner in _owners(len(sys.modules))],
-            things,
+            dict(os.environ), _settings(), [(owner, vars(owner).copy()) for owner in _owners(len(sys.modules))], things
         )
 
     def changed(self, now: "State") -> list[str]:

@@ -220,13 +220,7 @@ def _joined() -> None:
 
 
 def _serve(
-    rank: int,
-    size: int,
-    port: int,
-    log: str,
-    pipe: Connection,
-    environment: dict[str, str],
-    backend: str | None,
+    rank: int, size: int, port: int, log: str, pipe: Connection, environment: dict[str, str], backend: str | None
 ) -> None:
     # one that is stopped would outlive tests that end without a word
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -332,11 +332,7 @@ def test_what_is_refused() -> None:
         (lambda index: layers[index], {"audit": 0.1}, "give the list of the model's layers in every process"),
         (layers, {"data_parallel": dist.group.WORLD}, "audit and data_parallel: a stage cannot be computed again"),
         (layers, {"fused_weight_grad": True}, "audit and fused_weight_grad"),
-        (
-            layers,
-            {"audit": 0.1 if rank else None},
-            "do not build the same pipeline: the default on ranks [0], 0.1 on ",
-        ),
+        (layers, {"audit": 0.1 if rank else None}, "do not build the same pipeline: the default on ranks [0], 0.1 on "),
     ]
     for stages, options, expected in made:
         with pytest.raises(ValueError, match=re.escape(expected)):

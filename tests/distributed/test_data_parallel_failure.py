@@ -8,16 +8,7 @@ from torch import nn
 
 from fastpipe import Pipeline, StepError
 from tests.conftest import executors_in_turn
-from tests.distributed.meshes import (
-    LAYERS,
-    Block,
-    Reference,
-    build,
-    layers,
-    mesh_and_replica,
-    step,
-    wrong_gradients,
-)
+from tests.distributed.meshes import LAYERS, Block, Reference, build, layers, mesh_and_replica, step, wrong_gradients
 from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_step import caught
 

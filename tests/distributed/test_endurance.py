@@ -67,8 +67,7 @@ def in_sizes(numbers: Sequence[int], executor: str, transport: str) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    ("executor", "transport", "numbers"),
-    [("native", "shared_memory", ALL), ("native", "process_group", ON_ONE_HOST)],
+    ("executor", "transport", "numbers"), [("native", "shared_memory", ALL), ("native", "process_group", ON_ONE_HOST)]
 )
 def test_one_to_eight_ranks_paused_and_resumed_at_random(
     executor: str, transport: str, numbers: Sequence[int], group_of: GroupOf

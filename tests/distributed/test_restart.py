@@ -138,10 +138,7 @@ LAYOUTS = [Layout(1, 2), Layout(1, 4), Layout(2, 1), Layout(2, 2)]
 @pytest.mark.timeout(6 * PATIENCE)
 @pytest.mark.parametrize(
     ("layout", "moments"),
-    [
-        (Layout(1, 2), SOME),
-        *(pytest.param(layout, MOMENTS, marks=pytest.mark.nightly) for layout in LAYOUTS),
-    ],
+    [(Layout(1, 2), SOME), *(pytest.param(layout, MOMENTS, marks=pytest.mark.nightly) for layout in LAYOUTS)],
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, Layout) else str(len(value)),
 )
 def test_killed_ranks_are_restarted(

@@ -13,14 +13,7 @@ from fastpipe.testing import reference_step
 from tests.conftest import executors_in_turn
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import caught, refuses
-from tests.runtime.test_tied import (
-    EMBEDDING,
-    batches,
-    loss_fn,
-    repeated_layers,
-    tied_layers,
-    train_tied,
-)
+from tests.runtime.test_tied import EMBEDDING, batches, loss_fn, repeated_layers, tied_layers, train_tied
 
 
 def train(make: str, schedule: str, count: int, executor: str) -> list[str]:

@@ -21,9 +21,7 @@ from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
 from tests.scripts import SERVER, start_server  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(native.load() is None, reason=native.native_status()),
-]
+pytestmark = [pytest.mark.skipif(native.load() is None, reason=native.native_status())]
 MICROBATCHES = 4
 
 

@@ -65,10 +65,7 @@ def layers(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "num_stages"),
-    [("gpipe", 4, 4), ("dualpipev", 2, 4)],
-)
+@pytest.mark.parametrize(("name", "num_ranks", "num_stages"), [("gpipe", 4, 4), ("dualpipev", 2, 4)])
 def test_gradients_are_those_of_plain_autograd(
     ranks_of: type[NativeRanks], name: str, num_ranks: int, num_stages: int
 ) -> None:

@@ -57,10 +57,7 @@ STATES: dict[str, tuple[dict[str, str], str]] = {
         {},
         "torch is not installed (planning does without); pip install 'torch>=2.11', then run `pip install --force-rei",
     ),
-    "torch removed": (
-        {RECORD: BUILT},
-        "torch is not installed (planning does without); pip install torch==2.13.0\n",
-    ),
+    "torch removed": ({RECORD: BUILT}, "torch is not installed (planning does without); pip install torch==2.13.0\n"),
     "a folder called torch": ({"torch/notes.txt": "a namespace package, to Python"}, "torch is not installed"),
     "never built": (
         torch(),
